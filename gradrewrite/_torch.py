@@ -1,0 +1,313 @@
+"""Every use of a torch name that torch does not promise to keep; checked on 2.11, 2.13 and 2.15.
+
+Inductor is imported inside functions: it takes a second, and ``import gradrewrite`` should not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import Unsupported as Unsupported
+from torch._dynamo.exc import UserError as UserError
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = ["FakeTensor", "Unsupported", "UserError", "min_cut_partition", "statically_known_true"]
+
+_LIBRARY = torch.library.Library("gradrewrite", "DEF")
+_LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
+_LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
+_LIBRARY.define("hold(Tensor[] tensors) -> ()")
+
+
+def _no_result(*_: Any) -> None:
+    return None
+
+
+def _like(g: Tensor, _: int) -> Tensor:
+    # Same strides, so that what is traced behind a marker is what is traced without it.
+    return torch.empty_strided(g.size(), g.stride(), dtype=g.dtype, device=g.device)
+
+
+for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _like), ("hold", _no_result)):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=_LIBRARY)
+
+mark_activation = torch.ops.gradrewrite.mark_activation.default
+mark_error = torch.ops.gradrewrite.mark_error.default
+hold = torch.ops.gradrewrite.hold.default
+fx.node.has_side_effect(mark_activation)
+fx.node.has_side_effect(hold)
+
+
+# --- Dynamo ---------------------------------------------------------------------------------------
+
+
+def current_frame() -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
+    """Locals, globals and code name of the frame that Dynamo is compiling; empty outside Dynamo."""
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # no translator on this thread: the backend was called by hand
+        return {}, {}, ""
+    return tx.f_locals, tx.f_globals, tx.f_code.co_name
+
+
+def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
+    """Reason and user stack of the graph break that ended a Dynamo graph; None if it ended by itself."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return (reason.reason, reason.user_stack) if reason is not None and reason.graph_break else None
+
+
+@contextlib.contextmanager
+def on_compile(start: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Call ``start`` and ``end`` around each compilation that Dynamo does inside the block."""
+
+    def at_start(_: Any) -> None:
+        start()
+
+    def at_end(_: Any) -> None:
+        end()
+
+    callback_handler.register_start_callback(at_start)
+    callback_handler.register_end_callback(at_end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(at_start)
+        callback_handler.remove_end_callback(at_end)
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+
+def is_tracing() -> bool:
+    """Whether a proxy mode records operations on this thread."""
+    return get_proxy_mode() is not None
+
+
+def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None) or FakeTensorMode()
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with torch.no_grad(), mode:
+            functional = torch.func.functionalize(fn, remove="mutations_and_views")
+            return make_fx(functional, decomposition_table=select_decomp_table())(*inputs)
+    finally:
+        mode.allow_non_fake_inputs = allowed
+
+
+def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
+    """Fake copy of a real tensor, in the fake mode of ``reference``."""
+    if not isinstance(reference, FakeTensor):
+        return tensor
+    return reference.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+# --- joint graphs ---------------------------------------------------------------------------------
+
+
+def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
+    """``(position among the outputs, position of the Dynamo input)`` of each gradient of a joint graph."""
+    output = graph.output_node()
+    descs = output.meta.get("desc")
+    found = []
+    for position, desc in enumerate(descs or ()):
+        if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
+            found.append((position, desc.grad_of.idx))
+    return found
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """On a hit of AOTAutograd's cache no pass runs, so that cache is off around our compilations."""
+    return functorch_config.patch(enable_autograd_cache=False)
+
+
+def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Run a graph op by op; the callable takes its inputs in one list and frees them early."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    return boxed(run)
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a callable as one that takes its inputs in one list."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def op_by_op(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+) -> Callable[..., Any]:
+    """AOTAutograd without a compiler (what torch calls ``aot_eager``)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: box(graph),
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, inputs)
+
+
+def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Inductor as it is."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with no_autograd_cache():
+        return compile_fx(gm, inputs, config_patches=dict(options) or None)
+
+
+def inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any],
+    joint_pass: Callable[[fx.Graph], None],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    backward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
+) -> Callable[..., Any]:
+    """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+    asked_pass = options.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    asked_partitioner = options.get("custom_partitioner_fn", config.custom_partitioner_fn)
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            joint_pass(graph)
+            for other in asked_pass if isinstance(asked_pass, (list, tuple)) else (asked_pass,):
+                if other is not None:
+                    other(graph)
+
+        def uuid(self) -> Any:
+            # Inductor's cache keys on the rewritten graph itself; only the user's pass adds to the key.
+            return ("gradrewrite", None if asked_pass is None else asked_pass.uuid())
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, inner=asked_partitioner or min_cut_partition, **kwargs)
+
+        def uuid(self) -> Any:
+            return ("gradrewrite", None if asked_partitioner is None else asked_partitioner.uuid())
+
+    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if kwargs.get("is_backward", False):
+            return backward(lambda g, xs: compile_fx_inner(g, xs, **kwargs), graph, example_inputs)
+        return compile_fx_inner(graph, example_inputs, **kwargs)
+
+    patches = {
+        **options,
+        "joint_custom_pre_pass": Pass(),
+        "custom_partitioner_fn": Partitioner(),
+        # Named here so that what keep_live_tensors_live sets is undone with the rest.
+        "joint_graph_constant_folding": options.get("joint_graph_constant_folding", config.joint_graph_constant_folding),
+    }
+    with no_autograd_cache():
+        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+def keep_live_tensors_live() -> None:
+    """Stop Inductor from folding what is derived from a ``get_attr``; to be called from the joint pass."""
+    from torch._inductor import config
+
+    config.joint_graph_constant_folding = False
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inductor settings of ``torch.compile(mode=..., options=...)``; unknown ones raise RuntimeError."""
+    from torch._inductor import config, list_mode_options
+
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        patches.update(list_mode_options(mode))
+    known = config.get_config_copy()
+    for key, value in (options or {}).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise RuntimeError(f"Unexpected optimization option {key!r}; known options: {sorted(known)}")
+        patches[name] = value
+    return patches
+
+
+def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether outputs will live in memory that the next replay of a CUDA graph overwrites."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+# --- backward runs --------------------------------------------------------------------------------
+
+
+def backward_id() -> int:
+    """Number of the backward that autograd is running on this thread; -1 outside one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that is running ends, after gradients are accumulated."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Identities of the hooks registered on one module."""
+    return tuple(
+        tuple(hooks)
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+    )
+
+
+def find_plain_op(tensors: Sequence[Tensor]) -> str | None:
+    """Name of an autograd node behind these tensors that no compiled graph made; None if there is none.
+
+    Views that AOTAutograd makes anew of what a graph returned are not counted.
+    """
+    todo = [(t if t._base is None else t._base).grad_fn for t in tensors]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if "CompiledFunction" not in name and name != "torch::autograd::AccumulateGrad":
+            return name
+        todo += [following for following, _ in node.next_functions]
+    return None

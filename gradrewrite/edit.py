@@ -1,0 +1,152 @@
+"""The only code that changes a joint graph, in a few verbs.
+
+Every verb takes graphs that are consistent and leaves them consistent; none lints or recompiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite import _torch
+
+LIVE = "_live_tensor_"
+
+
+def erase_markers(graph: fx.Graph) -> None:
+    """Take out all markers; the graph is then what it would be without probes."""
+    for node in reversed(list(graph.nodes)):
+        if node.target is _torch.mark_error:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        elif node.target is _torch.mark_activation:
+            marked = node.args[0]
+            graph.erase_node(node)
+            assert isinstance(marked, fx.Node)
+            if not marked.users and marked.op == "call_function":
+                graph.erase_node(marked)
+
+
+def splice(
+    traced: fx.GraphModule, graph: fx.Graph, inputs: Sequence[fx.Node], before: fx.Node, tag: str
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Copy a traced function into a graph.
+
+    Args:
+        traced: Its placeholders stand for ``inputs``; its ``get_attr`` nodes for live tensors.
+        graph: The joint graph.
+        inputs: Nodes that the function reads.
+        before: The new nodes stand before this one.
+        tag: ``partitioner_tag`` of the new nodes.
+
+    Returns:
+        The nodes of the outputs, and all new nodes in execution order.
+    """
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    new: list[fx.Node] = []
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                copies[node] = _live(graph, getattr(traced, str(node.target)), inputs)
+            elif node.op == "call_function":
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node.op in ("get_attr", "call_function"):
+                copies[node].meta = {"val": node.meta.get("val", copies[node].meta.get("val")), "partitioner_tag": tag}
+                new.append(copies[node])
+    return [copies[node] for node in traced.graph.output_node().args[0]], new  # type: ignore[union-attr,index]
+
+
+def reroute(marker: fx.Node, replacement: fx.Node) -> None:
+    """Let everything behind an error marker read the replacement."""
+    marker.replace_all_uses_with(replacement)
+
+
+def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None:
+    """Return another node at one position of the outputs."""
+    output = graph.output_node()
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    outputs[position] = replacement
+    output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg,arg-type]
+
+
+def hold(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Keep nodes alive in a graph whose outputs are counted by others."""
+    with graph.inserting_before(graph.output_node()):
+        holder = graph.call_function(_torch.hold, (list(nodes),))
+    holder.meta = {"val": None, "partitioner_tag": "is_backward"}
+    return holder
+
+
+def release(graph: fx.Graph) -> int:
+    """Turn what is held into the last outputs; returns how many there are."""
+    holders = graph.find_nodes(op="call_function", target=_torch.hold)
+    if not holders:
+        return 0
+    (holder,) = holders
+    held = list(holder.args[0])
+    output = graph.output_node()
+    _set_outputs(output, [*output.args[0], *held], [*_descs(output), *["gradrewrite"] * len(held)])
+    graph.erase_node(holder)
+    return len(held)
+
+
+def hold_last(graph: fx.Graph, count: int) -> None:
+    """Take the last outputs off and hold them instead; the inverse of ``release``."""
+    output = graph.output_node()
+    outputs, descs = list(output.args[0]), _descs(output)  # type: ignore[arg-type]
+    _set_outputs(output, outputs[:-count], descs[:-count])
+    hold(graph, outputs[-count:])
+
+
+def lift_live(gm: fx.GraphModule) -> list[tuple[Tensor, Any]]:
+    """Turn the live tensors of a graph into its last inputs; returns each with its fake."""
+    lifted: list[tuple[Tensor, Any]] = []
+    for node in gm.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if not name.startswith(LIVE):
+            continue
+        last = gm.graph.find_nodes(op="placeholder")[-1]
+        with gm.graph.inserting_after(last):
+            placeholder = gm.graph.placeholder(name.lstrip("_"))
+        placeholder.meta = {"val": node.meta["val"]}
+        node.replace_all_uses_with(placeholder)
+        gm.graph.erase_node(node)
+        lifted.append((getattr(gm, name), node.meta["val"]))
+    return lifted
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that later edits of ``gm`` do not reach; nodes keep their names."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, val_map := {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    assert len(val_map) == len(gm.graph.nodes) - 1
+    return fx.GraphModule(gm, graph)
+
+
+def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node:
+    owner = graph.owning_module
+    assert owner is not None
+    number = 0
+    while (present := getattr(owner, f"{LIVE}{number}", tensor)) is not tensor:
+        assert isinstance(present, torch.Tensor)
+        number += 1
+    setattr(owner, f"{LIVE}{number}", tensor)
+    node = graph.get_attr(f"{LIVE}{number}")
+    node.meta = {"val": _torch.fake_like(inputs[0].meta["val"], tensor)}
+    return node
+
+
+def _descs(output: fx.Node) -> list[Any]:
+    return list(output.meta.get("desc") or [None] * len(output.args[0]))  # type: ignore[arg-type]
+
+
+def _set_outputs(output: fx.Node, outputs: list[Any], descs: list[Any]) -> None:
+    output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg,arg-type]
+    if "desc" in output.meta:
+        output.meta["desc"] = descs

@@ -1,0 +1,105 @@
+"""Joint forward/backward graphs: reading them, showing them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite import _torch
+from gradrewrite.sites import Site
+
+_ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
+_DELETED = re.compile(r";  [\w, =]+ = None$")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What one action inserted at one site.
+
+    Attributes:
+        site: Where.
+        action: The action or tensor function, as the policy answered it.
+        nodes: Names of the inserted fx nodes in execution order. What a group shares (the total norm)
+            stands with the group's first site. An action that inserts nothing (an identity) has none.
+    """
+
+    site: Site
+    action: Any
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph:
+    """A joint forward/backward graph, as Inductor gets it.
+
+    Attributes:
+        graph_module: The graph; it can be run with the values of its placeholders.
+        sites: All sites: values in execution order, then parameters, then inputs.
+        edits: What was inserted, by site in the same order; group actions last.
+        carriers: Names of the inserted nodes that carry records out of the graph.
+        before: The same graph without the rewrite; None for such a graph itself.
+    """
+
+    graph_module: fx.GraphModule = field(repr=False)
+    sites: tuple[Site, ...]
+    edits: tuple[Edit, ...] = ()
+    carriers: tuple[str, ...] = ()
+    before: JointGraph | None = None
+
+    @property
+    def code(self) -> str:
+        """The graph as Python, each inserted line marked with its action and site."""
+        marks = {name: f"{edit.action!r} at {edit.site}" for edit in self.edits for name in edit.nodes}
+        marks |= dict.fromkeys(self.carriers, "records")
+        lines = []
+        for line in self.graph_module.print_readable(print_output=False).splitlines():
+            text = _DELETED.sub("", line.rstrip())
+            assigned = _ASSIGNED.match(text)
+            mark = marks.get(assigned[1]) if assigned else None
+            lines.append(f"{text}  # {mark}" if mark else text)
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        """The sites that were edited, then the code."""
+        edits = "".join(f"# {e.site}: {e.action!r} -> {', '.join(e.nodes) or 'no nodes'}\n" for e in self.edits)
+        return f"# {len(self.sites)} sites, {len(self.edits)} edits\n{edits}{self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The markers of a joint graph, by the number of the value."""
+
+    activations: dict[int, fx.Node]
+    errors: dict[int, fx.Node]
+
+
+def read_markers(graph: fx.Graph) -> Markers:
+    """Find the markers that probes left."""
+    markers = Markers({}, {})
+    for node in graph.nodes:
+        if node.target is _torch.mark_activation:
+            markers.activations[int(node.args[1])] = node
+        elif node.target is _torch.mark_error:
+            markers.errors[int(node.args[1])] = node
+    return markers
+
+
+def marked_value(marker: fx.Node) -> fx.Node:
+    """The forward value under an activation marker: what was detached to mark it."""
+    value = marker.args[0]
+    assert isinstance(value, fx.Node)
+    if value.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        value = value.args[0]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The fake tensor that a node stands for."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,389 @@
+"""``transform``: a model with a policy, as a module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradrewrite import _torch
+from gradrewrite.backend import Backend, Engine, Explanation, Session, Traced
+from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError
+from gradrewrite.joint import JointGraph
+from gradrewrite.monitor import Monitor
+from gradrewrite.names import user_line
+from gradrewrite.policy import Policy
+from gradrewrite.probes import _tap_module
+
+_counter = itertools.count()
+_OWN = frozenset(("original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "_hooks", "training"))
+
+
+def transform(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    monitor: Monitor | None = None,
+) -> RewrittenModule:
+    """Give a model a policy for its backward pass.
+
+    The forward pass is never changed: outputs, buffers and random numbers are those of the plain model run the
+    same way. Until ``compile`` is called, a call runs the rewritten graph op by op.
+
+    Args:
+        model: Any module; its parameters, buffers and submodules are shared, not copied.
+        policy: A callback ``Site -> action, sequence of actions, or None``; a rule (``gr.on``); or a list of
+            policies, whose answers all apply, in order. ``[]`` leaves the backward as it is.
+        fullgraph: Refuse what the tracer cannot see (the policy cannot reach it). False lists such regions in
+            ``explain()`` and warns once about each.
+        dynamic: Symbolic shapes, as in ``torch.compile``.
+        monitor: Where records go; a new ``Monitor`` if None.
+
+    Returns:
+        A module with the same parameters and state_dict keys.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
+
+    Example:
+        >>> import torch, gradrewrite as gr
+        >>> from gradrewrite.passes import ClipByValue
+        >>> model = gr.transform(torch.nn.Linear(2, 2), gr.on("gradient:*", ClipByValue(0.1)))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> float(model.weight.grad.max())
+        0.10000000149011612
+    """
+    if isinstance(model, RewrittenModule):
+        raise TypeError("this module is transformed already; transform model.original, with a list of both policies")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"gr.transform takes an nn.Module, got {type(model).__name__}; for a function use gr.backend")
+    return RewrittenModule(model, policy, fullgraph=fullgraph, dynamic=dynamic, monitor=monitor)
+
+
+class RewrittenModule(nn.Module):
+    """A model whose backward pass follows a policy; made by ``transform``.
+
+    Attributes:
+        original: The module that was given; everything it has is shared with it.
+        monitor: What the last backward reported.
+    """
+
+    original: nn.Module
+    monitor: Monitor
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, *, fullgraph: bool, dynamic: bool | None, monitor: Monitor | None
+    ) -> None:
+        """Share everything with the model; see ``transform``."""
+        self.__dict__["original"] = model
+        training = model.training
+        super().__init__()
+        model.training = training
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = getattr(model, shared)
+        self._policy = policy
+        self._settings: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic}
+        self._engine: Engine = "op by op"
+        self._session = Session(policy, monitor, model)
+        self.monitor = self._session.monitor
+        self._restart()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; its backward will follow the policy.
+
+        Raises:
+            GraphBreakError: The tracer cannot see the whole model (``fullgraph=True``).
+            NotRewrittenError: Torch would run the plain model (``fullgraph=True``).
+            PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
+        """
+        return self._run(args, kwargs)
+
+    @torch.compiler.disable(reason="gradrewrite compiles the model by itself; an outer graph would lose the policy")
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._hooks.have_changed():
+            self._restart()
+        with _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities):
+            try:
+                result = self._entry(self.original, args, kwargs)
+            except (_torch.Unsupported, _torch.UserError) as err:
+                raise _graph_break(err) from err
+        if torch.is_grad_enabled():
+            if not self._settings["fullgraph"]:
+                self._look_for_plain_ops(result)
+            self._session.check_rules()
+        self._session.say_now()
+        return result
+
+    def compile(self, **kwargs: Any) -> None:  # type: ignore[override]
+        """Compile with Inductor from the next call on, in place.
+
+        Args:
+            **kwargs: What ``torch.compile`` takes, except ``backend``; ``fullgraph`` and ``dynamic`` win over those
+                given to ``transform``.
+
+        Raises:
+            TypeError: ``backend`` is given, or something that ``torch.compile`` does not take.
+
+        Example:
+            >>> model = transform(nn.Linear(2, 2), [])
+            >>> model.compile(dynamic=False)
+        """
+        if "backend" in kwargs:
+            raise TypeError(
+                "model.compile() compiles with Inductor and takes no backend; to call torch.compile yourself, use "
+                "torch.compile(model, backend=gr.backend(policy))"
+            )
+        settings = {**self._settings, **kwargs}
+        previous = self._settings, self._engine
+        self._settings, self._engine = settings, "inductor"
+        try:
+            self._restart()
+        except Exception:
+            self._settings, self._engine = previous
+            raise
+
+    def trace(self, *args: Any, **kwargs: Any) -> JointGraph:
+        """Show the rewritten joint graph for these inputs; nothing runs and nothing changes.
+
+        Args:
+            *args: Inputs of the model; only their shapes, dtypes and devices matter.
+            **kwargs: As ``args``.
+
+        Returns:
+            The graph that Inductor would get, whether the model is compiled or not.
+
+        Raises:
+            GraphBreakError: The tracer cannot see the whole model.
+            TraceError: Nothing needs a gradient.
+            PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
+
+        Example:
+            >>> graph = transform(nn.Linear(2, 2), []).trace(torch.ones(1, 2))
+            >>> [str(site) for site in graph.sites]
+            ['activation:/linear', 'error:/linear', 'gradient:weight', 'gradient:bias']
+        """
+        session = Session(self._policy, None, self.original)
+        entry = _make_entry(session, Backend(session, "trace"), {**self._settings, "fullgraph": True}, options=False)
+        try:
+            with (
+                torch.enable_grad(),
+                _kept_random_state(),
+                _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities),
+            ):
+                entry(self.original, args, kwargs)
+        except Traced as end:
+            session.say_now()
+            if isinstance(end.result, RewriteError):
+                raise end.result from end.result.__cause__
+            return end.result
+        except (_torch.Unsupported, _torch.UserError) as err:
+            raise _graph_break(err) from err
+        raise GraphBreakError("the model runs no tensor operation that the tracer can see; model.explain() says more")
+
+    def explain(self) -> Explanation:
+        """Say what was compiled and rewritten so far, and which regions the tracer skipped."""
+        return self._session.explanation()
+
+    def _restart(self) -> None:
+        """Forget what was compiled; the next call traces anew."""
+        self._hooks = _Hooks(self.original)
+        self._entry = _make_entry(self._session, Backend(self._session, self._engine), self._settings)
+
+    def _look_for_plain_ops(self, result: Any) -> None:
+        if "plain" in self._session.said:
+            return
+        op = _torch.find_plain_op([t for t in _tensors(result) if t.grad_fn is not None])
+        if op is not None:
+            self._session.say_once(
+                "plain",
+                f"a part of this call ran outside the rewritten graphs (first seen: {op}), and the policy does not hold "
+                "there; model.explain() lists the regions that the tracer skipped",
+            )
+
+    # --- everything else is the original's ---
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The original's mode."""
+        return self.original.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.original.training = mode
+
+    def train(self, mode: bool = True) -> RewrittenModule:
+        """Set the original's mode."""
+        self.original.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewrittenModule:
+        self.original._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's state."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the original's state."""
+        return self.original.load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this module lacks is the original's."""
+        return getattr(self.__dict__["original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is set is set on the original, where its forward reads it."""
+        if name in _OWN or "_modules" not in self.__dict__ or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """What is deleted is deleted on the original."""
+        delattr(self.original, name)
+
+    def __dir__(self) -> list[str]:
+        """The names of both."""
+        return sorted({*super().__dir__(), *dir(self.original)})
+
+    def __repr__(self) -> str:
+        """The original's, and the policy."""
+        return f"RewrittenModule(\n{self.original!r}\npolicy={self._policy!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
+        """Copy the original; the policy is shared (it closes over the thresholds that you change), the monitor is new."""
+        return self._like(copy.deepcopy(self.original, memo), self._policy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the original, the policy and the settings; compiled code and records stay behind."""
+        return _rebuild, (self.original, self._policy, self._settings, self._engine)
+
+    def _like(self, original: nn.Module, policy: Policy) -> RewrittenModule:
+        return _rebuild(original, policy, self._settings, self._engine)
+
+
+class _Hooks:
+    """The hooks of a model: whether they have changed since it was traced, and those that only tracing sees."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._seen = self._read()
+        self._newest = RemovableHandle.next_id
+
+    def have_changed(self) -> bool:
+        """Whether a hook was registered or removed; without hooks this costs one comparison."""
+        if RemovableHandle.next_id == self._newest and not self._seen:
+            return False
+        self._newest = RemovableHandle.next_id
+        return self._read() != self._seen
+
+    def _read(self) -> tuple[Any, ...]:
+        return tuple(
+            (name, hooks)
+            for name, module in self._model.named_modules()
+            if any(hooks := _torch.hooks_of(module))
+        )
+
+    def name_identities(self) -> None:
+        """Let pass-through modules appear in the graph while it is traced."""
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Identity) and name:
+                self._handles.append(module.register_forward_hook(_name_output(name)))
+
+    def forget_identities(self) -> None:
+        """Undo ``name_identities``."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _name_output(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return _tap_module(output, name)
+
+    return hook
+
+
+def _make_entry(
+    session: Session, backend: Backend, settings: Mapping[str, Any], *, options: bool = True
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    """A compiled function of its own code object: torch counts compilations by code object (TORCH.md, 7)."""
+    fullgraph = bool(settings["fullgraph"])
+
+    def entry(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_compiling():
+            _runs_plain(session, fullgraph, (model, args, kwargs))
+        return model(*args, **kwargs)
+
+    session.entry_name = f"gradrewrite_entry_{next(_counter)}"
+    code = entry.__code__.replace(co_name=session.entry_name)
+    fresh = types.FunctionType(code, entry.__globals__, session.entry_name, entry.__defaults__, entry.__closure__)
+    taken = settings if options else {k: settings[k] for k in ("fullgraph", "dynamic")}
+    return torch.compile(fresh, backend=backend, **taken)
+
+
+def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
+    """Torch runs the plain model: refuse, or warn, where a backward could follow."""
+    model, args, kwargs = call
+    leaves = itertools.chain(model.parameters(), _tensors((args, kwargs)))
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in leaves):
+        return
+    text = (
+        "torch runs the plain model, so the policy does not hold (torch.compiler.disable, a stance, "
+        "TORCH_COMPILE_DISABLE, or the recompile limit)"
+    )
+    if fullgraph:
+        raise NotRewrittenError(f"{text}; lift it, or pass fullgraph=False to run without the policy")
+    session.say_once("plain", text)
+
+
+def _graph_break(err: Exception) -> GraphBreakError:
+    stack = getattr(err, "real_stack", None) or ()
+    where = f"{user_line(stack)}: " if stack else ""
+    reason = str(err).strip().split("\n\n")[0].replace("\n", " ")
+    return GraphBreakError(
+        f"{where}the tracer cannot follow this line, so the policy could not reach all of the model ({reason}). Change the "
+        "line, or pass fullgraph=False: what is skipped is then listed in model.explain()"
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, dataclasses included."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _rebuild(original: nn.Module, policy: Policy, settings: Mapping[str, Any], engine: Engine) -> RewrittenModule:
+    plain = {name: settings[name] for name in ("fullgraph", "dynamic")}
+    model = RewrittenModule(original, policy, **plain, monitor=None)
+    if engine == "inductor":
+        model.compile(**settings)
+    return model

@@ -1,0 +1,133 @@
+"""The monitor: what a rewritten backward reported, read by the host only when it is asked."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradrewrite import _torch
+from gradrewrite.records import Carried, LogLine
+from gradrewrite.sites import Site
+
+logger = logging.getLogger("gradrewrite.monitor")
+
+_MAX_PENDING = 1000
+
+
+@dataclass
+class _Row:
+    """What one ``loss.backward()`` reported; tensors stay on their device."""
+
+    task: int
+    packs: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
+    kept: dict[Site, Tensor] = field(default_factory=dict)
+    logs: list[LogLine] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    copied: list[torch.cuda.Event] = field(default_factory=list)
+
+    def values(self) -> dict[str, float]:
+        """Read all records; waits for the device."""
+        return {name: value for names, pack in self.packs for name, value in zip(names, pack.tolist(), strict=True)}
+
+    def start_copy(self) -> None:
+        """Begin to copy the records to the host; nothing waits."""
+        devices = {pack.device for _, pack in self.packs if pack.device.type == "cuda"}
+        self.packs = [(names, pack.to("cpu", non_blocking=True)) for names, pack in self.packs]
+        for device in devices:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self.copied.append(event)
+
+    def is_here(self) -> bool:
+        """Whether the copy has arrived."""
+        return all(event.query() for event in self.copied)
+
+    def wait(self) -> None:
+        """Wait for the copy."""
+        for event in self.copied:
+            event.synchronize()
+
+
+class Monitor:
+    """What the last backward of a rewritten model reported.
+
+    A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one
+    backward (the model was called twice), its last report stands. Nothing here waits for the device before
+    it is asked.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._lock = threading.RLock()
+        self._open: _Row | None = None
+        self._last: _Row | None = None
+        self._pending: deque[_Row] = deque()
+
+    def latest(self) -> dict[str, float]:
+        """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
+
+        Waits for the device. Values are float32 (float64 if a source was), NaN and infinities as they were.
+        """
+        with self._lock:
+            self._drain(wait=True)
+            return self._last.values() if self._last is not None else {}
+
+    def kept(self) -> dict[Site, Tensor]:
+        """Tensors that ``Keep`` kept in the last backward, on their device, with their dtype; copies."""
+        with self._lock:
+            self._drain(wait=True)
+            return dict(self._last.kept) if self._last is not None else {}
+
+    def collect(self, carried: Carried, tensors: Sequence[Tensor]) -> list[str]:
+        """Take what one backward graph reported (called by the run time, inside ``backward``).
+
+        Args:
+            carried: What the tensors are.
+            tensors: The packed records, then what is kept.
+
+        Returns:
+            The groups that an earlier graph of the same backward had clipped already.
+        """
+        with self._lock:
+            task = _torch.backward_id()
+            row = self._open
+            if row is None or row.task != task:
+                row = self._open = _Row(task)
+                _torch.at_end_of_backward(self._close)
+            again = [group for group in carried.groups if group in row.groups]
+            row.groups += carried.groups
+            row.packs += zip(carried.packs, tensors, strict=False)
+            row.kept.update(zip(carried.kept, tensors[len(carried.packs) :], strict=True))
+            row.logs += carried.logs
+            return again
+
+    def _close(self) -> None:
+        with self._lock:
+            self._last, self._open = self._open, None
+            if self._last is not None and self._last.logs and logger.isEnabledFor(logging.INFO):
+                self._last.start_copy()
+                self._pending.append(self._last)
+            self._drain(wait=len(self._pending) > _MAX_PENDING)
+
+    def _drain(self, *, wait: bool) -> None:
+        """Log the clips of all rows that have arrived, in order."""
+        while self._pending and (wait or self._pending[0].is_here()):
+            row = self._pending.popleft()
+            row.wait()
+            values = row.values()
+            for line in row.logs:
+                if values[line.clipped] > 0:
+                    _log(line.site, values[line.max_abs], values[line.mean_abs])
+
+
+def _log(site: Site, largest: float, mean: float) -> None:
+    if site.kind == "gradient":
+        logger.info("parameter=%s need clipping, max grad=%.6g avg grad=%.6g", site.name, largest, mean)
+    else:
+        logger.info("layer=%s need clipping, max error=%.6g avg error=%.6g", site.name, largest, mean)

@@ -1,0 +1,298 @@
+"""Probes: calls placed in a Dynamo graph that leave markers in the joint graph; names of the values.
+
+A probe behind a value makes two markers while AOTAutograd traces: one on the value in the forward, and, by a
+tensor hook, one on its accumulated error in the backward. The forward computation is not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite import _torch
+from gradrewrite.names import Names, source_of
+from gradrewrite.sites import Kind, Site
+
+Run = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
+
+
+def tap(x: Tensor, name: str) -> Tensor:
+    """Name a value in a model's forward, so that a policy can address it; an identity.
+
+    Args:
+        x: Any tensor.
+        name: The site's name. A name used several times counts its calls.
+
+    Returns:
+        ``x`` itself, compiled or not.
+
+    Raises:
+        TypeError: ``name`` is no string.
+
+    Example:
+        >>> h = tap(torch.ones(2), "hidden")
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"gr.tap(x, name): name is a string, got {type(name).__name__}")
+    return x
+
+
+def _tap_module(x: Any, name: str) -> Any:
+    """The tap that a pass-through module gets while it is traced."""
+    return x
+
+
+def _probe(x: Tensor, value: int) -> None:
+    if not _torch.is_tracing():
+        return
+    _torch.mark_activation(x.detach(), value)
+    if x.requires_grad:
+        x.register_hook(lambda g: _torch.mark_error(g, value))
+
+
+torch.compiler.allow_in_graph(tap)
+torch.compiler.allow_in_graph(_tap_module)
+fx.node.has_side_effect(_probe)
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor that the forward makes, as Dynamo's graph shows it.
+
+    Attributes:
+        op: Name of the op as the user called it.
+        runs: The module runs in which it was made, outermost first.
+        source: The user's line that made it.
+        fake: Its fake tensor.
+        used_in: The module runs around each use.
+        taps: Names given to it by ``gr.tap``.
+        identities: Pass-through modules that returned it.
+    """
+
+    op: str
+    runs: tuple[Run, ...]
+    source: str
+    fake: Tensor
+    used_in: list[tuple[Run, ...]] = field(default_factory=list)
+    taps: list[str] = field(default_factory=list)
+    identities: list[str] = field(default_factory=list)
+
+
+def place(gm: fx.GraphModule, names: Names) -> list[Value]:
+    """Place a probe behind every value of a Dynamo graph; taps are taken out.
+
+    Args:
+        gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
+        names: The names of the frame's modules.
+
+    Returns:
+        The values in execution order; a probe's number is the position of its value.
+    """
+    reader = _Reader(names)
+    reader.read(gm, {}, is_body=False)
+    return reader.values
+
+
+def sites_of(values: Sequence[Value], kind: Kind) -> list[Site]:
+    """Name the values: one site each, in the same order."""
+    names = _Namer(values)
+    return [names.site(value, kind) for value in values]
+
+
+class _Reader:
+    """Walks a Dynamo graph in execution order."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.values: list[Value] = []
+        self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
+
+    def read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node], *, is_body: bool) -> None:
+        """Read one graph; ``outer`` maps the placeholders of a checkpoint's body to the nodes outside."""
+        for node in list(gm.graph.nodes):
+            if node.op == "output" and not is_body:  # what a body returns is used where the checkpoint stands
+                self._use(node, (), outer)
+            elif node.op in ("call_function", "call_method", "call_module"):
+                self._read_call(gm, node, outer)
+
+    def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        runs = self._runs(node)
+        if _is_checkpoint(node):
+            self._enter(gm, node, outer)
+            return
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_checkpoint(node.args[0]):
+            return  # the same tensor as the body's output, which has its probe
+        if node.target in (tap, _tap_module):
+            self._tap(node, outer)
+            return
+        self._use(node, runs, outer)
+        changed = _changed_in_place(node)
+        made = node if changed is None else changed
+        fake = _fake(outer.get(made, made))
+        if fake is None or (changed is None and id(fake) in self._current):
+            return
+        self._add(Value(_op_name(node), runs, source_of(node), fake), made, after=node)
+
+    def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        body_node, *args = node.args
+        assert isinstance(body_node, fx.Node)
+        body = getattr(gm, str(body_node.target))
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        inside = {
+            p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)
+        }
+        self.read(body, inside, is_body=True)
+        body.recompile()
+
+    def _tap(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        target, name = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs["name"]
+        assert isinstance(target, fx.Node)
+        fake = _fake(outer.get(target, target))
+        if fake is not None:
+            value = self._current.get(id(fake))
+            if value is None:
+                value = Value("tap", self._runs(node), source_of(node), fake)
+                self._add(value, target, after=node)
+            (value.taps if node.target is tap else value.identities).append(str(name))
+        node.replace_all_uses_with(target)
+        node.graph.erase_node(node)
+
+    def _add(self, value: Value, made: fx.Node, *, after: fx.Node) -> None:
+        self._current[id(value.fake)] = value
+        with after.graph.inserting_after(after):
+            after.graph.call_function(_probe, (made, len(self.values)))
+        self.values.append(value)
+
+    def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> None:
+        for read in node.all_input_nodes:
+            fake = _fake(outer.get(read, read))
+            value = self._current.get(id(fake)) if fake is not None else None
+            if value is not None:
+                value.used_in.append(runs)
+
+    def _runs(self, node: fx.Node) -> tuple[Run, ...]:
+        stack = node.meta.get("nn_module_stack", {})
+        return tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())
+
+
+class _Namer:
+    """Gives values their names: first all runs and calls are counted, then sites are made."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self._values = values
+        self._outputs: dict[Run, list[Value]] = defaultdict(list)
+        self._run_number: dict[Run, int] = {}
+        self._address: dict[int, list[tuple[str, int]]] = {}
+        runs: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        taps: Counter[str] = Counter()
+        for value in values:
+            for run in value.runs:
+                if run not in self._run_number:
+                    self._run_number[run] = runs[run[0]]
+                    runs[run[0]] += 1
+                if any(run not in use for use in value.used_in):
+                    self._outputs[run].append(value)
+        taken: set[tuple[str, int]] = set()
+        for value in values:
+            module = value.runs[-1][0] if value.runs else ""
+            op = (f"{module}/{value.op}", calls[f"{module}/{value.op}"])
+            calls[op[0]] += 1
+            given = []
+            for name in value.taps + value.identities:
+                given.append((name, taps[name]))
+                taps[name] += 1
+            produced = [(run[0], self._run_number[run]) for run in reversed(value.runs) if self._is_output(value, run)]
+            first = [*given, *([] if self._shares_module(value) else produced[:1]), op]
+            name = next(a for a in first if a not in taken)
+            taken.add(name)
+            self._address[id(value)] = list(dict.fromkeys([name, *given, *produced, op]))
+
+    def site(self, value: Value, kind: Kind) -> Site:
+        """The site of one value."""
+        addresses = self._address[id(value)]
+        outputs = [run[0] for run in reversed(value.runs) if self._is_output(value, run)]
+        return Site(
+            kind=kind,
+            name=addresses[0][0],
+            module=value.runs[-1][0] if value.runs else "",
+            op=value.op,
+            output_of=tuple(dict.fromkeys([*value.identities, *outputs])),
+            call=addresses[0][1],
+            shape=shape_of(value.fake),
+            dtype=value.fake.dtype,
+            device=value.fake.device,
+            source=value.source,
+            addresses=tuple(addresses),
+        )
+
+    def _is_output(self, value: Value, run: Run) -> bool:
+        return bool(run[0]) and any(value is other for other in self._outputs[run])
+
+    def _shares_module(self, value: Value) -> bool:
+        """Whether the innermost module that returns the value returns others too."""
+        run = next((r for r in reversed(value.runs) if self._is_output(value, r)), None)
+        return run is not None and len(self._outputs[run]) > 1
+
+
+def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
+    """Sizes of a fake tensor; None where one is symbolic."""
+    return tuple(size if isinstance(size, int) else None for size in tensor.shape)
+
+
+def _is_checkpoint(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def _fake(node: fx.Node) -> Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, Tensor) else None
+
+
+def _op_name(node: fx.Node) -> str:
+    """The ``__name__`` of what the user called; an element of a tuple is named by the op that made it."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _fake(node.args[0]) is None:
+        node = node.args[0]
+    if isinstance(node.target, str):
+        return node.target
+    name = str(getattr(node.target, "__name__", node.target))
+    return "apply" if name == "autograd_function_apply" else name
+
+
+def _changed_in_place(node: fx.Node) -> fx.Node | None:
+    """The input that an in-place op changes; None for any other op."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    first = node.args[0]
+    if node.target is operator.setitem:
+        return first
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or _asks_for_in_place(node):
+        return first if _fake(first) is not None or first.op == "placeholder" else None
+    return None
+
+
+_IN_PLACE = frozenset(
+    f.__name__
+    for f in (
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+        operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+    )
+)  # fmt: skip
+
+
+def _asks_for_in_place(node: fx.Node) -> bool:
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    if not inspect.isfunction(node.target):
+        return False
+    parameters = list(inspect.signature(node.target).parameters)
+    position = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return position < len(node.args) and bool(node.args[position])

@@ -1,0 +1,273 @@
+"""The pipeline: sites -> policy -> traced actions -> edits, on one joint graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite import _torch, edit
+from gradrewrite.errors import PolicyError
+from gradrewrite.joint import Edit, JointGraph, Markers, marked_value, read_markers, value_of
+from gradrewrite.policy import GroupAction, Policy, ask
+from gradrewrite.probes import Value, shape_of, sites_of
+from gradrewrite.records import Carried, LogLine, pack
+from gradrewrite.sites import Site
+from gradrewrite.tracing import Traced, Tracer, action_key, check_dense, trace_function
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A differentiable input of the Dynamo graph: a parameter (with a reference to it), or an argument."""
+
+    is_parameter: bool
+    name: str
+    ref: weakref.ref[Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """What a rewrite did to a joint graph."""
+
+    sites: tuple[Site, ...]
+    edits: tuple[Edit, ...]
+    carriers: tuple[str, ...]
+    carried: Carried
+
+
+@dataclass
+class _Place:
+    """Where a site stands in the graph, and how to let the graph read something else there."""
+
+    site: Site
+    node: fx.Node
+    before: fx.Node
+    marker: fx.Node | None = None
+    output: int | None = None
+
+
+@dataclass
+class _Reports:
+    """Nodes that have to leave the graph."""
+
+    records: list[tuple[str, fx.Node]] = field(default_factory=list)
+    kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
+    logs: list[LogLine] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+
+    def add(self, where: str, site: Site, traced: Traced, extras: Sequence[fx.Node]) -> None:
+        """Take what a traced action returns beside the replacement."""
+        taken = {address for address, _ in self.records}
+        addresses = []
+        for name in traced.records:
+            address, number = f"{name}@{where}", 2
+            while address in taken:
+                address, number = f"{name}.{number}@{where}", number + 1
+            taken.add(address)
+            addresses.append(address)
+        self.records += zip(addresses, extras, strict=False)
+        self.kept += [(site, node) for node in extras[len(traced.records) :]]
+        if traced.logs:
+            self.logs.append(LogLine(site, *addresses[-3:]))
+
+
+def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf], policy: Policy) -> Rewritten:
+    """Ask the policy at every site of a joint graph and insert its answers; all markers go.
+
+    Args:
+        graph: The joint graph with the markers of the probes; changed in place.
+        values: What the probes stand behind, by their number.
+        leaves: The differentiable inputs of the Dynamo graph, by position.
+        policy: The policy.
+
+    Returns:
+        The sites, the edits, and what leaves the graph beside the gradients.
+
+    Raises:
+        PolicyError: An answer is nonsense or cannot stand where it was given.
+        CallbackError: A tensor function breaks its contract.
+    """
+    rewriter = _Rewriter(graph)
+    places = rewriter.find_places(values, leaves)
+    answers = [ask(policy, place.site) for place in places]
+    for place, actions in zip(places, answers, strict=True):
+        rewriter.insert(place, [a for a in actions if not isinstance(a, GroupAction)])
+    rewriter.insert_groups([(p, a) for p, actions in zip(places, answers, strict=True) for a in actions])
+    carriers = rewriter.carry_out()
+    edit.erase_markers(graph)
+    if rewriter.has_live:
+        _torch.keep_live_tensors_live()
+    return Rewritten(tuple(p.site for p in places), tuple(rewriter.edits), carriers, rewriter.carried())
+
+
+def show(gm: fx.GraphModule, values: Sequence[Value], leaves: Mapping[int, Leaf], policy: Policy) -> JointGraph:
+    """Rewrite a joint graph and show it beside the graph as it was."""
+    before = edit.copy_of(gm)
+    edit.erase_markers(before.graph)
+    before.recompile()
+    result = rewrite(gm.graph, values, leaves, policy)
+    gm.graph.lint()
+    gm.recompile()
+    return JointGraph(gm, result.sites, result.edits, result.carriers, JointGraph(before, result.sites))
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.edits: list[Edit] = []
+        self.has_live = False
+        self._reports = _Reports()
+        self._tracer = Tracer()
+
+    def find_places(self, values: Sequence[Value], leaves: Mapping[int, Leaf]) -> list[_Place]:
+        """All sites of the graph: values in execution order, then parameters, then inputs."""
+        markers = read_markers(self.graph)
+        outputs = _torch.gradient_outputs(self.graph)
+        if not outputs:
+            return []
+        places = []
+        activations, errors = sites_of(values, "activation"), sites_of(values, "error")
+        for number in range(len(values)):
+            places += self._places_of_value(markers, number, activations[number], errors[number])
+        returned = self.graph.output_node().args[0]
+        for kind_is_parameter in (True, False):
+            for position, leaf_position in outputs:
+                node, leaf = returned[position], leaves.get(leaf_position)  # type: ignore[index,call-overload]
+                if isinstance(node, fx.Node) and leaf is not None and leaf.is_parameter == kind_is_parameter:
+                    places.append(self._place_of_leaf(node, leaf, position))
+        return places
+
+    def _places_of_value(self, markers: Markers, number: int, activation: Site, error: Site) -> list[_Place]:
+        places = []
+        marker = markers.activations.get(number)
+        if marker is not None and (activation.dtype.is_floating_point or activation.dtype.is_complex):
+            places.append(_Place(activation, marked_value(marker), before=marker))
+        marker = markers.errors.get(number)
+        if marker is not None:
+            node = marker.args[0]
+            assert isinstance(node, fx.Node)
+            places.append(_Place(error, node, before=marker, marker=marker))
+        return places
+
+    def _place_of_leaf(self, node: fx.Node, leaf: Leaf, position: int) -> _Place:
+        value = value_of(node)
+        site = Site(
+            kind="gradient" if leaf.is_parameter else "input",
+            name=leaf.name,
+            module=leaf.name.rpartition(".")[0] if leaf.is_parameter else "",
+            shape=shape_of(value),
+            dtype=value.dtype,
+            device=value.device,
+        )
+        return _Place(site, node, before=self.graph.output_node(), output=position)
+
+    def insert(self, place: _Place, actions: Sequence[Any]) -> None:
+        """Insert the actions of one site, in order."""
+        current = place.node
+        for action in actions:
+            traced = self._tracer.trace(action, place.site, value_of(current))
+            (current, *extras), new = self._splice(traced, [current], place)
+            self.edits.append(Edit(place.site, action, tuple(n.name for n in new)))
+            self._reports.add(str(place.site), place.site, traced, extras)
+        if current is not place.node:
+            self._replace(place, current)
+
+    def insert_groups(self, answers: Sequence[tuple[_Place, Any]]) -> None:
+        """Insert the group actions; the sites of a group are treated together."""
+        groups: dict[tuple[type, Hashable], list[tuple[_Place, GroupAction]]] = defaultdict(list)
+        for place, action in answers:
+            if isinstance(action, GroupAction):
+                members = groups[type(action), action.group]
+                if not any(place is other for other, _ in members):
+                    members.append((place, action))
+                _check_same(members[0], (place, action))
+        for members in groups.values():
+            self._insert_group([place for place, _ in members], members[0][1])
+
+    def _insert_group(self, places: list[_Place], action: GroupAction) -> None:
+        sites = [p.site for p in places]
+        nodes = [p.node for p in places]
+        for place in places:
+            check_dense(action, place.site, value_of(place.node))
+        traced = trace_function(lambda *g: action.apply_group(g, sites), [value_of(n) for n in nodes], sites, action)
+        outputs, new = self._splice(traced, nodes, places[0])
+        results, extras = outputs[: len(places)], outputs[len(places) :]
+        for place, nodes_of_site in zip(places, _shares(new, nodes, results), strict=True):
+            self.edits.append(Edit(place.site, action, nodes_of_site))
+        self._reports.add(f"group:{action.group}", sites[0], traced, extras)
+        self._reports.groups.append(str(action.group))
+        for place, result in zip(places, results, strict=True):
+            self._replace(place, result)
+
+    def _splice(
+        self, traced: Traced, nodes: list[fx.Node], place: _Place
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        if place.site.kind == "activation":
+            tag = "is_forward"
+        else:
+            tag = "must_be_in_backward" if traced.has_live else "is_backward"
+        self.has_live |= traced.has_live
+        return edit.splice(traced.graph, self.graph, nodes, place.before, tag)
+
+    def _replace(self, place: _Place, result: fx.Node) -> None:
+        if place.marker is not None:
+            edit.reroute(place.marker, result)
+        elif place.output is not None:
+            edit.replace_output(self.graph, place.output, result)
+        place.node = result  # of an activation too, which only the next action reads: the forward is never changed
+
+    def carry_out(self) -> tuple[str, ...]:
+        """Pack the records and hold what leaves the graph; returns the names of the new nodes."""
+        by_device: dict[torch.device, list[tuple[str, fx.Node]]] = defaultdict(list)
+        for address, node in self._reports.records:
+            by_device[value_of(node).device].append((address, node))
+        new: list[fx.Node] = []
+        packs = []
+        for records in by_device.values():
+            nodes = [node for _, node in records]
+            values = [value_of(n) for n in nodes]
+            graph = _torch.trace(lambda *scalars: [pack(*scalars)], values)
+            (packed,), added = edit.splice(graph, self.graph, nodes, self.graph.output_node(), "is_backward")
+            packs.append(packed)
+            new += added
+        self._packs = tuple(tuple(a for a, _ in records) for records in by_device.values())
+        held = packs + [node for _, node in self._reports.kept]
+        if held:
+            new.append(edit.hold(self.graph, held))
+        return tuple(n.name for n in new)
+
+    def carried(self) -> Carried:
+        """What leaves the graph, for the run time."""
+        reports = self._reports
+        return Carried(self._packs, tuple(s for s, _ in reports.kept), tuple(reports.logs), tuple(reports.groups))
+
+
+def _check_same(first: tuple[_Place, GroupAction], other: tuple[_Place, GroupAction]) -> None:
+    if action_key(first[1]) != action_key(other[1]):
+        raise PolicyError(
+            f"{other[0].site}: {other[1]!r} and {first[1]!r} at {first[0].site} are in one group {first[1].group!r}, "
+            "which has one bound and one norm type; give one of them another group"
+        )
+
+
+def _shares(new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[str, ...]]:
+    """Which member of a group each new node belongs to; what several need belongs to the first."""
+    reads: dict[fx.Node, set[int]] = {node: {i} for i, node in enumerate(inputs)}
+    for node in new:
+        reads[node] = set().union(*(reads.get(a, set()) for a in node.all_input_nodes))
+    feeds: dict[fx.Node, set[int]] = defaultdict(set)
+    for i, node in enumerate(results):
+        feeds[node].add(i)
+    for node in reversed(new):
+        feeds[node] = feeds[node].union(*(feeds[u] for u in node.users))
+    shares: list[list[str]] = [[] for _ in inputs]
+    for node in new:
+        owner = next((s for s in (feeds[node], reads[node]) if len(s) == 1), {0})
+        shares[min(owner)].append(node.name)
+    return [tuple(names) for names in shares]
+

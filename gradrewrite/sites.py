@@ -1,0 +1,109 @@
+"""Sites: the places in a backward graph where nodes may be inserted, and patterns that name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+
+Kind = Literal["error", "gradient", "activation", "input"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place in a joint forward/backward graph where nodes may be inserted.
+
+    Attributes:
+        kind: ``"error"`` for dL/d(activation), summed over all uses; ``"gradient"`` for
+            dL/d(parameter); ``"activation"`` for a value of the forward; ``"input"`` for the
+            gradient of a differentiable input.
+        name: Name of the module whose output the value is, else ``module/op``; a parameter's name;
+            an input's argument name; the name given to ``gr.tap``.
+        module: Name of the innermost module that ran the op (``""`` is the root).
+        op: Name of the op as the user called it (``"softmax"``); ``""`` for gradients and inputs.
+        output_of: Names of the modules whose output this value is, innermost first.
+        call: Which run of the module (or which call of the op in its module), from 0.
+        shape: Sizes in elements; ``None`` for a symbolic size.
+        dtype: Element type.
+        device: Device of the value.
+        source: ``file:line "code"`` of the forward op; ``""`` where there is none.
+        addresses: Every ``(name, call)`` that a pattern may match; empty means name and call.
+    """
+
+    kind: Kind
+    name: str
+    module: str = ""
+    op: str = ""
+    output_of: tuple[str, ...] = ()
+    call: int = 0
+    shape: tuple[int | None, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    source: str = ""
+    addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        """``kind:name``, with ``#call`` where call > 0."""
+        call = f"#{self.call}" if self.call else ""
+        return f"{self.kind}:{self.name}{call}"
+
+    def matches(self, pattern: str) -> bool:
+        """Say whether a pattern names this site.
+
+        Args:
+            pattern: ``[kind:]glob[#call]`` after ``fnmatch.fnmatchcase``; ``*`` crosses dots and
+                slashes. Without ``/`` the glob is compared with the modules whose output the value
+                is (or with the parameter's name), with ``/`` with ``module/op``.
+
+        Returns:
+            True if any address of the site matches.
+
+        Raises:
+            ValueError: The part before ``:`` is no kind of site, or the part after ``#`` no number.
+
+        Example:
+            >>> Site("error", "decoder.3").matches("error:decoder.?")
+            True
+        """
+        return Pattern.parse(pattern).matches(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A parsed pattern: an optional kind, a glob, an optional call."""
+
+    kind: Kind | None
+    glob: str
+    call: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """Take ``[kind:]glob[#call]`` apart; ValueError says which part is wrong."""
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"a pattern is a non-empty string such as 'error:decoder.*', got {text!r}")
+        kind: Kind | None = None
+        head, colon, rest = text.partition(":")
+        if colon:
+            kind = next((k for k in KINDS if k == head), None)
+            if kind is None:
+                raise ValueError(f"pattern {text!r}: {head!r} is no kind of site; use one of {', '.join(KINDS)}")
+            text = rest
+        glob, sharp, number = text.rpartition("#")
+        if not sharp:
+            return cls(kind, text, None)
+        if not number.isdecimal():
+            raise ValueError(f"pattern {text!r}: after '#' stands the number of a call, got {number!r}")
+        return cls(kind, glob, int(number))
+
+    def matches(self, site: Site) -> bool:
+        """Compare with every address of the site."""
+        if self.kind is not None and self.kind != site.kind:
+            return False
+        by_op = "/" in self.glob
+        return any(
+            by_op == ("/" in name) and fnmatchcase(name, self.glob) and self.call in (None, call)
+            for name, call in site.addresses or ((site.name, site.call),)
+        )

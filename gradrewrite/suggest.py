@@ -1,0 +1,18 @@
+"""Nearest names, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+
+def nearest(pattern: str, known: Sequence[str], count: int = 5) -> list[str]:
+    """The names most like a pattern, the best first."""
+    head, colon, rest = pattern.partition(":")
+    wanted = rest if colon else head
+    candidates = dict.fromkeys(n for n in known if not colon or n.startswith(f"{head}:"))
+
+    def likeness(name: str) -> float:
+        return SequenceMatcher(None, wanted, name.partition(":")[2]).ratio()
+
+    return sorted(candidates or dict.fromkeys(known), key=likeness, reverse=True)[:count]

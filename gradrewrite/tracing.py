@@ -1,0 +1,171 @@
+"""Tracing actions: torch code in, checked functional nodes and records out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite import _torch
+from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
+from gradrewrite.policy import Action
+from gradrewrite.records import recording
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced action: its graph returns the replacements, then the records, then what is kept."""
+
+    graph: fx.GraphModule
+    records: tuple[str, ...] = ()
+    num_kept: int = 0
+    logs: bool = False
+    has_live: bool = False
+
+
+class Tracer:
+    """Traces actions; equal actions on equal tensors are traced once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Traced] = {}
+
+    def trace(self, action: Any, site: Site, value: Tensor) -> Traced:
+        """Trace one action at one site.
+
+        Raises:
+            UnsupportedGradientError: The value is sparse.
+            CallbackError: A tensor function breaks its contract.
+        """
+        check_dense(action, site, value)
+        key = (action_key(action), _tensor_key(value)) if _is_static(value) else None
+        if key is not None and key in self._known:
+            return self._known[key]
+        fn = action.apply if isinstance(action, Action) else None
+        run = (lambda g: (fn(g, site),)) if fn is not None else (lambda g: (_call(action, g, site),))
+        traced = trace_function(run, [value], [site], action)
+        if key is not None:
+            self._known[key] = traced
+        return traced
+
+
+def check_dense(action: Any, site: Site, value: Tensor) -> None:
+    """Raise UnsupportedGradientError where a gradient is sparse."""
+    if value.layout is not torch.strided:
+        raise UnsupportedGradientError(
+            f"{site}: the gradient is {value.layout}; {_show(action)} needs a dense one. Make the layer's "
+            "gradient dense (sparse=False), or let the policy leave this site alone"
+        )
+
+
+def trace_function(
+    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any
+) -> Traced:
+    """Trace a function of tensors that returns their replacements; check all of it before any edit."""
+    names: list[str] = []
+    state = {"kept": 0, "logs": False}
+    with recording() as reported:
+
+        def whole(*tensors: Tensor) -> list[Tensor]:
+            reported.clear()
+            results = run(*tensors)
+            for result, value, site in zip(results, values, sites, strict=True):
+                _check_result(result, value, site, action)
+            names[:] = reported.names
+            state.update(kept=len(reported.kept), logs=reported.logs)
+            return [*results, *reported.values, *reported.kept]
+
+        try:
+            graph = _torch.trace(whole, values)
+        except RewriteError:
+            raise
+        except Exception as err:
+            raise CallbackError(
+                f"{sites[0]}: {_show(action)} could not be traced: {type(err).__name__}: {_first_line(err)}. A tensor "
+                "function computes with torch operations alone: no branch on values (use torch.where), no .item(), "
+                "no state"
+            ) from err
+    _check_graph(graph.graph, sites[0], action)
+    graph.graph.eliminate_dead_code()
+    live = bool(graph.graph.find_nodes(op="get_attr"))
+    return Traced(graph, tuple(names), int(state["kept"]), bool(state["logs"]), live)
+
+
+def action_key(action: Any) -> Hashable:
+    """Equal for actions that insert the same nodes; tensors are compared by identity."""
+    if isinstance(action, type) or not is_dataclass(action):
+        return id(action)
+    values = (getattr(action, f.name) for f in fields(action))
+    return (type(action), *((id(v), "tensor") if isinstance(v, Tensor) else (v, type(v)) for v in values))
+
+
+def _call(fn: Callable[[Tensor], Any], g: Tensor, site: Site) -> Any:
+    try:
+        return fn(g)
+    except RewriteError as err:
+        err.add_note(f"at {site}")
+        raise
+
+
+def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
+    if not isinstance(result, Tensor):
+        raise CallbackError(f"{site}: {_show(action)} returned {type(result).__name__}; it has to return a tensor")
+    for what in ("shape", "dtype", "device"):
+        got, wanted = getattr(result, what), getattr(value, what)
+        same = _same_shape(got, wanted) if what == "shape" else got == wanted
+        if not same:
+            hint = f"; end it with .to({wanted})" if what != "shape" else ""
+            raise CallbackError(
+                f"{site}: {_show(action)} changed the {what} from {_text(wanted)} to {_text(got)}; "
+                f"a gradient keeps it{hint}"
+            )
+
+
+def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise CallbackError(
+                f"{site}: {_show(action)} calls the random op {node.target}; random numbers in the backward would "
+                "change those of the forward. Draw them outside and let the function close over the tensor"
+            )
+        if node.target is torch.ops.aten.copy_.default:
+            changed = node.args[0]
+            if isinstance(changed, fx.Node) and changed.op == "get_attr":
+                raise CallbackError(
+                    f"{site}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
+                )
+            node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+            graph.erase_node(node)
+
+
+def _same_shape(got: torch.Size, wanted: torch.Size) -> bool:
+    return len(got) == len(wanted) and all(
+        _torch.statically_known_true(a == b) for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def _is_static(value: Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _tensor_key(value: Tensor) -> Hashable:
+    return (tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+def _show(action: Any) -> str:
+    if isinstance(action, Action) or not callable(action):
+        return repr(action)
+    return f"the tensor function {getattr(action, '__qualname__', repr(action))}"
+
+
+def _text(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def _first_line(err: Exception) -> str:
+    return (str(err).strip().splitlines() or ["no message"])[0]

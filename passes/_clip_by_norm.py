@@ -1,0 +1,139 @@
+"""Clipping by the norm of one tensor, or of a group of tensors.
+
+The norm is ``m * (sum (|g| / m)^p)^(1/p)`` with ``m = max |g|``, accumulated in float32 (float64 for float64), so
+that it does not overflow while the norm itself is representable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradrewrite import _torch
+from gradrewrite.passes._settings import check_norm, scalar
+from gradrewrite.policy import BACKWARD
+from gradrewrite.records import record, record_clip
+from gradrewrite.sites import Kind, Site
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByNorm:
+    """Scale one tensor to a norm of at most ``max_norm``: ``where(norm > max_norm, g * (max_norm / norm), g)``.
+
+    Below and at the bound not a bit changes. A norm that is not finite leaves the tensor as it is; zero stays
+    zero; ``max_norm=inf`` only measures. Shape, dtype and device are kept; complex tensors count by modulus.
+    Records ``norm`` (before clipping). After Pascanu, Mikolov and Bengio, "On the difficulty of training
+    recurrent neural networks", 2013, https://arxiv.org/abs/1211.5063.
+
+    Attributes:
+        max_norm: The bound, > 0, in units of the gradient; a number (baked in) or a tensor with one element
+            (read at every backward; NaN clips nothing).
+        norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
+        log: Report a log line at every backward in which an element changed.
+
+    Raises:
+        ValueError: ``max_norm`` or ``norm_type`` is not > 0.
+        TypeError: A setting is no number.
+        UnsupportedGradientError: (at the rewrite) The gradient is sparse.
+
+    Example:
+        >>> ClipByNorm(1.0)
+        ClipByNorm(max_norm=1.0, norm_type=2.0, log=False)
+    """
+
+    max_norm: float | Tensor
+    _: KW_ONLY
+    norm_type: float = 2.0
+    log: bool = False
+
+    kinds: ClassVar[frozenset[Kind]] = BACKWARD
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are not positive."""
+        check_norm("ClipByNorm", self.max_norm, self.norm_type)
+
+    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+        """Clip; see the class."""
+        norm = _norm(tensor, self.norm_type)
+        record("norm", norm)
+        clipped = _scale_down(tensor, norm, self.max_norm)
+        if self.log:
+            record_clip(tensor, clipped)
+        return clipped
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByGlobalNorm:
+    """Scale all gradients of a group by one factor, to a total norm of at most ``max_norm``.
+
+    The total norm is the norm of all gradients of the group as one vector, after the actions of the single
+    sites; a tied parameter counts once, a parameter without a gradient not at all. Otherwise as ``ClipByNorm``:
+    exact below the bound, unchanged where the norm is not finite, ``max_norm=inf`` measures. Records
+    ``total_norm@group:<group>`` (before clipping). After Pascanu, Mikolov and Bengio (2013),
+    https://arxiv.org/abs/1211.5063.
+
+    Attributes:
+        max_norm: The bound, > 0; a number or a tensor with one element (read at every backward).
+        norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
+        group: Gradients of one group are scaled together; one group has one bound and one norm type.
+
+    Raises:
+        ValueError: ``max_norm`` or ``norm_type`` is not > 0.
+        TypeError: A setting is no number.
+        PolicyError: (at the rewrite) One group has two bounds or norm types.
+        UnsupportedGradientError: (at the rewrite) A gradient of the group is sparse.
+
+    Example:
+        >>> ClipByGlobalNorm(1.0).group
+        'default'
+    """
+
+    max_norm: float | Tensor
+    _: KW_ONLY
+    norm_type: float = 2.0
+    group: Hashable = "default"
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are not positive."""
+        check_norm("ClipByGlobalNorm", self.max_norm, self.norm_type)
+
+    def apply_group(self, tensors: Sequence[Tensor], sites: Sequence[Site]) -> Sequence[Tensor]:
+        """Clip; see the class."""
+        norms = [_norm(t, self.norm_type) for t in tensors]
+        dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+        total = _norm(torch.stack([n.to(norms[0].device, dtype) for n in norms]), self.norm_type)
+        record("total_norm", total)
+        return [_scale_down(t, total.to(t.device), self.max_norm) for t in tensors]
+
+
+def _norm(tensor: Tensor, order: float) -> Tensor:
+    """Norm of a tensor as 0-d float32 or float64; 0 if it is empty, inf or NaN if an element is."""
+    size = tensor.abs()
+    size = size.to(torch.promote_types(size.dtype, torch.float32))
+    if _torch.statically_known_true(tensor.numel() == 0):
+        return size.new_zeros(())
+    largest = size.amax()
+    if math.isinf(order):
+        return largest
+    # Dividing by an infinite or a zero maximum would make NaN; by one it changes nothing.
+    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    share = size / unit
+    if order == 1:
+        return unit * share.sum()
+    if order == 2:
+        return unit * (share * share).sum().sqrt()
+    return unit * (share**order).sum() ** (1.0 / order)
+
+
+def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    bound = scalar(max_norm, norm)
+    acts = (norm > bound) & (norm < math.inf)
+    wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
+    return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)

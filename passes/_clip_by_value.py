@@ -1,0 +1,70 @@
+"""Clipping element by element."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradrewrite.errors import UnsupportedGradientError
+from gradrewrite.passes._settings import check_number, scalar
+from gradrewrite.policy import BACKWARD
+from gradrewrite.records import record_clip
+from gradrewrite.sites import Kind, Site
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByValue:
+    """Bound every element: ``min <= g <= max``, bounds inclusive.
+
+    NaN passes; infinities become the bounds, so a later finite check does not see them; zero stays zero where
+    the bounds allow it. Shape, dtype and device are kept. After PaddlePaddle's ``GradientClipByValue`` and
+    ``ErrorClipByValue`` (2017).
+
+    Attributes:
+        max: Upper bound, in units of the gradient; a number (baked in), or a tensor with one element (read at
+            every backward; change it in place).
+        min: Lower bound; ``-max`` if None.
+        log: Report a log line at every backward in which an element changed.
+
+    Raises:
+        ValueError: A bound is NaN, or min > max. Tensors are not looked into: min > max gives max.
+        TypeError: A bound is neither number nor tensor.
+        UnsupportedGradientError: (a TypeError, at the rewrite) The gradient is complex or sparse.
+
+    Example:
+        >>> ClipByValue(10.0, log=True)
+        ClipByValue(max=10.0, min=None, log=True)
+    """
+
+    max: float | Tensor
+    _: KW_ONLY
+    min: float | Tensor | None = None
+    log: bool = False
+
+    kinds: ClassVar[frozenset[Kind]] = BACKWARD
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that bound nothing."""
+        check_number("ClipByValue", "max", self.max)
+        if self.min is not None:
+            check_number("ClipByValue", "min", self.min)
+        low = -self.max if self.min is None else self.min
+        if not isinstance(low, Tensor) and not isinstance(self.max, Tensor) and not low <= self.max:
+            raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={self.max!r}")
+
+    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+        """Clip; see the class."""
+        if tensor.is_complex():
+            raise UnsupportedGradientError(
+                f"{site}: ClipByValue bounds real numbers and the gradient is {tensor.dtype}; use ClipByNorm"
+            )
+        high = scalar(self.max, tensor)
+        low = -high if self.min is None else scalar(self.min, tensor)
+        # A tensor and a number cannot be given to one clamp, so each bound has its own.
+        clipped = torch.clamp(torch.clamp(tensor, min=low), max=high)  # type: ignore[arg-type,call-overload]
+        if self.log:
+            record_clip(tensor, clipped)
+        return clipped

@@ -1,0 +1,32 @@
+"""Keeping a tensor of the backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradrewrite.policy import ANYWHERE
+from gradrewrite.records import keep
+from gradrewrite.sites import Kind, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the tensor of the last backward in ``model.monitor.kept()``: ``retain_grad`` for compiled code.
+
+    The tensor passes unchanged, NaN and infinities included. What is kept is a copy, as it is where the action
+    stands in the order of its site.
+
+    Example:
+        >>> Keep()
+        Keep()
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+
+    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+        """Keep; see the class."""
+        keep(tensor)
+        return tensor

@@ -1,0 +1,35 @@
+"""Checks of settings that several actions share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def check_number(action: str, name: str, value: float | Tensor) -> None:
+    """A setting is a real number other than NaN, or a real tensor with one element (read at every backward)."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.layout is not torch.strided:
+            raise ValueError(f"{action}: {name} as a tensor has one real element, got shape {tuple(value.shape)}, {value.dtype}")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{action}: {name} is a number or a tensor with one element, got {value!r}")
+    elif math.isnan(value):
+        raise ValueError(f"{action}: {name} must not be NaN")
+
+
+def check_norm(action: str, max_norm: float | Tensor, norm_type: float) -> None:
+    """Bounds and orders that a norm clip takes: both > 0, infinity included."""
+    check_number(action, "max_norm", max_norm)
+    if not isinstance(max_norm, Tensor) and not max_norm > 0:
+        raise ValueError(f"{action}: max_norm must be > 0, got {max_norm!r}")
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):
+        raise TypeError(f"{action}: norm_type is a number, got {norm_type!r}")
+    if not norm_type > 0:
+        raise ValueError(f"{action}: norm_type must be > 0, got {norm_type!r}")
+
+
+def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A setting as an operand: numbers as they are, tensors as 0-d in the dtype of ``like``."""
+    return value.detach().reshape(()).to(like.dtype) if isinstance(value, Tensor) else value

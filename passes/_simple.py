@@ -1,0 +1,84 @@
+"""Actions that are one operation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradrewrite.passes._settings import check_number
+from gradrewrite.sites import Kind, Site
+
+_KINDS: frozenset[Kind] = frozenset(("error", "gradient"))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Multiply by a factor; ``Scale(-1.0)`` is gradient reversal.
+
+    NaN stays NaN; infinities keep or change their sign; zero times infinity is NaN. After Ganin and Lempitsky,
+    "Unsupervised domain adaptation by backpropagation", 2015, https://arxiv.org/abs/1409.7495.
+
+    Attributes:
+        factor: A finite number (baked in), or a tensor with one element (read at every backward).
+
+    Raises:
+        ValueError: The factor is NaN or infinite.
+        TypeError: The factor is neither number nor tensor.
+
+    Example:
+        >>> Scale(-1.0)
+        Scale(factor=-1.0)
+    """
+
+    factor: float | Tensor
+
+    kinds: ClassVar[frozenset[Kind]] = _KINDS
+
+    def __post_init__(self) -> None:
+        """Refuse factors that are not finite."""
+        check_number("Scale", "factor", self.factor)
+        if not isinstance(self.factor, Tensor) and math.isinf(self.factor):
+            raise ValueError(f"Scale: factor must be finite, got {self.factor!r}")
+
+    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+        """Scale; see the class."""
+        factor = self.factor.detach().reshape(()) if isinstance(self.factor, Tensor) else self.factor
+        return (tensor * factor).to(tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Replace by zeros, NaN and infinities included: what lies behind the site learns nothing through it.
+
+    Example:
+        >>> Zero()
+        Zero()
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = _KINDS
+
+    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+        """Zero; see the class."""
+        return torch.zeros_like(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class NanToNum:
+    """Replace NaN by 0 and infinities by the largest finite numbers of the dtype, as ``torch.nan_to_num``.
+
+    This hides faults from finite checks that stand after it.
+
+    Example:
+        >>> NanToNum()
+        NanToNum()
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = _KINDS
+
+    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+        """Replace; see the class."""
+        return torch.nan_to_num(tensor)
