@@ -105,7 +105,7 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with torch.no_grad(), mode:
-            functional = torch.func.functionalize(fn, remove="mutations_and_views")
+            functional = torch.func.functionalize(fn, remove="mutations")
             return make_fx(functional, decomposition_table=select_decomp_table())(*inputs)
     finally:
         mode.allow_non_fake_inputs = allowed
@@ -215,12 +215,18 @@ def inductor(
             # Inductor's cache keys on the rewritten graph itself; only the user's pass adds to the key.
             return ("gradrewrite", None if asked_pass is None else asked_pass.uuid())
 
+        def __reduce__(self) -> Any:  # the cache pickles settings to hash them
+            return _hashed, self.uuid()
+
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
             return partition(gm, joint_inputs, inner=asked_partitioner or min_cut_partition, **kwargs)
 
         def uuid(self) -> Any:
             return ("gradrewrite", None if asked_partitioner is None else asked_partitioner.uuid())
+
+        def __reduce__(self) -> Any:
+            return _hashed, self.uuid()
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_backward", False):
@@ -236,6 +242,10 @@ def inductor(
     }
     with no_autograd_cache():
         return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+def _hashed(*identity: Any) -> Any:
+    return identity
 
 
 def keep_live_tensors_live() -> None:

@@ -127,7 +127,7 @@ class Inputs:
 
 
 def source_of(node: fx.Node) -> str:
-    """``file:line "code"`` of the user's innermost line that made a node of a Dynamo graph."""
+    """``file:line "code"`` of the user's innermost line that made a node of a Dynamo graph; ``""`` if none did."""
     return _innermost(_FRAME.findall(node.stack_trace or ""))
 
 
@@ -137,9 +137,10 @@ def user_line(stack: Sequence[FrameSummary]) -> str:
 
 
 def _innermost(frames: Sequence[tuple[str, str, str]]) -> str:
-    if not frames:
+    own = [f for f in frames if not f[0].startswith(_LIBRARIES)]
+    if not own:
         return ""
-    file, line, code = next((f for f in reversed(frames) if not f[0].startswith(_LIBRARIES)), frames[-1])
+    file, line, code = own[-1]
     return f'{Path(file).name}:{line} "{code.strip()}"'
 
 

@@ -90,7 +90,7 @@ def record(name: str, value: Tensor | float) -> None:
             f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
         )
     recording.names.append(_unused(str(name), recording.names))
-    recording.values.append(tensor.detach().reshape(()))
+    recording.values.append(tensor.reshape(()) if tensor.dim() else tensor)
 
 
 def record_clip(before: Tensor, after: Tensor) -> None:

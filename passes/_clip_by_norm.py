@@ -133,7 +133,8 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 
 def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    bound = scalar(max_norm, norm)
+    # A tensor in both cases: a number divided by a tensor is rounded twice.
+    bound = scalar(max_norm, norm) if isinstance(max_norm, Tensor) else norm.new_full((), max_norm)
     acts = (norm > bound) & (norm < math.inf)
     wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
     return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)
