@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -24,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["FakeTensor", "Unsupported", "UserError", "min_cut_partition", "statically_known_true"]
+__all__ = ["FailOnRecompileLimitHit", "FakeTensor", "Unsupported", "UserError", "min_cut_partition", "statically_known_true"]
 
 _LIBRARY = torch.library.Library("gradrewrite", "DEF")
 _LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
@@ -68,6 +70,14 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
     """Reason and user stack of the graph break that ended a Dynamo graph; None if it ended by itself."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return (reason.reason, reason.user_stack) if reason is not None and reason.graph_break else None
+
+
+def recompile_limit_times(factor: int) -> contextlib.AbstractContextManager[None]:
+    """Allow several backends as many compilations of one code object as torch allows one."""
+    return dynamo_config.patch(
+        recompile_limit=dynamo_config.recompile_limit * factor,
+        accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * factor,
+    )
 
 
 @contextlib.contextmanager

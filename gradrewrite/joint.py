@@ -13,6 +13,7 @@ from gradrewrite import _torch
 from gradrewrite.sites import Site
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
+_OWN_LINE = re.compile(r"^\s*# File: .* in gradrewrite_entry_\d+")  # no line of the user's
 _DELETED = re.compile(r";  [\w, =]+ = None$")
 
 
@@ -57,6 +58,8 @@ class JointGraph:
         marks |= dict.fromkeys(self.carriers, "records")
         lines = []
         for line in self.graph_module.print_readable(print_output=False).splitlines():
+            if _OWN_LINE.match(line):
+                continue
             text = _DELETED.sub("", line.rstrip())
             assigned = _ASSIGNED.match(text)
             mark = marks.get(assigned[1]) if assigned else None

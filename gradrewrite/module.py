@@ -23,6 +23,15 @@ from gradrewrite.policy import Policy
 from gradrewrite.probes import _tap_module
 
 _counter = itertools.count()
+
+
+class _Loose:
+    """How many entries may break the graph: behind a break their frames share code objects, and torch's limit."""
+
+    count = 0
+
+
+_loose = _Loose()
 _OWN = frozenset(("original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "_hooks", "training"))
 
 
@@ -112,11 +121,16 @@ class RewrittenModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._hooks.have_changed():
             self._restart()
-        with _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities):
-            try:
+        try:
+            with _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities), self._room():
                 result = self._entry(self.original, args, kwargs)
-            except (_torch.Unsupported, _torch.UserError) as err:
-                raise _graph_break(err) from err
+        except (_torch.Unsupported, _torch.UserError) as err:
+            raise _graph_break(err) from err
+        except _torch.FailOnRecompileLimitHit as err:
+            raise NotRewrittenError(
+                f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
+                "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
+            ) from err
         if torch.is_grad_enabled():
             if not self._settings["fullgraph"]:
                 self._look_for_plain_ops(result)
@@ -194,8 +208,13 @@ class RewrittenModule(nn.Module):
         """Say what was compiled and rewritten so far, and which regions the tracer skipped."""
         return self._session.explanation()
 
+    def _room(self) -> contextlib.AbstractContextManager[None]:
+        """Room for the compilations of this model among those of all models that may break."""
+        return contextlib.nullcontext() if self._settings["fullgraph"] else _torch.recompile_limit_times(_loose.count)
+
     def _restart(self) -> None:
         """Forget what was compiled; the next call traces anew."""
+        _loose.count += not self._settings["fullgraph"]
         self._hooks = _Hooks(self.original)
         self._entry = _make_entry(self._session, Backend(self._session, self._engine), self._settings)
 

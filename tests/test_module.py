@@ -1,0 +1,454 @@
+"""RewrittenModule behaves as the module it wraps, and never loses its policy in silence."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Keep, Scale, Zero
+
+from helpers import CASES, make_case, run_case
+
+DOUBLE = gr.on("gradient:*", Scale(2.0))
+
+
+def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    model(x).sum().backward()
+    (first, *_) = model.parameters()
+    assert first.grad is not None
+    return first.grad.clone()
+
+
+@pytest.fixture
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 2)).eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 4)
+
+
+def test_shares_parameters_and_state(plain: nn.Module) -> None:
+    model = gr.transform(plain, DOUBLE)
+
+    assert model.original is plain
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(a is b for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+
+
+def test_saves_and_loads(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    stream = io.BytesIO()
+    torch.save(model.state_dict(), stream)
+    stream.seek(0)
+    other = gr.transform(copy.deepcopy(plain), DOUBLE)
+    with torch.no_grad():
+        other.get_submodule("0").weight.zero_()
+    other.load_state_dict(torch.load(stream))
+
+    assert torch.equal(other(x), model(x))
+
+
+def test_deepcopy_keeps_policy_and_shares_nothing_else(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    wanted = gradient(model, x)
+    other = copy.deepcopy(model)
+
+    assert torch.equal(gradient(other, x), wanted)
+    assert other.original is not plain
+    assert other.monitor is not model.monitor
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in plain.parameters()}
+
+
+def test_pickles_with_its_policy(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    other = torch.load(stream, weights_only=False)
+
+    assert torch.equal(gradient(other, x), gradient(model, x))
+
+
+def test_train_and_eval_reach_the_original(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+
+    assert model.train().original.training
+    assert plain[2].training
+    assert not model.eval().training
+    assert torch.equal(model(x), model(x))
+    model.train()
+    assert not torch.equal(model(x), model(x))
+    plain.eval()
+    assert not model.training
+
+
+def test_unknown_attributes_are_the_originals(plain: nn.Module) -> None:
+    plain.config = {"width": 3}
+    model = gr.transform(plain, DOUBLE)
+
+    assert model.config is plain.config
+    model.scale = 2.0
+    assert plain.scale == 2.0
+    del model.scale
+    assert not hasattr(plain, "scale")
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = model.nonsense
+
+
+def test_moves_with_to(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE).to(torch.float64)
+
+    assert plain[0].weight.dtype == torch.float64
+    assert gradient(model, x.double()).dtype == torch.float64
+
+
+def test_forward_is_that_of_the_plain_model() -> None:
+    case = CASES["transformer"]
+    plain, inputs = make_case(case, torch.float32)
+    out, _ = run_case(case, copy.deepcopy(plain).train(), inputs)
+    got, _ = run_case(case, gr.transform(plain.train(), gr.on("error:*", Zero())), inputs)
+
+    assert torch.equal(out, got)
+
+
+def test_buffers_are_those_of_the_plain_model() -> None:
+    case = CASES["cnn"]
+    plain, inputs = make_case(case, torch.float32)
+    other = copy.deepcopy(plain)
+    run_case(case, other, inputs)
+    run_case(case, gr.transform(plain, gr.on("error:*", Zero())), inputs)
+
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
+
+
+def test_second_transform_has_its_own_policy(plain: nn.Module, x: Tensor) -> None:
+    wanted = gradient(plain, x)
+    once, twice = gr.transform(plain, []), gr.transform(plain, DOUBLE)
+
+    torch.testing.assert_close(gradient(twice, x), 2 * wanted)
+    torch.testing.assert_close(gradient(once, x), wanted)
+    torch.testing.assert_close(gradient(plain, x), wanted)
+
+
+def test_twenty_transforms_keep_their_policies(x: Tensor) -> None:
+    base = nn.Linear(4, 3)
+    wanted = gradient(base, x)
+    models = [(n, gr.transform(base, gr.on("gradient:*", Scale(float(n))))) for n in range(1, 8)]
+    models += [(n, gr.transform(copy.deepcopy(base), gr.on("gradient:*", Scale(float(n))))) for n in range(8, 15)]
+    for n in range(15, 21):
+        fresh = nn.Linear(4, 3)
+        fresh.load_state_dict(base.state_dict())
+        models.append((n, gr.transform(fresh, gr.on("gradient:*", Scale(float(n))))))
+
+    for n, model in [*models, *reversed(models)]:
+        torch.testing.assert_close(gradient(model, x), n * wanted)
+
+
+def test_transforms_of_a_breaking_model_keep_their_policies(x: Tensor) -> None:
+    plain = Breaking()
+    wanted = gradient(plain, x)
+
+    for n in range(1, 13):
+        model = gr.transform(plain, gr.on("gradient:*", Scale(float(n))), fullgraph=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gr.RewriteWarning)
+            got = gradient(model, x)
+        torch.testing.assert_close(got, n * wanted)
+
+
+def test_second_shape_and_no_grad(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    for rows in (5, 3, 7):
+        part = torch.randn(rows, 4)
+        torch.testing.assert_close(gradient(model, part), 2 * gradient(plain, part))
+        with torch.no_grad():
+            assert torch.equal(model(part), plain(part))
+    with torch.inference_mode():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_dynamic_shapes_reach_the_policy_as_none(x: Tensor) -> None:
+    seen: list[tuple[int | None, ...]] = []
+
+    def policy(site: gr.Site) -> None:
+        seen.append(site.shape)
+
+    plain = nn.Linear(4, 3)
+    model = gr.transform(plain, [policy, gr.on("error:/linear", lambda g: g / g.shape[0])], dynamic=True)
+    for rows in (5, 6, 9):
+        part = torch.randn(rows, 4)
+        torch.testing.assert_close(gradient(model, part), gradient(plain, part) / rows)
+
+    assert (None, 3) in seen
+    assert len(model.explain().graphs) == 1
+
+
+def test_trace_changes_nothing(plain: nn.Module, x: Tensor) -> None:
+    plain.train()
+    model = gr.transform(plain, DOUBLE)
+    state = {k: v.clone() for k, v in plain.state_dict().items()}
+    random = torch.get_rng_state()
+    graph = model.trace(x)
+    counters.clear()
+
+    assert graph.edits
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(v, state[k]) for k, v in plain.state_dict().items())
+    assert all(p.grad is None for p in plain.parameters())
+    assert not any(m._forward_hooks for m in plain.modules())
+    assert not model.explain().graphs
+    wanted = gradient(plain.eval(), x)
+    torch.testing.assert_close(gradient(model, x), 2 * wanted)
+
+
+def test_trace_is_the_same_compiled_or_not(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, gr.on("error:1", ClipByValue(0.1)))
+    before = model.trace(x)
+    gradient(model, x)
+    after = model.trace(x)
+
+    assert before.code == after.code
+    assert before.edits == after.edits
+
+
+# --- hooks ---
+
+
+def test_late_forward_hook_is_honoured(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    gradient(model, x)
+    handle = plain[0].register_forward_hook(lambda _, __, out: out * 3)
+    wanted = gradient(plain, x)
+
+    torch.testing.assert_close(gradient(model, x), 2 * wanted)
+    handle.remove()
+    torch.testing.assert_close(gradient(model, x), 2 * gradient(plain, x))
+
+
+def test_late_backward_hook_is_honoured_or_refused(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    gradient(model, x)
+    plain[0].register_full_backward_hook(lambda _, __, out: (out[0] * 3,) if out[0] is not None else None)
+    calls: list[int] = []
+    plain[3].register_full_backward_hook(lambda *_: calls.append(1))
+    try:
+        got = gradient(model, x)
+    except gr.RewriteError:
+        return
+    torch.testing.assert_close(got, 2 * gradient(plain, x))
+    assert len(calls) == 2
+
+
+def test_late_parameter_hook_is_honoured(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    gradient(model, x)
+    plain[0].weight.register_hook(lambda g: g * 10)
+
+    torch.testing.assert_close(gradient(model, x), 2 * gradient(plain, x))
+
+
+def test_identity_hooks_cost_no_recompilation(x: Tensor) -> None:
+    model = gr.transform(nn.Sequential(nn.Linear(4, 3), nn.Identity()), gr.on("error:1", Zero()))
+    assert not gradient(model, x).any()
+    counters.clear()
+    gradient(model, x)
+
+    assert not counters["frames"]
+
+
+# --- what torch would drop ---
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(h.tanh())
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    @torch.compiler.disable
+    def unseen(self, h: Tensor) -> Tensor:
+        return self.two(h) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unseen(self.one(x))
+
+
+def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
+    model = gr.transform(Breaking(), DOUBLE)
+
+    with pytest.raises(gr.GraphBreakError, match=r"test_module.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"):
+        model(x)
+    with pytest.raises(gr.GraphBreakError, match="explain"):
+        model.trace(x)
+
+
+def test_graph_break_is_listed_and_warned_about_once(x: Tensor) -> None:
+    plain = Breaking()
+    wanted = gradient(plain, x)
+    model = gr.transform(plain, DOUBLE, fullgraph=False)
+
+    with pytest.warns(gr.RewriteWarning, match=r"test_module.py:\d+ \"torch._dynamo.graph_break\(\)\""):
+        got = gradient(model, x)
+    torch.testing.assert_close(got, 2 * wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient(model, x)
+    assert any("graph_break()" in line for line in model.explain().skipped)
+    assert {str(e.site) for g in model.explain().graphs for e in g.edits} == {
+        "gradient:one.weight", "gradient:one.bias", "gradient:two.weight", "gradient:two.bias"
+    }  # fmt: skip
+
+
+def test_skipped_region_is_listed(x: Tensor) -> None:
+    model = gr.transform(Skipping(), DOUBLE, fullgraph=False)
+
+    with pytest.warns(gr.RewriteWarning):
+        gradient(model, x)
+    assert any("self.unseen" in line for line in model.explain().skipped)
+
+
+def test_stance_is_refused(plain: nn.Module, x: Tensor) -> None:
+    model, loose = gr.transform(plain, DOUBLE), gr.transform(plain, DOUBLE, fullgraph=False)
+    gradient(model, x)
+
+    with torch.compiler.set_stance("force_eager"):
+        with pytest.raises(gr.NotRewrittenError, match="plain model"):
+            model(x)
+        with pytest.warns(gr.RewriteWarning, match="plain model"):
+            loose(x)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+
+
+def test_disabled_torch_compile_is_refused(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    model.compile(disable=True)
+
+    with pytest.raises(gr.NotRewrittenError, match="plain model"):
+        model(x)
+
+
+def test_disabled_caller_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+
+    torch.testing.assert_close(gradient(torch.compiler.disable(model), x), 2 * gradient(plain, x))
+
+
+def test_recompile_limit_is_refused(x: Tensor) -> None:
+    plain = nn.Linear(4, 3)
+    model = gr.transform(plain, DOUBLE, dynamic=False)
+
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(gr.NotRewrittenError, match="recompile_limit"):
+        for rows in range(1, 9):
+            model(torch.randn(rows, 4))
+
+
+def test_recompile_limit_warns_without_fullgraph(x: Tensor) -> None:
+    plain = nn.Linear(4, 3)
+    model = gr.transform(plain, DOUBLE, dynamic=False, fullgraph=False)
+
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(gr.RewriteWarning, match="plain model|outside"):
+        for rows in range(1, 60):
+            model(torch.randn(rows, 4))
+
+
+def test_outer_compile_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    outer = torch.compile(lambda t: model(t) * 1.0, backend="aot_eager")
+    model.zero_grad()
+    outer(x).sum().backward()
+    got = plain[0].weight.grad.clone()
+
+    torch.testing.assert_close(got, 2 * gradient(plain, x))
+
+
+# --- warnings of a global clip ---
+
+GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
+
+
+def test_accumulated_gradients_warn_once(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, GLOBAL)
+    model(x).sum().backward()
+    with pytest.warns(gr.RewriteWarning, match="each backward by itself"):
+        model(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+
+
+def test_zeroed_gradients_do_not_warn(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, GLOBAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            model(x).sum().backward()
+
+
+def test_two_runs_before_one_backward_warn(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, GLOBAL)
+    with pytest.warns(gr.RewriteWarning, match="several times"):
+        (model(x).sum() + model(2 * x).sum()).backward()
+
+
+def test_part_of_the_gradients_warns(x: Tensor) -> None:
+    model = gr.transform(Breaking(), GLOBAL, fullgraph=False)
+    with pytest.warns(gr.RewriteWarning, match="each part by itself"):
+        gradient(model, x)
+
+
+# --- arguments ---
+
+
+def test_compile_takes_no_backend(plain: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"gr\.backend"):
+        gr.transform(plain, []).compile(backend="inductor")
+    with pytest.raises(TypeError):
+        gr.transform(plain, []).compile(nonsense=1)
+
+
+def test_transform_takes_one_module(plain: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"gr\.backend"):
+        gr.transform(lambda x: x, [])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="original"):
+        gr.transform(gr.transform(plain, []), [])
+
+
+def test_double_backward_is_refused(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    x.requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        g.square().sum().backward()
+
+
+def test_kept_tensors_survive_the_optimizer(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, gr.on("gradient:0.weight", Keep()))
+    wanted = gradient(model, x)
+    model.zero_grad(set_to_none=False)
+    (kept,) = model.monitor.kept().values()
+
+    assert torch.equal(kept, wanted)
