@@ -125,7 +125,7 @@ def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
     """Fake copy of a real tensor, in the fake mode of ``reference``."""
     if not isinstance(reference, FakeTensor):
         return tensor
-    return reference.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+    return reference.fake_mode.from_tensor(tensor, static_shapes=True).detach()
 
 
 # --- joint graphs ---------------------------------------------------------------------------------

@@ -181,13 +181,14 @@ class _Job:
     leaves: Mapping[int, Leaf]
     values: Sequence[Value]
     carried: Carried = field(default_factory=Carried)
+    live: Mapping[str, Tensor] = field(default_factory=dict)
     clipped: list[weakref.ref[Tensor]] = field(default_factory=list)
     copies: bool = False
 
     def rewrite(self, graph: fx.Graph) -> None:
         """The pass: rewrite the joint graph (a graph without gradients only loses its markers)."""
         result = rewrite(graph, self.values, self.leaves, self.session.policy)
-        self.carried = result.carried
+        self.carried, self.live = result.carried, result.live
         if result.sites:
             self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits))
         grouped = {e.site.name for e in result.edits if isinstance(e.action, GroupAction)}
@@ -226,10 +227,10 @@ class _Job:
     def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile the backward with its extra outputs and live inputs, and take both off where it runs."""
         count = edit.release(gm.graph)
-        live = edit.lift_live(gm)
+        lifted = edit.lift_live(gm)
         gm.recompile()
-        compiled = compile_graph(gm, [*inputs, *(fake for _, fake in live)])
-        tensors = [tensor for tensor, _ in live]
+        compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
+        tensors = [self.live[name] for name, _ in lifted]
         carried, session, watch = self.carried, self.session, _Accumulation(self.clipped)
 
         def run(args: list[Any]) -> Any:

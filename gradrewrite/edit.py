@@ -25,11 +25,7 @@ def erase_markers(graph: fx.Graph) -> None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
         elif node.target is _torch.mark_activation:
-            marked = node.args[0]
             graph.erase_node(node)
-            assert isinstance(marked, fx.Node)
-            if not marked.users and marked.op == "call_function":
-                graph.erase_node(marked)
 
 
 def splice(
@@ -103,21 +99,31 @@ def hold_last(graph: fx.Graph, count: int) -> None:
     hold(graph, outputs[-count:])
 
 
-def lift_live(gm: fx.GraphModule) -> list[tuple[Tensor, Any]]:
-    """Turn the live tensors of a graph into its last inputs; returns each with its fake."""
-    lifted: list[tuple[Tensor, Any]] = []
+def lift_live(gm: fx.GraphModule) -> list[tuple[str, Any]]:
+    """Turn the live tensors of a graph into its last inputs; returns the name and the fake of each.
+
+    The graph may be a copy whose attributes are copies too, so the tensors themselves are found by name.
+    """
+    lifted: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if not name.startswith(LIVE):
             continue
-        last = gm.graph.find_nodes(op="placeholder")[-1]
-        with gm.graph.inserting_after(last):
-            placeholder = gm.graph.placeholder(name.lstrip("_"))
-        placeholder.meta = {"val": node.meta["val"]}
-        node.replace_all_uses_with(placeholder)
+        if name not in lifted:
+            last = gm.graph.find_nodes(op="placeholder")[-1]
+            with gm.graph.inserting_after(last):
+                lifted[name] = gm.graph.placeholder(name.lstrip("_"))
+            lifted[name].meta = {"val": node.meta["val"]}
+        node.replace_all_uses_with(lifted[name])
         gm.graph.erase_node(node)
-        lifted.append((getattr(gm, name), node.meta["val"]))
-    return lifted
+    return [(name, placeholder.meta["val"]) for name, placeholder in lifted.items()]
+
+
+def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
+    """The tensors that a joint graph reads live, by name."""
+    owner = graph.owning_module
+    names = {str(n.target) for n in graph.find_nodes(op="get_attr") if str(n.target).startswith(LIVE)}
+    return {name: getattr(owner, name) for name in sorted(names)}
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
@@ -136,7 +142,7 @@ def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node
     while (present := getattr(owner, f"{LIVE}{number}", tensor)) is not tensor:
         assert isinstance(present, torch.Tensor)
         number += 1
-    setattr(owner, f"{LIVE}{number}", tensor)
+    owner.register_buffer(f"{LIVE}{number}", tensor, persistent=False)
     node = graph.get_attr(f"{LIVE}{number}")
     node.meta = {"val": _torch.fake_like(inputs[0].meta["val"], tensor)}
     return node

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from gradrewrite import _torch
@@ -89,16 +88,6 @@ def read_markers(graph: fx.Graph) -> Markers:
         elif node.target is _torch.mark_error:
             markers.errors[int(node.args[1])] = node
     return markers
-
-
-def marked_value(marker: fx.Node) -> fx.Node:
-    """The forward value under an activation marker: what was detached to mark it."""
-    value = marker.args[0]
-    assert isinstance(value, fx.Node)
-    if value.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-        value = value.args[0]
-    assert isinstance(value, fx.Node)
-    return value
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -52,7 +52,8 @@ def _tap_module(x: Any, name: str) -> Any:
 def _probe(x: Tensor, value: int) -> None:
     if not _torch.is_tracing():
         return
-    _torch.mark_activation(x.detach(), value)
+    with torch.no_grad():
+        _torch.mark_activation(x, value)
     if x.requires_grad:
         x.register_hook(lambda g: _torch.mark_error(g, value))
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch, edit
 from gradrewrite.errors import PolicyError
-from gradrewrite.joint import Edit, JointGraph, Markers, marked_value, read_markers, value_of
+from gradrewrite.joint import Edit, JointGraph, Markers, read_markers, value_of
 from gradrewrite.policy import GroupAction, Policy, ask
 from gradrewrite.probes import Value, shape_of, sites_of
 from gradrewrite.records import Carried, LogLine, pack
@@ -32,12 +32,13 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What a rewrite did to a joint graph."""
+    """What a rewrite did to a joint graph; ``live`` are the tensors that it reads at every backward, by name."""
 
     sites: tuple[Site, ...]
     edits: tuple[Edit, ...]
     carriers: tuple[str, ...]
     carried: Carried
+    live: Mapping[str, Tensor]
 
 
 @dataclass
@@ -100,9 +101,10 @@ def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]
     rewriter.insert_groups([(p, a) for p, actions in zip(places, answers, strict=True) for a in actions])
     carriers = rewriter.carry_out()
     edit.erase_markers(graph)
-    if rewriter.has_live:
+    live = edit.live_tensors(graph)
+    if live:
         _torch.keep_live_tensors_live()
-    return Rewritten(tuple(p.site for p in places), tuple(rewriter.edits), carriers, rewriter.carried())
+    return Rewritten(tuple(p.site for p in places), tuple(rewriter.edits), carriers, rewriter.carried(), live)
 
 
 def show(gm: fx.GraphModule, values: Sequence[Value], leaves: Mapping[int, Leaf], policy: Policy) -> JointGraph:
@@ -120,7 +122,6 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.edits: list[Edit] = []
-        self.has_live = False
         self._reports = _Reports()
         self._tracer = Tracer()
 
@@ -146,12 +147,10 @@ class _Rewriter:
         places = []
         marker = markers.activations.get(number)
         if marker is not None and (activation.dtype.is_floating_point or activation.dtype.is_complex):
-            places.append(_Place(activation, marked_value(marker), before=marker))
+            places.append(_Place(activation, _marked(marker), before=marker))
         marker = markers.errors.get(number)
         if marker is not None:
-            node = marker.args[0]
-            assert isinstance(node, fx.Node)
-            places.append(_Place(error, node, before=marker, marker=marker))
+            places.append(_Place(error, _marked(marker), before=marker, marker=marker))
         return places
 
     def _place_of_leaf(self, node: fx.Node, leaf: Leaf, position: int) -> _Place:
@@ -211,7 +210,6 @@ class _Rewriter:
             tag = "is_forward"
         else:
             tag = "must_be_in_backward" if traced.has_live else "is_backward"
-        self.has_live |= traced.has_live
         return edit.splice(traced.graph, self.graph, nodes, place.before, tag)
 
     def _replace(self, place: _Place, result: fx.Node) -> None:
@@ -245,6 +243,12 @@ class _Rewriter:
         """What leaves the graph, for the run time."""
         reports = self._reports
         return Carried(self._packs, tuple(s for s, _ in reports.kept), tuple(reports.logs), tuple(reports.groups))
+
+
+def _marked(marker: fx.Node) -> fx.Node:
+    node = marker.args[0]
+    assert isinstance(node, fx.Node)
+    return node
 
 
 def _check_same(first: tuple[_Place, GroupAction], other: tuple[_Place, GroupAction]) -> None:
