@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FailOnRecompileLimitHit", "FakeTensor", "Unsupported", "UserError", "min_cut_partition", "statically_known_true"]
 
@@ -119,6 +120,25 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
             return make_fx(functional, decomposition_table=select_decomp_table())(*inputs)
     finally:
         mode.allow_non_fake_inputs = allowed
+
+
+class RefuseToChangeReal(TorchDispatchMode):
+    """Stops an operation that would change a real tensor while a function is traced on fake ones."""
+
+    def __init__(self, error: Exception) -> None:
+        """Raise ``error`` before anything is changed."""
+        super().__init__()
+        self._error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the arguments that the schema says are written to."""
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            value = named.get(argument.name)
+            if written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                raise self._error
+        return func(*args, **(kwargs or {}))
 
 
 def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:

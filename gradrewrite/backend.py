@@ -17,7 +17,7 @@ from gradrewrite.joint import Edit, JointGraph
 from gradrewrite.monitor import Monitor
 from gradrewrite.names import Inputs, Names, user_line
 from gradrewrite.policy import GroupAction, Policy, check_policy, rules_of
-from gradrewrite.probes import Value, place
+from gradrewrite.probes import Value, place, tracing
 from gradrewrite.records import Carried
 from gradrewrite.rewrite import Leaf, rewrite, show
 from gradrewrite.sites import Pattern, Site
@@ -108,7 +108,8 @@ class Session:
         job = _Job(self, frame, is_whole, self._leaves(gm, inputs, is_whole), place(gm, self._names))
         gm.recompile()
         try:
-            return _compile_rewritten(gm, inputs, engine, options, job)
+            with tracing(job.values):
+                return _compile_rewritten(gm, inputs, engine, options, job)
         except RewriteError as err:
             return _raising(err)
 

@@ -6,11 +6,14 @@ tensor hook, one on its accumulated error in the backward. The forward computati
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,13 +52,14 @@ def _tap_module(x: Any, name: str) -> Any:
     return x
 
 
-def _probe(x: Tensor, value: int) -> None:
-    if not _torch.is_tracing():
+def _probe(x: Tensor, number: int) -> None:
+    tracing = _tracing.get()
+    if tracing is None or not _torch.is_tracing() or tracing.knows(x, number):
         return
     with torch.no_grad():
-        _torch.mark_activation(x, value)
+        _torch.mark_activation(x, number)
     if x.requires_grad:
-        x.register_hook(lambda g: _torch.mark_error(g, value))
+        x.register_hook(lambda g: _torch.mark_error(g, number))
 
 
 torch.compiler.allow_in_graph(tap)
@@ -75,6 +79,7 @@ class Value:
         used_in: The module runs around each use.
         taps: Names given to it by ``gr.tap``.
         identities: Pass-through modules that returned it.
+        same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
     """
 
     op: str
@@ -84,6 +89,37 @@ class Value:
     used_in: list[tuple[Run, ...]] = field(default_factory=list)
     taps: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
+    same_as: Value | None = None
+
+
+class _Tracing:
+    """Tells which values are one tensor while AOTAutograd traces."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self._values = values
+        self._first: dict[tuple[Any, int], int] = {}
+
+    def knows(self, x: Tensor, number: int) -> bool:
+        """Note a value; True if an earlier one is the same tensor at the same version."""
+        if not x.requires_grad:
+            return False
+        first = self._first.setdefault((x.grad_fn or x, x.output_nr), number)
+        if first != number:
+            self._values[number].same_as = self._values[first]
+        return first != number
+
+
+_tracing: ContextVar[_Tracing | None] = ContextVar("gradrewrite_tracing", default=None)
+
+
+@contextlib.contextmanager
+def tracing(values: Sequence[Value]) -> Iterator[None]:
+    """Let the probes of these values act inside the block."""
+    token = _tracing.set(_Tracing(values))
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
 
 
 def place(gm: fx.GraphModule, names: Names) -> list[Value]:
@@ -101,10 +137,16 @@ def place(gm: fx.GraphModule, names: Names) -> list[Value]:
     return reader.values
 
 
-def sites_of(values: Sequence[Value], kind: Kind) -> list[Site]:
-    """Name the values: one site each, in the same order."""
-    names = _Namer(values)
-    return [names.site(value, kind) for value in values]
+def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
+    """Name the values, after tracing: by its number, what makes the site of each; two names for one value are one."""
+    for value in values:
+        first = value.same_as
+        if first is not None:
+            first.used_in += value.used_in
+            first.taps += value.taps
+            first.identities += value.identities
+    names = _Namer([value for value in values if value.same_as is None])
+    return {n: partial(names.site, value) for n, value in enumerate(values) if value.same_as is None}
 
 
 class _Reader:

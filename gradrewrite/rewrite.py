@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,9 @@ from gradrewrite import _torch, edit
 from gradrewrite.errors import PolicyError
 from gradrewrite.joint import Edit, JointGraph, Markers, read_markers, value_of
 from gradrewrite.policy import GroupAction, Policy, ask
-from gradrewrite.probes import Value, shape_of, sites_of
+from gradrewrite.probes import Value, name_values, shape_of
 from gradrewrite.records import Carried, LogLine, pack
-from gradrewrite.sites import Site
+from gradrewrite.sites import Kind, Site
 from gradrewrite.tracing import Traced, Tracer, action_key, check_dense, trace_function
 
 
@@ -132,9 +132,8 @@ class _Rewriter:
         if not outputs:
             return []
         places = []
-        activations, errors = sites_of(values, "activation"), sites_of(values, "error")
-        for number in range(len(values)):
-            places += self._places_of_value(markers, number, activations[number], errors[number])
+        for number, site in name_values(values).items():
+            places += self._places_of_value(markers, number, site)
         returned = self.graph.output_node().args[0]
         for kind_is_parameter in (True, False):
             for position, leaf_position in outputs:
@@ -143,14 +142,16 @@ class _Rewriter:
                     places.append(self._place_of_leaf(node, leaf, position))
         return places
 
-    def _places_of_value(self, markers: Markers, number: int, activation: Site, error: Site) -> list[_Place]:
+    def _places_of_value(self, markers: Markers, number: int, site: Callable[[Kind], Site]) -> list[_Place]:
         places = []
         marker = markers.activations.get(number)
-        if marker is not None and (activation.dtype.is_floating_point or activation.dtype.is_complex):
-            places.append(_Place(activation, _marked(marker), before=marker))
+        if marker is not None:
+            activation = site("activation")
+            if activation.dtype.is_floating_point or activation.dtype.is_complex:
+                places.append(_Place(activation, _marked(marker), before=marker))
         marker = markers.errors.get(number)
         if marker is not None:
-            places.append(_Place(error, _marked(marker), before=marker, marker=marker))
+            places.append(_Place(site("error"), _marked(marker), before=marker, marker=marker))
         return places
 
     def _place_of_leaf(self, node: fx.Node, leaf: Leaf, position: int) -> _Place:

@@ -67,11 +67,15 @@ def trace_function(
     """Trace a function of tensors that returns their replacements; check all of it before any edit."""
     names: list[str] = []
     state = {"kept": 0, "logs": False}
+    changes_state = CallbackError(
+        f"{sites[0]}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
+    )
     with recording() as reported:
 
         def whole(*tensors: Tensor) -> list[Tensor]:
             reported.clear()
-            results = run(*tensors)
+            with _torch.RefuseToChangeReal(changes_state):
+                results = run(*tensors)
             for result, value, site in zip(results, values, sites, strict=True):
                 _check_result(result, value, site, action)
             names[:] = reported.names
@@ -133,12 +137,12 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
                 f"{site}: {_show(action)} calls the random op {node.target}; random numbers in the backward would "
                 "change those of the forward. Draw them outside and let the function close over the tensor"
             )
-        if node.target is torch.ops.aten.copy_.default:
-            changed = node.args[0]
-            if isinstance(changed, fx.Node) and changed.op == "get_attr":
-                raise CallbackError(
-                    f"{site}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
-                )
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CallbackError(
+                f"{site}: {_show(action)} reads a value on the host (.item(), float(), bool()), which would make every "
+                "backward wait for the device; compute with tensors"
+            )
+        if node.target is torch.ops.aten.copy_.default:  # the argument was changed in place: what counts is returned
             node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
             graph.erase_node(node)
 
