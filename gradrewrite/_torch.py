@@ -108,16 +108,23 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """The fake mode of these values, or a new one."""
+    return next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None) or FakeTensorMode()
+
+
 def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``."""
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None) or FakeTensorMode()
+    mode = fake_mode_of(inputs)
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with torch.no_grad(), mode:
             functional = torch.func.functionalize(fn, remove="mutations")
-            return make_fx(functional, decomposition_table=select_decomp_table())(*inputs)
+            # make_fx tells its inputs apart by identity.
+            different = [t if all(t is not u for u in inputs[:i]) else _like(t, 0) for i, t in enumerate(inputs)]
+            return make_fx(functional, decomposition_table=select_decomp_table())(*different)
     finally:
         mode.allow_non_fake_inputs = allowed
 
@@ -139,6 +146,13 @@ class RefuseToChangeReal(TorchDispatchMode):
             if written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 raise self._error
         return func(*args, **(kwargs or {}))
+
+
+def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What a node returns, from the fake values of its arguments; views share their storage, as Inductor expects."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with torch.no_grad(), mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:

@@ -45,14 +45,17 @@ def splice(
     """
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     new: list[fx.Node] = []
+    mode = _torch.fake_mode_of([node.meta["val"] for node in inputs])
     with graph.inserting_before(before):
         for node in traced.graph.nodes:
             if node.op == "get_attr":
                 copies[node] = _live(graph, getattr(traced, str(node.target)), inputs)
             elif node.op == "call_function":
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
+                # Not the traced value: two copies of one traced node must not look as if they shared memory.
+                copies[node].meta = {"val": _torch.fake_result(copies[node], mode)}
             if node.op in ("get_attr", "call_function"):
-                copies[node].meta = {"val": node.meta.get("val", copies[node].meta.get("val")), "partitioner_tag": tag}
+                copies[node].meta["partitioner_tag"] = tag
                 new.append(copies[node])
     return [copies[node] for node in traced.graph.output_node().args[0]], new  # type: ignore[union-attr,index]
 
