@@ -1,5 +1,6 @@
 """gradrewrite: a compiler for the backward pass, on torch.fx."""
 
+from gradrewrite._version import __version__ as __version__
 from gradrewrite.backend import Backend as Backend
 from gradrewrite.backend import Explanation as Explanation
 from gradrewrite.backend import GraphReport as GraphReport
@@ -23,8 +24,6 @@ from gradrewrite.policy import on as on
 from gradrewrite.probes import tap as tap
 from gradrewrite.records import record as record
 from gradrewrite.sites import Site as Site
-
-from gradrewrite._version import __version__ as __version__
 
 __all__ = [
     "Backend",

@@ -27,7 +27,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true as stati
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FailOnRecompileLimitHit", "FakeTensor", "Unsupported", "UserError", "min_cut_partition", "statically_known_true"]
+__all__ = [
+    "FailOnRecompileLimitHit",
+    "FakeTensor",
+    "Unsupported",
+    "UserError",
+    "min_cut_partition",
+    "statically_known_true",
+]
 
 _LIBRARY = torch.library.Library("gradrewrite", "DEF")
 _LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
@@ -282,7 +289,9 @@ def inductor(
         "joint_custom_pre_pass": Pass(),
         "custom_partitioner_fn": Partitioner(),
         # Named here so that what keep_live_tensors_live sets is undone with the rest.
-        "joint_graph_constant_folding": options.get("joint_graph_constant_folding", config.joint_graph_constant_folding),
+        "joint_graph_constant_folding": options.get(
+            "joint_graph_constant_folding", config.joint_graph_constant_folding
+        ),
     }
     with no_autograd_cache():
         return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)

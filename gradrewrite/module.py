@@ -310,9 +310,7 @@ class _Hooks:
 
     def _read(self) -> tuple[Any, ...]:
         return tuple(
-            (name, hooks)
-            for name, module in self._model.named_modules()
-            if any(hooks := _torch.hooks_of(module))
+            (name, hooks) for name, module in self._model.named_modules() if any(hooks := _torch.hooks_of(module))
         )
 
     def name_identities(self) -> None:

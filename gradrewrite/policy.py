@@ -100,7 +100,7 @@ def on(pattern: str, action: Answer) -> Rule:
     Example:
         >>> from gradrewrite.passes import ClipByValue
         >>> on("error:decoder.*", ClipByValue(10.0))
-        on('error:decoder.*', ClipByValue(max=10.0, min=None, log=False))
+        on('error:decoder.*', ClipByValue(10.0))
     """
     Pattern.parse(pattern)
     if not actions_of(action, where=f"on({pattern!r}, ...)"):
@@ -116,9 +116,7 @@ def check_policy(policy: Any) -> Policy:
         for item in policy:
             check_policy(item)
     elif not callable(policy) or isinstance(policy, type):
-        raise PolicyError(
-            f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}"
-        )
+        raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
     return policy
 
 
@@ -143,7 +141,9 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
     if answer is None:
         return ()
     if isinstance(answer, type):
-        raise PolicyError(f"{where}: got the class {answer.__name__}; an action is a value, as in {answer.__name__}(...)")
+        raise PolicyError(
+            f"{where}: got the class {answer.__name__}; an action is a value, as in {answer.__name__}(...)"
+        )
     if isinstance(answer, Action | GroupAction):
         return (answer,)
     if isinstance(answer, Sequence) and not isinstance(answer, str):

@@ -188,9 +188,7 @@ class _Reader:
         assert isinstance(body_node, fx.Node)
         body = getattr(gm, str(body_node.target))
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-        inside = {
-            p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)
-        }
+        inside = {p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)}
         self.read(body, inside, is_body=True)
         body.recompile()
 

@@ -204,9 +204,7 @@ class _Rewriter:
         for place, result in zip(places, results, strict=True):
             self._replace(place, result)
 
-    def _splice(
-        self, traced: Traced, nodes: list[fx.Node], place: _Place
-    ) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _splice(self, traced: Traced, nodes: list[fx.Node], place: _Place) -> tuple[list[fx.Node], list[fx.Node]]:
         if place.site.kind == "activation":
             tag = "is_forward"
         else:
@@ -275,4 +273,3 @@ def _shares(new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence
         owner = next((s for s in (feeds[node], reads[node]) if len(s) == 1), {0})
         shares[min(owner)].append(node.name)
     return [tuple(names) for names in shares]
-

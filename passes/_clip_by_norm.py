@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from gradrewrite import _torch
-from gradrewrite.passes._settings import check_norm, scalar
+from gradrewrite.passes._settings import check_norm, scalar, short_repr
 from gradrewrite.policy import BACKWARD
 from gradrewrite.records import record, record_clip
 from gradrewrite.sites import Kind, Site
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ClipByNorm:
     """Scale one tensor to a norm of at most ``max_norm``: ``where(norm > max_norm, g * (max_norm / norm), g)``.
 
@@ -43,7 +43,7 @@ class ClipByNorm:
 
     Example:
         >>> ClipByNorm(1.0)
-        ClipByNorm(max_norm=1.0, norm_type=2.0, log=False)
+        ClipByNorm(1.0)
     """
 
     max_norm: float | Tensor
@@ -52,6 +52,8 @@ class ClipByNorm:
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
@@ -67,7 +69,7 @@ class ClipByNorm:
         return clipped
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ClipByGlobalNorm:
     """Scale all gradients of a group by one factor, to a total norm of at most ``max_norm``.
 
@@ -99,6 +101,8 @@ class ClipByGlobalNorm:
     group: Hashable = "default"
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""

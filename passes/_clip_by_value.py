@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.passes._settings import check_number, scalar
+from gradrewrite.passes._settings import check_number, scalar, short_repr
 from gradrewrite.policy import BACKWARD
 from gradrewrite.records import record_clip
 from gradrewrite.sites import Kind, Site
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ClipByValue:
     """Bound every element: ``min <= g <= max``, bounds inclusive.
 
@@ -36,7 +36,7 @@ class ClipByValue:
 
     Example:
         >>> ClipByValue(10.0, log=True)
-        ClipByValue(max=10.0, min=None, log=True)
+        ClipByValue(10.0, log=True)
     """
 
     max: float | Tensor
@@ -45,6 +45,8 @@ class ClipByValue:
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Refuse bounds that bound nothing."""

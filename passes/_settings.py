@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import MISSING, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ def check_number(action: str, name: str, value: float | Tensor) -> None:
     """A setting is a real number other than NaN, or a real tensor with one element (read at every backward)."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.layout is not torch.strided:
-            raise ValueError(f"{action}: {name} as a tensor has one real element, got shape {tuple(value.shape)}, {value.dtype}")
+            raise ValueError(
+                f"{action}: {name} as a tensor has one real element, got shape {tuple(value.shape)}, {value.dtype}"
+            )
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{action}: {name} is a number or a tensor with one element, got {value!r}")
     elif math.isnan(value):
@@ -28,6 +32,18 @@ def check_norm(action: str, max_norm: float | Tensor, norm_type: float) -> None:
         raise TypeError(f"{action}: norm_type is a number, got {norm_type!r}")
     if not norm_type > 0:
         raise ValueError(f"{action}: norm_type must be > 0, got {norm_type!r}")
+
+
+def short_repr(action: Any) -> str:
+    """An action as the call that makes it, without the settings that have their default."""
+    shown = []
+    for field in fields(action):
+        value = getattr(action, field.name)
+        if field.default is MISSING:
+            shown.append(repr(value) if not field.kw_only else f"{field.name}={value!r}")
+        elif isinstance(value, Tensor) or value != field.default:
+            shown.append(f"{field.name}={value!r}")
+    return f"{type(action).__name__}({', '.join(shown)})"
 
 
 def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_number
+from gradrewrite.passes._settings import check_number, short_repr
 from gradrewrite.sites import Kind, Site
 
 _KINDS: frozenset[Kind] = frozenset(("error", "gradient"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Scale:
     """Multiply by a factor; ``Scale(-1.0)`` is gradient reversal.
 
@@ -31,12 +31,14 @@ class Scale:
 
     Example:
         >>> Scale(-1.0)
-        Scale(factor=-1.0)
+        Scale(-1.0)
     """
 
     factor: float | Tensor
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Refuse factors that are not finite."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 from models.zoo import CASES, Case
 
 __all__ = ["CASES", "Case", "eager_gradients", "gradients_of", "make_case", "run_case"]

@@ -62,7 +62,13 @@ def test_clip_by_value() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [((NAN,), ValueError), ((-1.0,), ValueError), (("1",), TypeError), ((torch.ones(2),), ValueError), ((True,), TypeError)],
+    [
+        ((NAN,), ValueError),
+        ((-1.0,), ValueError),
+        (("1",), TypeError),
+        ((torch.ones(2),), ValueError),
+        ((True,), TypeError),
+    ],
 )
 def test_clip_by_value_refuses(settings: tuple[Any, ...], error: type[Exception]) -> None:
     with pytest.raises(error, match="ClipByValue"):
@@ -319,7 +325,9 @@ def test_untouched_graph_is_that_without_probes() -> None:
         joint.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
         return default_partition(gm, *args, **kwargs)
 
-    boxed = aot_autograd(fw_compiler=lambda g, _: g.forward, partition_fn=partition, decompositions=select_decomp_table())
+    boxed = aot_autograd(
+        fw_compiler=lambda g, _: g.forward, partition_fn=partition, decompositions=select_decomp_table()
+    )
     torch.compile(plain, backend=boxed)(x).sum().backward()
     graph = gr.transform(plain, lambda site: None).trace(x)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,11 @@ def test_no_policy(policy: Any) -> None:
 
 
 def test_action_at_a_wrong_kind() -> None:
-    fails(gr.on("activation:encoder", ClipByValue(1.0)), gr.PolicyError, r"activation:encoder: ClipByValue.*error, gradient, input")
+    fails(
+        gr.on("activation:encoder", ClipByValue(1.0)),
+        gr.PolicyError,
+        r"activation:encoder: ClipByValue.*error, gradient, input",
+    )
     fails(gr.on("error:encoder", ClipByGlobalNorm(1.0)), gr.PolicyError, r"error:encoder: ClipByGlobalNorm.*gradient")
     fails(gr.on("activation:encoder", lambda g: g), gr.PolicyError, r"activation:encoder.*cannot stand")
 
@@ -79,7 +82,9 @@ def test_rule_without_a_kind_keeps_to_where_it_may_stand() -> None:
 
 
 def test_pattern_that_matches_nothing_names_the_nearest() -> None:
-    caught = fails(gr.on("error:decodr", ClipByValue(1.0)), gr.NoSuchSiteError, r"'error:decodr'; nearest sites: error:decoder,")
+    caught = fails(
+        gr.on("error:decodr", ClipByValue(1.0)), gr.NoSuchSiteError, r"'error:decodr'; nearest sites: error:decoder,"
+    )
     assert isinstance(caught, LookupError)
     copied = pickle.loads(pickle.dumps(caught))
     assert str(copied) == str(caught)
@@ -205,4 +210,3 @@ def test_nothing_to_trace() -> None:
     with pytest.raises(gr.TraceError, match="requires_grad"):
         model.trace(torch.randn(3, 4))
     assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
-

@@ -298,7 +298,9 @@ class Skipping(nn.Module):
 def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
     model = gr.transform(Breaking(), DOUBLE)
 
-    with pytest.raises(gr.GraphBreakError, match=r"test_module.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"):
+    with pytest.raises(
+        gr.GraphBreakError, match=r"test_module.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
+    ):
         model(x)
     with pytest.raises(gr.GraphBreakError, match="explain"):
         model.trace(x)

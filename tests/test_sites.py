@@ -300,7 +300,11 @@ def test_policy_is_asked_once_per_site_and_graph() -> None:
 
 def test_policies_of_a_list_all_apply_in_order() -> None:
     plain, x = Cell(), torch.randn(2, 4)
-    policy = [gr.on("gradient:*", Scale(2.0)), [lambda site: (lambda g: g + 1) if site.kind == "gradient" else None], []]
+    policy = [
+        gr.on("gradient:*", Scale(2.0)),
+        [lambda site: (lambda g: g + 1) if site.kind == "gradient" else None],
+        [],
+    ]
     model = gr.transform(plain, policy)
     model(x).sum().backward()
     got = plain.fc.weight.grad.clone()

@@ -47,7 +47,9 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Decoder-only transformer; ``forward(tokens, targets)`` returns the loss."""
 
-    def __init__(self, layers: int = 4, width: int = 64, heads: int = 4, vocabulary: int = 128, context: int = 32) -> None:
+    def __init__(
+        self, layers: int = 4, width: int = 64, heads: int = 4, vocabulary: int = 128, context: int = 32
+    ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

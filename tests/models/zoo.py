@@ -185,16 +185,12 @@ def square(out: Tensor) -> Tensor:
 CASES: dict[str, Case] = {
     "mlp": Case(mlp, _rows(5, 4), square, ("0", "1", "2", "3", "4")),
     "cnn": Case(Cnn, _rows(2, 3, 8, 8), square, ("conv1", "bn1", "relu", "conv2", "bn2", "head")),
-    "transformer": Case(
-        Residual, _rows(2, 5, 16), square, ("norm1", "qkv", "out", "drop", "norm2", "up", "down")
-    ),
+    "transformer": Case(Residual, _rows(2, 5, 16), square, ("norm1", "qkv", "out", "drop", "norm2", "up", "down")),
     "repeated": Case(Repeated, _rows(5, 4), square, ("cell", "head")),
     "tied": Case(Tied, lambda: (torch.randint(0, 11, (5,)),), square, ("embed", "body", "unembed")),
     "two heads": Case(TwoHeads, _rows(5, 4), lambda out: square(out[0]), ("trunk", "one", "two")),
     "loss inside": Case(LossInside, lambda: (torch.randn(5, 4), torch.randn(5, 3)), lambda out: out, ("fc1", "fc2")),
-    "dataclass": Case(
-        ReturnsDataclass, _rows(5, 4), lambda out: square(out.logits) + out.hidden.sum(), ("fc1", "fc2")
-    ),
+    "dataclass": Case(ReturnsDataclass, _rows(5, 4), lambda out: square(out.logits) + out.hidden.sum(), ("fc1", "fc2")),
     "checkpoint": Case(
         Checkpointed, _rows(5, 4), square, ("blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.2", "head")
     ),
