@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,6 +35,8 @@ __all__ = [
     "min_cut_partition",
     "statically_known_true",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LIBRARY = torch.library.Library("gradrewrite", "DEF")
 _LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
@@ -82,10 +84,17 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
 
 def recompile_limit_times(factor: int) -> contextlib.AbstractContextManager[None]:
     """Allow several backends as many compilations of one code object as torch allows one."""
-    return dynamo_config.patch(
+    patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(
         recompile_limit=dynamo_config.recompile_limit * factor,
         accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * factor,
     )
+    return patch
+
+
+def outside_of_graphs(fn: _Function, reason: str) -> _Function:
+    """A function that no graph of an outer torch.compile contains."""
+    outside: _Function = torch.compiler.disable(fn, reason=reason)
+    return outside
 
 
 @contextlib.contextmanager
@@ -141,7 +150,7 @@ class RefuseToChangeReal(TorchDispatchMode):
 
     def __init__(self, error: Exception) -> None:
         """Raise ``error`` before anything is changed."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._error = error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +197,8 @@ def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
 
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """On a hit of AOTAutograd's cache no pass runs, so that cache is off around our compilations."""
-    return functorch_config.patch(enable_autograd_cache=False)
+    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(enable_autograd_cache=False)
+    return patch
 
 
 def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -235,7 +245,7 @@ def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mappin
     from torch._inductor.compile_fx import compile_fx
 
     with no_autograd_cache():
-        return compile_fx(gm, inputs, config_patches=dict(options) or None)
+        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(options) or None))
 
 
 def inductor(
@@ -250,51 +260,63 @@ def inductor(
     """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-
-    asked_pass = options.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
-    asked_partitioner = options.get("custom_partitioner_fn", config.custom_partitioner_fn)
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            joint_pass(graph)
-            for other in asked_pass if isinstance(asked_pass, (list, tuple)) else (asked_pass,):
-                if other is not None:
-                    other(graph)
-
-        def uuid(self) -> Any:
-            # Inductor's cache keys on the rewritten graph itself; only the user's pass adds to the key.
-            return ("gradrewrite", None if asked_pass is None else asked_pass.uuid())
-
-        def __reduce__(self) -> Any:  # the cache pickles settings to hash them
-            return _hashed, self.uuid()
-
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-            return partition(gm, joint_inputs, inner=asked_partitioner or min_cut_partition, **kwargs)
-
-        def uuid(self) -> Any:
-            return ("gradrewrite", None if asked_partitioner is None else asked_partitioner.uuid())
-
-        def __reduce__(self) -> Any:
-            return _hashed, self.uuid()
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_backward", False):
             return backward(lambda g, xs: compile_fx_inner(g, xs, **kwargs), graph, example_inputs)
         return compile_fx_inner(graph, example_inputs, **kwargs)
 
-    patches = {
-        **options,
-        "joint_custom_pre_pass": Pass(),
-        "custom_partitioner_fn": Partitioner(),
-        # Named here so that what keep_live_tensors_live sets is undone with the rest.
-        "joint_graph_constant_folding": options.get(
-            "joint_graph_constant_folding", config.joint_graph_constant_folding
-        ),
-    }
+    patches = dict(options)
+    asked = {name: options.get(name, getattr(config, name)) for name in _OURS}
+    patches["joint_custom_pre_pass"] = _inductor_pass(joint_pass, asked["joint_custom_pre_pass"])
+    patches["custom_partitioner_fn"] = _inductor_partitioner(partition, asked["custom_partitioner_fn"])
+    # Named here so that what keep_live_tensors_live sets is undone with the rest.
+    patches["joint_graph_constant_folding"] = asked["joint_graph_constant_folding"]
     with no_autograd_cache():
-        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+        compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    return cast(Callable[..., Any], compiled)
+
+
+_OURS = ("joint_custom_pre_pass", "custom_partitioner_fn", "joint_graph_constant_folding")
+
+
+def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any) -> Any:
+    """Our pass, then those that the user asked for."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    others = tuple(asked) if isinstance(asked, (list, tuple)) else (() if asked is None else (asked,))
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            joint_pass(graph)
+            for other in others:
+                other(graph)
+
+        def uuid(self) -> Any:
+            # Inductor's cache keys on the rewritten graph itself; only the user's passes add to the key.
+            return ("gradrewrite", *(other.uuid() for other in others))
+
+        def __reduce__(self) -> Any:  # the cache pickles settings to hash them
+            return _hashed, self.uuid()
+
+    return Pass()
+
+
+def _inductor_partitioner(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], asked: Any) -> Any:
+    """Our partitioner around the one that the user asked for, or around Inductor's."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, inner=asked or min_cut_partition, **kwargs)
+
+        def uuid(self) -> Any:
+            return ("gradrewrite", None if asked is None else asked.uuid())
+
+        def __reduce__(self) -> Any:
+            return _hashed, self.uuid()
+
+    return Partitioner()
 
 
 def _hashed(*identity: Any) -> Any:

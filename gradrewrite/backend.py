@@ -80,7 +80,8 @@ class Session:
 
     def __init__(self, policy: Policy, monitor: Monitor | None, model: nn.Module | None = None) -> None:
         """Begin with nothing compiled; PolicyError if ``policy`` is none."""
-        self.policy = check_policy(policy)
+        check_policy(policy)
+        self.policy = policy
         self.monitor = Monitor() if monitor is None else monitor
         self.model = model
         self.graphs: list[GraphReport] = []
@@ -198,8 +199,8 @@ class _Job:
             self.session.say_once(
                 "part",
                 f"{', '.join(result.carried.groups)}: the global clip sees only the gradients of one part of the model "
-                f"({self.frame}: {len(self.clipped)} parameters), because a graph break splits it; it clips each part by "
-                "itself. Remove the break, or use fullgraph=True to find it",
+                f"({self.frame}: {len(self.clipped)} parameters), because a graph break splits it; it clips each part "
+                "by itself. Remove the break, or use fullgraph=True to find it",
             )
 
     def show(self, graph: fx.Graph) -> None:
@@ -261,8 +262,8 @@ _ACCUMULATED = (
     "by itself, not on their sum"
 )
 _AGAIN = (
-    "{}: the model ran several times before this backward; the global clip acts on the gradients of each run by itself, "
-    "not on their sum"
+    "{}: the model ran several times before this backward; the global clip acts on the gradients of each run by "
+    "itself, not on their sum"
 )
 
 

@@ -57,7 +57,7 @@ def splice(
             if node.op in ("get_attr", "call_function"):
                 copies[node].meta["partitioner_tag"] = tag
                 new.append(copies[node])
-    return [copies[node] for node in traced.graph.output_node().args[0]], new  # type: ignore[union-attr,index]
+    return [copies[node] for node in outputs_of(traced.graph.output_node())], new
 
 
 def reroute(marker: fx.Node, replacement: fx.Node) -> None:
@@ -68,9 +68,9 @@ def reroute(marker: fx.Node, replacement: fx.Node) -> None:
 def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None:
     """Return another node at one position of the outputs."""
     output = graph.output_node()
-    outputs = list(output.args[0])  # type: ignore[arg-type]
+    outputs = outputs_of(output)
     outputs[position] = replacement
-    output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg,arg-type]
+    output.args = (tuple(outputs),)
 
 
 def hold(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
@@ -89,7 +89,7 @@ def release(graph: fx.Graph) -> int:
     (holder,) = holders
     held = list(holder.args[0])
     output = graph.output_node()
-    _set_outputs(output, [*output.args[0], *held], [*_descs(output), *["gradrewrite"] * len(held)])
+    _set_outputs(output, [*outputs_of(output), *held], [*_descs(output), *["gradrewrite"] * len(held)])
     graph.erase_node(holder)
     return len(held)
 
@@ -97,7 +97,7 @@ def release(graph: fx.Graph) -> int:
 def hold_last(graph: fx.Graph, count: int) -> None:
     """Take the last outputs off and hold them instead; the inverse of ``release``."""
     output = graph.output_node()
-    outputs, descs = list(output.args[0]), _descs(output)  # type: ignore[arg-type]
+    outputs, descs = outputs_of(output), _descs(output)
     _set_outputs(output, outputs[:-count], descs[:-count])
     hold(graph, outputs[-count:])
 
@@ -132,9 +132,8 @@ def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that later edits of ``gm`` do not reach; nodes keep their names."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, val_map := {}))
+    graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    assert len(val_map) == len(gm.graph.nodes) - 1
     return fx.GraphModule(gm, graph)
 
 
@@ -151,11 +150,18 @@ def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node
     return node
 
 
+def outputs_of(output: fx.Node) -> list[Any]:
+    """What an output node returns."""
+    returned = output.args[0]
+    assert isinstance(returned, (tuple, list))
+    return list(returned)
+
+
 def _descs(output: fx.Node) -> list[Any]:
-    return list(output.meta.get("desc") or [None] * len(output.args[0]))  # type: ignore[arg-type]
+    return list(output.meta.get("desc") or [None] * len(outputs_of(output)))
 
 
 def _set_outputs(output: fx.Node, outputs: list[Any], descs: list[Any]) -> None:
-    output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg,arg-type]
+    output.args = (tuple(outputs),)
     if "desc" in output.meta:
         output.meta["desc"] = descs

@@ -115,9 +115,8 @@ class RewrittenModule(nn.Module):
             NotRewrittenError: Torch would run the plain model (``fullgraph=True``).
             PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
         """
-        return self._run(args, kwargs)
+        return _run(self, args, kwargs)
 
-    @torch.compiler.disable(reason="gradrewrite compiles the model by itself; an outer graph would lose the policy")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._hooks.have_changed():
             self._restart()
@@ -138,7 +137,7 @@ class RewrittenModule(nn.Module):
         self._session.say_now()
         return result
 
-    def compile(self, **kwargs: Any) -> None:  # type: ignore[override]
+    def compile(self, **kwargs: Any) -> None:
         """Compile with Inductor from the next call on, in place.
 
         Args:
@@ -225,14 +224,14 @@ class RewrittenModule(nn.Module):
         if op is not None:
             self._session.say_once(
                 "plain",
-                f"a part of this call ran outside the rewritten graphs (first seen: {op}), and the policy does not hold "
-                "there; model.explain() lists the regions that the tracer skipped",
+                f"a part of this call ran outside the rewritten graphs (first seen: {op}), where the policy does not "
+                "hold; model.explain() lists the regions that the tracer skipped",
             )
 
     # --- everything else is the original's ---
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The original's mode."""
         return self.original.training
 
@@ -274,14 +273,14 @@ class RewrittenModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         """The names of both."""
-        return sorted({*super().__dir__(), *dir(self.original)})
+        return sorted({*dir(type(self)), *dir(self.original), "original", "monitor"})
 
     def __repr__(self) -> str:
         """The original's, and the policy."""
         return f"RewrittenModule(\n{self.original!r}\npolicy={self._policy!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
-        """Copy the original; the policy is shared (it closes over the thresholds that you change), the monitor is new."""
+        """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
         return self._like(copy.deepcopy(self.original, memo), self._policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -290,6 +289,11 @@ class RewrittenModule(nn.Module):
 
     def _like(self, original: nn.Module, policy: Policy) -> RewrittenModule:
         return _rebuild(original, policy, self._settings, self._engine)
+
+
+_run = _torch.outside_of_graphs(
+    RewrittenModule._run, "gradrewrite compiles the model by itself; an outer graph would lose the policy"
+)
 
 
 class _Hooks:
@@ -371,8 +375,8 @@ def _graph_break(err: Exception) -> GraphBreakError:
     where = f"{user_line(stack)}: " if stack else ""
     reason = str(err).strip().split("\n\n")[0].replace("\n", " ")
     return GraphBreakError(
-        f"{where}the tracer cannot follow this line, so the policy could not reach all of the model ({reason}). Change the "
-        "line, or pass fullgraph=False: what is skipped is then listed in model.explain()"
+        f"{where}the tracer cannot follow this line, so the policy could not reach all of the model ({reason}). Change "
+        "the line, or pass fullgraph=False: what is skipped is then listed in model.explain()"
     )
 
 

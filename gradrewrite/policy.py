@@ -108,8 +108,8 @@ def on(pattern: str, action: Answer) -> Rule:
     return Rule(pattern, action)
 
 
-def check_policy(policy: Any) -> Policy:
-    """Return ``policy`` if it is one (a callable, or nested sequences of them); PolicyError otherwise."""
+def check_policy(policy: Any) -> None:
+    """Raise PolicyError unless ``policy`` is one: a callable, or nested sequences of them."""
     if isinstance(policy, Action | GroupAction):
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('error:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
@@ -117,7 +117,6 @@ def check_policy(policy: Any) -> Policy:
             check_policy(item)
     elif not callable(policy) or isinstance(policy, type):
         raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
-    return policy
 
 
 def ask(policy: Policy, site: Site) -> tuple[Any, ...]:

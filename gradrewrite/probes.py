@@ -252,9 +252,9 @@ class _Namer:
                 taps[name] += 1
             produced = [(run[0], self._run_number[run]) for run in reversed(value.runs) if self._is_output(value, run)]
             first = [*given, *([] if self._shares_module(value) else produced[:1]), op]
-            name = next(a for a in first if a not in taken)
-            taken.add(name)
-            self._address[id(value)] = list(dict.fromkeys([name, *given, *produced, op]))
+            chosen = next(a for a in first if a not in taken)
+            taken.add(chosen)
+            self._address[id(value)] = list(dict.fromkeys([chosen, *given, *produced, op]))
 
     def site(self, value: Value, kind: Kind) -> Site:
         """The site of one value."""

@@ -134,10 +134,10 @@ class _Rewriter:
         places = []
         for number, site in name_values(values).items():
             places += self._places_of_value(markers, number, site)
-        returned = self.graph.output_node().args[0]
+        returned = edit.outputs_of(self.graph.output_node())
         for kind_is_parameter in (True, False):
             for position, leaf_position in outputs:
-                node, leaf = returned[position], leaves.get(leaf_position)  # type: ignore[index,call-overload]
+                node, leaf = returned[position], leaves.get(leaf_position)
                 if isinstance(node, fx.Node) and leaf is not None and leaf.is_parameter == kind_is_parameter:
                     places.append(self._place_of_leaf(node, leaf, position))
         return places

@@ -41,7 +41,7 @@ class Site:
     call: int = 0
     shape: tuple[int | None, ...] = ()
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: str = ""
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 

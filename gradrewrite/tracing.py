@@ -143,7 +143,7 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
                 "backward wait for the device; compute with tensors"
             )
         if node.target is torch.ops.aten.copy_.default:  # the argument was changed in place: what counts is returned
-            node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[1])
             graph.erase_node(node)
 
 

@@ -66,7 +66,7 @@ class ClipByValue:
         high = scalar(self.max, tensor)
         low = -high if self.min is None else scalar(self.min, tensor)
         # A tensor and a number cannot be given to one clamp, so each bound has its own.
-        clipped = torch.clamp(torch.clamp(tensor, min=low), max=high)  # type: ignore[arg-type,call-overload]
+        clipped = torch.clamp(torch.clamp(tensor, min=low), max=high)
         if self.log:
             record_clip(tensor, clipped)
         return clipped

@@ -44,7 +44,7 @@ def run(factor: str, cache: Path) -> tuple[float, int]:
 def test_processes_share_caches_but_no_policies(tmp_path: Path) -> None:
     values = {}
     for factor in ("3", "none", "5", "empty", "3", "none"):
-        values[factor], hits = run(factor, tmp_path)
+        values[factor], _ = run(factor, tmp_path)
 
     assert values == {"3": 6.0, "none": 2.0, "5": 10.0, "empty": 2.0}
     assert run("3", tmp_path)[1] >= 2  # the same rewritten graph is found again

@@ -200,7 +200,7 @@ def test_error_in_the_policy_itself_passes() -> None:
     def policy(site: gr.Site) -> None:
         raise ZeroDivisionError(f"at {site}")
 
-    with pytest.raises(Exception, match="ZeroDivisionError|at activation:encoder"):
+    with pytest.raises(Exception, match=r"ZeroDivisionError|at activation:encoder"):
         gr.transform(Net(), policy)(torch.randn(3, 4))
 
 

@@ -358,22 +358,23 @@ def test_disabled_caller_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
     torch.testing.assert_close(gradient(torch.compiler.disable(model), x), 2 * gradient(plain, x))
 
 
-def test_recompile_limit_is_refused(x: Tensor) -> None:
-    plain = nn.Linear(4, 3)
-    model = gr.transform(plain, DOUBLE, dynamic=False)
+def many_shapes(model: nn.Module) -> None:
+    for rows in range(1, 60):
+        model(torch.randn(rows, 4))
+
+
+def test_recompile_limit_is_refused() -> None:
+    model = gr.transform(nn.Linear(4, 3), DOUBLE, dynamic=False)
 
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(gr.NotRewrittenError, match="recompile_limit"):
-        for rows in range(1, 9):
-            model(torch.randn(rows, 4))
+        many_shapes(model)
 
 
-def test_recompile_limit_warns_without_fullgraph(x: Tensor) -> None:
-    plain = nn.Linear(4, 3)
-    model = gr.transform(plain, DOUBLE, dynamic=False, fullgraph=False)
+def test_recompile_limit_warns_without_fullgraph() -> None:
+    model = gr.transform(nn.Linear(4, 3), DOUBLE, dynamic=False, fullgraph=False)
 
-    with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(gr.RewriteWarning, match="plain model|outside"):
-        for rows in range(1, 60):
-            model(torch.randn(rows, 4))
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(gr.RewriteWarning, match=r"plain model|outside"):
+        many_shapes(model)
 
 
 def test_outer_compile_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
