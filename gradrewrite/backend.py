@@ -99,7 +99,7 @@ class Session:
         """Compile one Dynamo graph; a policy's error becomes a callable that raises it when the graph runs."""
         broken = _torch.graph_break_of(gm)
         if broken is not None:
-            self.note_skipped(f"{user_line(broken[1])}: {broken[0]}")
+            self.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
         needs_backward = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
         if not needs_backward:
             return _compile_plain(gm, inputs, engine, options)
@@ -248,7 +248,7 @@ class _Job:
                 return outputs
             extras = [t.clone() for t in outputs[-count:]] if self.copies else outputs[-count:]
             again = session.monitor.collect(carried, extras)
-            if again:
+            if again and self.is_whole:
                 session.say_once("again", _AGAIN.format(", ".join(again)))
                 session.say_now()
             watch.note_at_end()

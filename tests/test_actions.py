@@ -315,6 +315,7 @@ def test_pair_rewritten_graph_is_that_of_the_model_written_by_hand() -> None:
 def test_untouched_graph_is_that_without_probes() -> None:
     """A policy that never answers leaves the ops that torch itself traces."""
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -325,10 +326,12 @@ def test_untouched_graph_is_that_without_probes() -> None:
         joint.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
         return default_partition(gm, *args, **kwargs)
 
-    boxed = aot_autograd(
-        fw_compiler=lambda g, _: g.forward, partition_fn=partition, decompositions=select_decomp_table()
+    backend = aot_autograd(
+        fw_compiler=lambda g, _: make_boxed_func(g.forward),
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
     )
-    torch.compile(plain, backend=boxed)(x).sum().backward()
+    torch.compile(plain, backend=backend)(x).sum().backward()
     graph = gr.transform(plain, lambda site: None).trace(x)
 
     assert ops(graph) == joint[0]
