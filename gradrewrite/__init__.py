@@ -2,8 +2,6 @@
 
 from gradrewrite._version import __version__ as __version__
 from gradrewrite.backend import Backend as Backend
-from gradrewrite.backend import Explanation as Explanation
-from gradrewrite.backend import GraphReport as GraphReport
 from gradrewrite.backend import backend as backend
 from gradrewrite.errors import CallbackError as CallbackError
 from gradrewrite.errors import GraphBreakError as GraphBreakError
@@ -23,6 +21,8 @@ from gradrewrite.policy import Policy as Policy
 from gradrewrite.policy import on as on
 from gradrewrite.probes import tap as tap
 from gradrewrite.records import record as record
+from gradrewrite.session import Explanation as Explanation
+from gradrewrite.session import GraphReport as GraphReport
 from gradrewrite.sites import Site as Site
 
 __all__ = [

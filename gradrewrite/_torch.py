@@ -38,32 +38,6 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_LIBRARY = torch.library.Library("gradrewrite", "DEF")
-_LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
-_LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
-_LIBRARY.define("hold(Tensor[] tensors) -> ()")
-
-
-def _no_result(*_: Any) -> None:
-    return None
-
-
-def _like(g: Tensor, _: int) -> Tensor:
-    # Same strides, so that what is traced behind a marker is what is traced without it.
-    return torch.empty_strided(g.size(), g.stride(), dtype=g.dtype, device=g.device)
-
-
-for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _like), ("hold", _no_result)):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=_LIBRARY)
-
-mark_activation = torch.ops.gradrewrite.mark_activation.default
-mark_error = torch.ops.gradrewrite.mark_error.default
-hold = torch.ops.gradrewrite.hold.default
-fx.node.has_side_effect(mark_activation)
-fx.node.has_side_effect(hold)
-
-
 # --- Dynamo ---------------------------------------------------------------------------------------
 
 
@@ -139,7 +113,12 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
         with torch.no_grad(), mode:
             functional = torch.func.functionalize(fn, remove="mutations")
             # make_fx tells its inputs apart by identity.
-            different = [t if all(t is not u for u in inputs[:i]) else _like(t, 0) for i, t in enumerate(inputs)]
+            different = [
+                t
+                if all(t is not u for u in inputs[:i])
+                else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+                for i, t in enumerate(inputs)
+            ]
             return make_fx(functional, decomposition_table=select_decomp_table())(*different)
     finally:
         mode.allow_non_fake_inputs = allowed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite import _torch
+from gradrewrite import _torch, markers
 
 LIVE = "_live_tensor_"
 
@@ -19,12 +19,12 @@ LIVE = "_live_tensor_"
 def erase_markers(graph: fx.Graph) -> None:
     """Take out all markers; the graph is then what it would be without probes."""
     for node in reversed(list(graph.nodes)):
-        if node.target is _torch.mark_error:
+        if node.target is markers.mark_error:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-        elif node.target is _torch.mark_activation:
+        elif node.target is markers.mark_activation:
             graph.erase_node(node)
 
 
@@ -76,14 +76,14 @@ def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None
 def hold(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
     """Keep nodes alive in a graph whose outputs are counted by others."""
     with graph.inserting_before(graph.output_node()):
-        holder = graph.call_function(_torch.hold, (list(nodes),))
+        holder = graph.call_function(markers.hold, (list(nodes),))
     holder.meta = {"val": None, "partitioner_tag": "is_backward"}
     return holder
 
 
 def release(graph: fx.Graph) -> int:
     """Turn what is held into the last outputs; returns how many there are."""
-    holders = graph.find_nodes(op="call_function", target=_torch.hold)
+    holders = graph.find_nodes(op="call_function", target=markers.hold)
     if not holders:
         return 0
     (holder,) = holders

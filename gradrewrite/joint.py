@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gradrewrite import _torch
+from gradrewrite import markers
 from gradrewrite.sites import Site
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
@@ -81,13 +81,13 @@ class Markers:
 
 def read_markers(graph: fx.Graph) -> Markers:
     """Find the markers that probes left."""
-    markers = Markers({}, {})
+    found = Markers({}, {})
     for node in graph.nodes:
-        if node.target is _torch.mark_activation:
-            markers.activations[int(node.args[1])] = node
-        elif node.target is _torch.mark_error:
-            markers.errors[int(node.args[1])] = node
-    return markers
+        if node.target is markers.mark_activation:
+            found.activations[int(node.args[1])] = node
+        elif node.target is markers.mark_error:
+            found.errors[int(node.args[1])] = node
+    return found
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gradrewrite import _torch
-from gradrewrite.backend import Backend, Engine, Explanation, Session, Traced
-from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError
+from gradrewrite.backend import Backend, Engine
+from gradrewrite.entry import Entry, kept_random_state, tensors_in
+from gradrewrite.errors import GraphBreakError, RewriteError
+from gradrewrite.job import Traced
 from gradrewrite.joint import JointGraph
 from gradrewrite.monitor import Monitor
-from gradrewrite.names import user_line
 from gradrewrite.policy import Policy
-from gradrewrite.probes import _tap_module
+from gradrewrite.session import Explanation, Session
 
-_counter = itertools.count()
-
-
-class _Loose:
-    """How many entries may break the graph: behind a break their frames share code objects, and torch's limit."""
-
-    count = 0
-
-
-_loose = _Loose()
-_OWN = frozenset(("original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "_hooks", "training"))
+_OWN = frozenset(("original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "training"))
 
 
 def transform(
@@ -118,18 +105,9 @@ class RewrittenModule(nn.Module):
         return _run(self, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._hooks.have_changed():
+        if self._entry.is_stale():
             self._restart()
-        try:
-            with _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities), self._room():
-                result = self._entry(self.original, args, kwargs)
-        except (_torch.Unsupported, _torch.UserError) as err:
-            raise _graph_break(err) from err
-        except _torch.FailOnRecompileLimitHit as err:
-            raise NotRewrittenError(
-                f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
-                "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
-            ) from err
+        result = self._entry(args, kwargs)
         if torch.is_grad_enabled():
             if not self._settings["fullgraph"]:
                 self._look_for_plain_ops(result)
@@ -186,41 +164,31 @@ class RewrittenModule(nn.Module):
             ['activation:/linear', 'error:/linear', 'gradient:weight', 'gradient:bias']
         """
         session = Session(self._policy, None, self.original)
-        entry = _make_entry(session, Backend(session, "trace"), {**self._settings, "fullgraph": True}, options=False)
+        settings = {"fullgraph": True, "dynamic": self._settings["dynamic"]}
+        entry = Entry(session, Backend(session, "trace"), self.original, settings)
         try:
-            with (
-                torch.enable_grad(),
-                _kept_random_state(),
-                _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities),
-            ):
-                entry(self.original, args, kwargs)
+            with torch.enable_grad(), kept_random_state():
+                entry(args, kwargs)
         except Traced as end:
             session.say_now()
             if isinstance(end.result, RewriteError):
                 raise end.result from end.result.__cause__
             return end.result
-        except (_torch.Unsupported, _torch.UserError) as err:
-            raise _graph_break(err) from err
         raise GraphBreakError("the model runs no tensor operation that the tracer can see; model.explain() says more")
 
     def explain(self) -> Explanation:
         """Say what was compiled and rewritten so far, and which regions the tracer skipped."""
         return self._session.explanation()
 
-    def _room(self) -> contextlib.AbstractContextManager[None]:
-        """Room for the compilations of this model among those of all models that may break."""
-        return contextlib.nullcontext() if self._settings["fullgraph"] else _torch.recompile_limit_times(_loose.count)
-
     def _restart(self) -> None:
         """Forget what was compiled; the next call traces anew."""
-        _loose.count += not self._settings["fullgraph"]
-        self._hooks = _Hooks(self.original)
-        self._entry = _make_entry(self._session, Backend(self._session, self._engine), self._settings)
+        backend = Backend(self._session, self._engine)
+        self._entry = Entry(self._session, backend, self.original, self._settings)
 
     def _look_for_plain_ops(self, result: Any) -> None:
         if "plain" in self._session.said:
             return
-        op = _torch.find_plain_op([t for t in _tensors(result) if t.grad_fn is not None])
+        op = _torch.find_plain_op([t for t in tensors_in(result) if t.grad_fn is not None])
         if op is not None:
             self._session.say_once(
                 "plain",
@@ -294,112 +262,6 @@ class RewrittenModule(nn.Module):
 _run = _torch.outside_of_graphs(
     RewrittenModule._run, "gradrewrite compiles the model by itself; an outer graph would lose the policy"
 )
-
-
-class _Hooks:
-    """The hooks of a model: whether they have changed since it was traced, and those that only tracing sees."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._handles: list[RemovableHandle] = []
-        self._seen = self._read()
-        self._newest = RemovableHandle.next_id
-
-    def have_changed(self) -> bool:
-        """Whether a hook was registered or removed; without hooks this costs one comparison."""
-        if RemovableHandle.next_id == self._newest and not self._seen:
-            return False
-        self._newest = RemovableHandle.next_id
-        return self._read() != self._seen
-
-    def _read(self) -> tuple[Any, ...]:
-        return tuple(
-            (name, hooks) for name, module in self._model.named_modules() if any(hooks := _torch.hooks_of(module))
-        )
-
-    def name_identities(self) -> None:
-        """Let pass-through modules appear in the graph while it is traced."""
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Identity) and name:
-                self._handles.append(module.register_forward_hook(_name_output(name)))
-
-    def forget_identities(self) -> None:
-        """Undo ``name_identities``."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-def _name_output(name: str) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return _tap_module(output, name)
-
-    return hook
-
-
-def _make_entry(
-    session: Session, backend: Backend, settings: Mapping[str, Any], *, options: bool = True
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    """A compiled function of its own code object: torch counts compilations by code object (TORCH.md, 7)."""
-    fullgraph = bool(settings["fullgraph"])
-
-    def entry(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.compiler.is_compiling():
-            _runs_plain(session, fullgraph, (model, args, kwargs))
-        return model(*args, **kwargs)
-
-    session.entry_name = f"gradrewrite_entry_{next(_counter)}"
-    code = entry.__code__.replace(co_name=session.entry_name)
-    fresh = types.FunctionType(code, entry.__globals__, session.entry_name, entry.__defaults__, entry.__closure__)
-    taken = settings if options else {k: settings[k] for k in ("fullgraph", "dynamic")}
-    return torch.compile(fresh, backend=backend, **taken)
-
-
-def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
-    """Torch runs the plain model: refuse, or warn, where a backward could follow."""
-    model, args, kwargs = call
-    leaves = itertools.chain(model.parameters(), _tensors((args, kwargs)))
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in leaves):
-        return
-    text = (
-        "torch runs the plain model, so the policy does not hold (torch.compiler.disable, a stance, "
-        "TORCH_COMPILE_DISABLE, or the recompile limit)"
-    )
-    if fullgraph:
-        raise NotRewrittenError(f"{text}; lift it, or pass fullgraph=False to run without the policy")
-    session.say_once("plain", text)
-
-
-def _graph_break(err: Exception) -> GraphBreakError:
-    stack = getattr(err, "real_stack", None) or ()
-    where = f"{user_line(stack)}: " if stack else ""
-    reason = str(err).strip().split("\n\n")[0].replace("\n", " ")
-    return GraphBreakError(
-        f"{where}the tracer cannot follow this line, so the policy could not reach all of the model ({reason}). Change "
-        "the line, or pass fullgraph=False: what is skipped is then listed in model.explain()"
-    )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers, dataclasses included."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def _rebuild(original: nn.Module, policy: Policy, settings: Mapping[str, Any], engine: Engine) -> RewrittenModule:

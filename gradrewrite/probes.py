@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite import _torch
+from gradrewrite import _torch, markers
 from gradrewrite.names import Names, source_of
 from gradrewrite.sites import Kind, Site
 
@@ -57,9 +57,9 @@ def _probe(x: Tensor, number: int) -> None:
     if tracing is None or not _torch.is_tracing() or tracing.knows(x, number):
         return
     with torch.no_grad():
-        _torch.mark_activation(x, number)
+        markers.mark_activation(x, number)
     if x.requires_grad:
-        x.register_hook(lambda g: _torch.mark_error(g, number))
+        x.register_hook(lambda g: markers.mark_error(g, number))
 
 
 torch.compiler.allow_in_graph(tap)

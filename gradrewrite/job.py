@@ -1,0 +1,158 @@
+"""One graph on its way through the compiler, and its backward at run time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from gradrewrite import _torch, edit
+from gradrewrite.errors import RewriteError, TraceError
+from gradrewrite.joint import JointGraph
+from gradrewrite.policy import GroupAction
+from gradrewrite.probes import Value
+from gradrewrite.records import Carried
+from gradrewrite.rewrite import Leaf, rewrite, show
+from gradrewrite.session import GraphReport, Session
+
+Runnable = Callable[..., Any]
+
+
+class Traced(BaseException):  # not an Exception: torch wraps those
+    """Ends a trace: carries the graph, or the error that stopped it."""
+
+    def __init__(self, result: JointGraph | RewriteError) -> None:
+        """Keep the result."""
+        super().__init__()
+        self.result = result
+
+
+@dataclass
+class Job:
+    """One graph on its way through the compiler."""
+
+    session: Session
+    frame: str
+    is_whole: bool
+    leaves: Mapping[int, Leaf]
+    values: Sequence[Value]
+    carried: Carried = field(default_factory=Carried)
+    live: Mapping[str, Tensor] = field(default_factory=dict)
+    clipped: list[weakref.ref[Tensor]] = field(default_factory=list)
+    copies: bool = False
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """The pass: rewrite the joint graph (a graph without gradients only loses its markers)."""
+        result = rewrite(graph, self.values, self.leaves, self.session.policy)
+        self.carried, self.live = result.carried, result.live
+        if result.sites:
+            self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits))
+        grouped = {e.site.name for e in result.edits if isinstance(e.action, GroupAction)}
+        self.clipped = [leaf.ref for leaf in self.leaves.values() if leaf.ref is not None and leaf.name in grouped]
+        if result.carried.groups and not self.is_whole:
+            self.session.say_once(
+                "part",
+                f"{', '.join(result.carried.groups)}: the global clip sees only the gradients of one part of the model "
+                f"({self.frame}: {len(self.clipped)} parameters), because a graph break splits it; it clips each part "
+                "by itself. Remove the break, or use fullgraph=True to find it",
+            )
+
+    def show(self, graph: fx.Graph) -> None:
+        """The pass of a trace: rewrite, then stop everything."""
+        assert graph.owning_module is not None
+        try:
+            if not _torch.gradient_outputs(graph):
+                raise TraceError("no output of the model depends on a parameter or an input that needs a gradient")
+            joint = show(graph.owning_module, self.values, self.leaves, self.session.policy)
+            self.session.check_rules_on(joint.sites)
+        except RewriteError as err:
+            raise Traced(err) from None
+        raise Traced(joint)
+
+    def partition(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Carry what is held through the partitioner as outputs of the backward."""
+        count = edit.release(gm.graph)
+        forward, backward = inner(gm, joint_inputs, **kwargs)
+        if count:
+            edit.hold_last(backward.graph, count)
+            backward.recompile()
+        return forward, backward
+
+    def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Compile the backward with its extra outputs and live inputs, and take both off where it runs."""
+        count = edit.release(gm.graph)
+        lifted = edit.lift_live(gm)
+        gm.recompile()
+        compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
+        tensors = [self.live[name] for name, _ in lifted]
+        carried, session, watch = self.carried, self.session, _Accumulation(self.clipped)
+
+        def run(args: list[Any]) -> Any:
+            if session.model is None:
+                session.check_rules()
+                session.say_now()
+            if carried.groups and watch.is_accumulating():
+                session.say_once("accumulated", _ACCUMULATED.format(", ".join(carried.groups)))
+                session.say_now()
+            args.extend(tensors)
+            outputs = compiled(args)
+            if not count:
+                return outputs
+            extras = [t.clone() for t in outputs[-count:]] if self.copies else outputs[-count:]
+            again = session.monitor.collect(carried, extras)
+            if again and self.is_whole:
+                session.say_once("again", _AGAIN.format(", ".join(again)))
+                session.say_now()
+            watch.note_at_end()
+            return outputs[:-count]
+
+        return _torch.boxed(run)
+
+
+_ACCUMULATED = (
+    "{}: gradients of an earlier backward were still in .grad; the global clip acts on the gradients of each backward "
+    "by itself, not on their sum"
+)
+_AGAIN = (
+    "{}: the model ran several times before this backward; the global clip acts on the gradients of each run by "
+    "itself, not on their sum"
+)
+
+
+class _Accumulation:
+    """Tells whether ``.grad`` holds gradients of an earlier backward, without reading them each time."""
+
+    def __init__(self, parameters: Sequence[weakref.ref[Tensor]]) -> None:
+        self._parameters = parameters
+        self._versions: dict[int, int] = {}
+        self._said = False
+
+    def is_accumulating(self) -> bool:
+        """True at most once. Gradients set to zero in place since (``set_to_none=False``) do not count."""
+        if self._said:
+            return False
+        for ref in self._parameters:
+            parameter = ref()
+            grad = parameter.grad if parameter is not None else None
+            if grad is None:
+                continue
+            known = self._versions.get(id(grad))
+            # Unknown gradients are read, which happens once: from then on the version tells.
+            self._said = bool(grad.count_nonzero()) if known is None else known == grad._version
+            if self._said:
+                return True
+        return False
+
+    def note_at_end(self) -> None:
+        """Remember the gradients as this backward leaves them."""
+        if self._parameters and not self._said:
+            _torch.at_end_of_backward(self._note)
+
+    def _note(self) -> None:
+        grads = [p.grad for p in (ref() for ref in self._parameters) if p is not None and p.grad is not None]
+        self._versions = {id(g): g._version for g in grads}

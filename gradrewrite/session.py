@@ -1,0 +1,120 @@
+"""One policy at work: what was compiled, what was skipped, what has to be said once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gradrewrite.errors import NoSuchSiteError, RewriteWarning
+from gradrewrite.joint import Edit
+from gradrewrite.monitor import Monitor
+from gradrewrite.names import Inputs, Names
+from gradrewrite.policy import Policy, check_policy, rules_of
+from gradrewrite.sites import Pattern, Site
+from gradrewrite.suggest import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One compiled graph that has a backward.
+
+    Attributes:
+        frame: Name of the compiled Python frame.
+        is_whole: Whether the graph holds all that one call of the model does.
+        sites: Its sites.
+        edits: What was inserted.
+    """
+
+    frame: str
+    is_whole: bool
+    sites: tuple[Site, ...]
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What was compiled and rewritten so far, and what the tracer skipped.
+
+    Attributes:
+        graphs: Every compiled graph with a backward, in order; a new input shape makes a new one.
+        skipped: Lines at which the tracer gave up, with the reason; code that ran there was not rewritten.
+    """
+
+    graphs: tuple[GraphReport, ...]
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A short report in plain text."""
+        lines = [f"{len(self.graphs)} rewritten graphs, {len(self.skipped)} skipped regions"]
+        for number, graph in enumerate(self.graphs):
+            lines.append(f"graph {number} ({graph.frame}): {len(graph.sites)} sites, {len(graph.edits)} edits")
+            lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
+        lines += [f"skipped: {line}" for line in self.skipped]
+        return "\n".join(lines)
+
+
+class Session:
+    """One policy at work: what it was asked, what was compiled, what has to be said once."""
+
+    def __init__(self, policy: Policy, monitor: Monitor | None, model: nn.Module | None = None) -> None:
+        """Begin with nothing compiled; PolicyError if ``policy`` is none."""
+        check_policy(policy)
+        self.policy = policy
+        self.monitor = Monitor() if monitor is None else monitor
+        self.model = model
+        self.graphs: list[GraphReport] = []
+        self.skipped: dict[str, None] = {}
+        self.entry_name = ""
+        self.names = Names(model)
+        self.inputs = Inputs(model)
+        self.said: set[str] = set()
+        self._to_say: list[str] = []
+        self._checked_rules = False
+
+    def explanation(self) -> Explanation:
+        """What was compiled so far."""
+        return Explanation(tuple(self.graphs), tuple(self.skipped))
+
+    def note_skipped(self, line: str) -> None:
+        """List a region that the tracer skipped, and say so once."""
+        if line not in self.skipped:
+            self.skipped[line] = None
+            self.say_once(line, f"the tracer skipped a region, which the policy does not reach: {line}")
+
+    def say_once(self, key: str, text: str) -> None:
+        """Warn at the next safe moment, once for each key."""
+        if key not in self.said:
+            self.said.add(key)
+            self._to_say.append(text)
+
+    def say_now(self) -> None:
+        """Warn of what has gathered."""
+        while self._to_say:
+            warnings.warn(self._to_say.pop(0), RewriteWarning, stacklevel=4)
+
+    def check_rules(self) -> None:
+        """Raise NoSuchSiteError for a rule that matched no site of any graph so far; once."""
+        if self._checked_rules or not self.graphs:
+            return
+        sites = dict.fromkeys(site for graph in self.graphs for site in graph.sites)
+        self.check_rules_on(sites)
+        self._checked_rules = True
+
+    def check_rules_on(self, sites: Sequence[Site] | Mapping[Site, None]) -> None:
+        """Raise for the first rule that matches none of these sites, warn where its module made no value."""
+        for rule in rules_of(self.policy):
+            pattern = Pattern.parse(rule.pattern)
+            if any(pattern.matches(site) for site in sites):
+                continue
+            names = {*self.names.modules.values(), *self.names.parameters.values()}
+            silent = sorted(n for n in names if n and pattern.matches(Site(pattern.kind or "error", n)))
+            if not silent:
+                raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, [str(s) for s in sites]))
+            self.say_once(
+                rule.pattern,
+                f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "
+                "(unused, frozen, or not a tensor): the rule does nothing",
+            )
