@@ -38,7 +38,7 @@ class _Row:
     def start_copy(self) -> None:
         """Begin to copy the records to the host; nothing waits."""
         devices = {pack.device for _, pack in self.packs if pack.device.type == "cuda"}
-        self.packs = [(names, pack.to("cpu", non_blocking=True)) for names, pack in self.packs]
+        self.packs = [(names, _copy_to_host(pack)) for names, pack in self.packs]
         for device in devices:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -124,6 +124,13 @@ class Monitor:
             for line in row.logs:
                 if values[line.clipped] > 0:
                     _log(line.site, values[line.max_abs], values[line.mean_abs])
+
+
+def _copy_to_host(pack: Tensor) -> Tensor:
+    if pack.device.type == "cpu":
+        return pack
+    # Into pinned memory: a copy into any other waits for the device.
+    return torch.empty_like(pack, device="cpu", pin_memory=True).copy_(pack, non_blocking=True)
 
 
 def _log(site: Site, largest: float, mean: float) -> None:
