@@ -170,14 +170,17 @@ def _compile(
         return _compile_plain(gm, inputs, engine, options)
     local, global_, frame = _torch.current_frame()
     session.names.enter_frame(gm, local, global_)
-    is_whole = broken is None and (frame == session.entry_name or (session.model is None and not _is_resumed(frame)))
+    is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
     job = Job(session, frame, is_whole, _leaves(session, gm, inputs, is_whole), place(gm, session.names))
+    session.names.leave_frame()
     gm.recompile()
     try:
         with tracing(job.values):
             return _compile_rewritten(gm, inputs, engine, options, job)
     except RewriteError as err:
         return _raising(err)
+    finally:
+        job.values = ()  # fake tensors, of no use any more
 
 
 def _leaves(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], is_whole: bool) -> dict[int, Leaf]:

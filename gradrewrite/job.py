@@ -93,7 +93,7 @@ class Job:
         carried, session, watch = self.carried, self.session, _Accumulation(self.clipped)
 
         def run(args: list[Any]) -> Any:
-            if session.model is None:
+            if not session.has_model:
                 session.check_rules()
                 session.say_now()
             if carried.groups and watch.is_accumulating():

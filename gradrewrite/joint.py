@@ -12,7 +12,7 @@ from gradrewrite import markers
 from gradrewrite.sites import Site
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
-_OWN_LINE = re.compile(r"^\s*# File: .* in gradrewrite_entry_\d+")  # no line of the user's
+_OWN_LINE = re.compile(r"^\s*#.* in gradrewrite_entry_\d+")  # no line of the user's
 _DELETED = re.compile(r";  [\w, =]+ = None$")
 
 

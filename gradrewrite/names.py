@@ -29,8 +29,9 @@ class Names:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         """Begin with the model's names, or with none."""
-        self.model = model
+        self._has_model = model is not None
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = [("", weakref.ref(model))] if model is not None else []
+        self._scopes: Mapping[str, Mapping[str, Any]] = {}
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
 
@@ -44,8 +45,12 @@ class Names:
         """
         self._scopes = {"L": local, "G": global_}
         self._read()
-        if self.model is None:
+        if not self._has_model:
             self._add_roots(_paths(gm))
+
+    def leave_frame(self) -> None:
+        """Let go of the frame's variables, and so of the model; what was read stays."""
+        self._scopes = {}
 
     def module(self, key: str, path: str) -> str:
         """Name of the module behind one entry of ``nn_module_stack``; its path where it is unknown."""
@@ -63,6 +68,7 @@ class Names:
 
     def _read(self) -> None:
         self.modules, self.parameters = {}, {}
+        self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not None]
         for prefix, ref in self._roots:
             root = ref()
             for name, module in root.named_modules(prefix=prefix) if root is not None else ():
@@ -72,13 +78,18 @@ class Names:
 
     def _add_roots(self, paths: list[str]) -> None:
         new: dict[int, tuple[str, nn.Module]] = {}
+        shares_frame = False
         for path in paths:
             found = self._walk(path, through=False)
-            if found is not None and id(found[0]) not in self.modules:
+            if found is None:
+                continue
+            if id(found[0]) in self.modules:
+                shares_frame = True
+            else:
                 new.setdefault(id(found[0]), (found[1], found[0]))
+        alone = len(new) == 1 and not shares_frame
+        self._roots += [("" if alone else variable, weakref.ref(root)) for variable, root in new.values()]
         if new:
-            one = len(new) == 1 and not self._roots
-            self._roots += [("" if one else variable, weakref.ref(root)) for variable, root in new.values()]
             self._read()
 
     def _walk(self, path: str, *, through: bool) -> tuple[nn.Module, str] | None:

@@ -64,7 +64,7 @@ class Session:
         check_policy(policy)
         self.policy = policy
         self.monitor = Monitor() if monitor is None else monitor
-        self.model = model
+        self.has_model = model is not None  # not the model itself: torch keeps backends, and so sessions, for good
         self.graphs: list[GraphReport] = []
         self.skipped: dict[str, None] = {}
         self.entry_name = ""

@@ -293,6 +293,7 @@ def test_two_answers_of_one_clip_act_as_one() -> None:
 # --- pairs, untouched, counts ---
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="a hook inside a compiled model is applied elsewhere before")
 def test_pair_rewritten_graph_is_that_of_the_model_written_by_hand() -> None:
     class ByHand(nn.Module):
         def __init__(self, plain: nn.Module) -> None:

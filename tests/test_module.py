@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -460,3 +462,15 @@ def test_kept_tensors_survive_the_optimizer(plain: nn.Module, x: Tensor) -> None
     (kept,) = model.monitor.kept().values()
 
     assert torch.equal(kept, wanted)
+
+
+def test_model_is_freed(x: Tensor) -> None:
+    plain = nn.Linear(4, 3)
+    model = gr.transform(plain, [GLOBAL, gr.on("error:/linear", Keep())])
+    model(x).sum().backward()
+    model.trace(x)
+    refs = [weakref.ref(plain), weakref.ref(plain.weight), weakref.ref(model)]
+    del plain, model
+    gc.collect()
+
+    assert [ref() for ref in refs] == [None, None, None]
