@@ -6,6 +6,7 @@ Inductor is imported inside functions: it takes a second, and ``import gradrewri
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
@@ -25,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.fx.graph import _BoxedCodeGen
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -38,8 +42,6 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# --- Dynamo ---------------------------------------------------------------------------------------
-
 
 def current_frame() -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
     """Locals, globals and code name of the frame that Dynamo is compiling; empty outside Dynamo."""
@@ -48,6 +50,25 @@ def current_frame() -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
     except AttributeError:  # no translator on this thread: the backend was called by hand
         return {}, {}, ""
     return tx.f_locals, tx.f_globals, tx.f_code.co_name
+
+
+def user_stack(err: Exception) -> Sequence[Any]:
+    """Frames of the code that the tracer could not follow; empty if the error has none."""
+    return tuple(getattr(err, "real_stack", None) or ())
+
+
+def graph_breaks_so_far() -> Mapping[str, int]:
+    """How often each reason has broken a graph in this process."""
+    return dict(counters["graph_break"])
+
+
+def is_last_compilation() -> bool:
+    """Whether torch's recompile limit refuses a further compilation of the frame that is being compiled."""
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return False
+    return len(_debug_get_cache_entry_list(code)) + 1 >= dynamo_config.recompile_limit
 
 
 def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
@@ -73,13 +94,16 @@ def outside_of_graphs(fn: _Function, reason: str) -> _Function:
 
 @contextlib.contextmanager
 def on_compile(start: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call ``start`` and ``end`` around each compilation that Dynamo does inside the block."""
+    """Call ``start`` and ``end`` around each compilation that this thread does inside the block."""
+    thread = threading.get_ident()
 
     def at_start(_: Any) -> None:
-        start()
+        if threading.get_ident() == thread:
+            start()
 
     def at_end(_: Any) -> None:
-        end()
+        if threading.get_ident() == thread:
+            end()
 
     callback_handler.register_start_callback(at_start)
     callback_handler.register_end_callback(at_end)
@@ -90,12 +114,30 @@ def on_compile(start: Callable[[], None], end: Callable[[], None]) -> Iterator[N
         callback_handler.remove_end_callback(at_end)
 
 
-# --- tracing --------------------------------------------------------------------------------------
-
-
 def is_tracing() -> bool:
     """Whether a proxy mode records operations on this thread."""
     return get_proxy_mode() is not None
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a tensor belongs to a ``torch.func`` transform (vmap, grad) and so stands for others."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def source_name(node: fx.Node) -> str:
+    """Dynamo's path to what a placeholder stands for, ``L['x']``; ``""`` where a graph was made by something else."""
+    source = getattr(node, "_dynamo_source", None)
+    return source.name if source is not None else ""
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd made a node in its backward."""
+    return node.meta.get("partitioner_tag") != "is_forward"
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
@@ -113,15 +155,35 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
         with torch.no_grad(), mode:
             functional = torch.func.functionalize(fn, remove="mutations")
             # make_fx tells its inputs apart by identity.
-            different = [
-                t
-                if all(t is not u for u in inputs[:i])
-                else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
-                for i, t in enumerate(inputs)
-            ]
+            different, seen = [], set()
+            for t in inputs:
+                again = id(t) in seen
+                seen.add(id(t))
+                different.append(_another(t) if again else t)
             return make_fx(functional, decomposition_table=select_decomp_table())(*different)
     finally:
         mode.allow_non_fake_inputs = allowed
+
+
+def _another(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+
+
+class RefuseToLeave(TorchFunctionMode):
+    """Stops a function that would take a fake tensor's memory out of torch (numpy, DLPack, pointers)."""
+
+    _LEAVING = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr", "to_dlpack", "tolist"))
+
+    def __init__(self, error: Exception) -> None:
+        """Raise ``error`` before anything leaves."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._error = error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what is called."""
+        if getattr(func, "__name__", "") in self._LEAVING:
+            raise self._error
+        return func(*args, **(kwargs or {}))
 
 
 class RefuseToChangeReal(TorchDispatchMode):
@@ -157,9 +219,6 @@ def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
     return reference.fake_mode.from_tensor(tensor, static_shapes=True).detach()
 
 
-# --- joint graphs ---------------------------------------------------------------------------------
-
-
 def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
     """``(position among the outputs, position of the Dynamo input)`` of each gradient of a joint graph."""
     output = graph.output_node()
@@ -169,9 +228,6 @@ def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
         if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
             found.append((position, desc.grad_of.idx))
     return found
-
-
-# --- compilers ------------------------------------------------------------------------------------
 
 
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
@@ -332,9 +388,6 @@ def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
     return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
-# --- backward runs --------------------------------------------------------------------------------
-
-
 def backward_id() -> int:
     """Number of the backward that autograd is running on this thread; -1 outside one."""
     return torch._C._current_graph_task_id()
@@ -343,6 +396,20 @@ def backward_id() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running ends, after gradients are accumulated."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def global_hooks() -> tuple[tuple[int, ...], ...]:
+    """Identities of the hooks registered on all modules."""
+    module = torch.nn.modules.module
+    return tuple(
+        tuple(hooks)
+        for hooks in (
+            module._global_forward_pre_hooks,
+            module._global_forward_hooks,
+            module._global_backward_pre_hooks,
+            module._global_backward_hooks,
+        )
+    )
 
 
 def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
@@ -358,13 +425,13 @@ def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def find_plain_op(tensors: Sequence[Tensor]) -> str | None:
-    """Name of an autograd node behind these tensors that no compiled graph made; None if there is none.
+def find_plain_op(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
+    """Name of an autograd node between inputs and outputs that no compiled graph made; None if there is none.
 
     Views that AOTAutograd makes anew of what a graph returned are not counted.
     """
-    todo = [(t if t._base is None else t._base).grad_fn for t in tensors]
-    seen = set()
+    todo = [(t if t._base is None else t._base).grad_fn for t in outputs]
+    seen = {t.grad_fn for t in inputs}
     while todo:
         node = todo.pop()
         if node is None or node in seen:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx
 
 from gradrewrite import _torch
@@ -96,6 +95,8 @@ def registered_backend(
     """
     rest = dict(options or {})
     policy, monitor = rest.pop("policy", []), rest.pop("monitor", None)
+    if "policy" not in (options or {}):
+        return backend([], monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
     if id(options) not in _registered:
         _registered[id(options)] = (backend(policy, monitor=monitor), options)
     return _registered[id(options)][0](gm, example_inputs, mode=mode, options=rest)
@@ -125,9 +126,12 @@ def _compile_rewritten(
     else:
         joint_pass = job.rewrite
         job.copies = _torch.uses_cuda_graphs(options)
-    return _torch.inductor(
+    run = _torch.inductor(
         gm, inputs, options=options, joint_pass=joint_pass, partition=job.partition, backward=job.compile_backward
     )
+    if engine == "trace":
+        raise Traced(TraceError("no output of the model depends on a parameter or an input that needs a gradient"))
+    return run
 
 
 def _compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], job: Job) -> Runnable:
@@ -153,7 +157,7 @@ def _is_resumed(frame: str) -> bool:
 
 def _raising(error: RewriteError) -> Runnable:
     def run(*_: Any) -> Any:
-        raise error
+        raise error.with_traceback(None)  # else each call would add its frames
 
     return run
 
@@ -165,21 +169,31 @@ def _compile(
     broken = _torch.graph_break_of(gm)
     if broken is not None:
         session.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
-    needs_backward = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
-    if not needs_backward:
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         return _compile_plain(gm, inputs, engine, options)
     local, global_, frame = _torch.current_frame()
+    if not session.has_model and _torch.is_last_compilation():
+        session.say_once(
+            "limit",
+            f"torch has compiled {frame} as often as its recompile limit allows; a further compilation (each new "
+            "backend counts as one) would run without the policy. Make one backend per function, call "
+            "torch.compiler.reset(), or raise torch._dynamo.config.recompile_limit",
+        )
     session.names.enter_frame(gm, local, global_)
     is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
-    job = Job(session, frame, is_whole, _leaves(session, gm, inputs, is_whole), place(gm, session.names))
-    session.names.leave_frame()
-    gm.recompile()
+    job = Job(session, frame, is_whole, _leaves(session, gm, inputs, is_whole))
     try:
+        job.values = place(gm, session.names)
+        gm.recompile()
         with tracing(job.values):
-            return _compile_rewritten(gm, inputs, engine, options, job)
+            run = _compile_rewritten(gm, inputs, engine, options, job)
+        if is_whole and session.has_model:
+            session.check_rules()  # before anything runs, so that the model stays as it was
+        return run
     except RewriteError as err:
         return _raising(err)
     finally:
+        session.names.leave_frame()
         job.values = ()  # fake tensors, of no use any more
 
 
@@ -192,6 +206,5 @@ def _leaves(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], is_whol
         if name is not None:
             leaves[position] = Leaf(True, name, weakref.ref(tensor))
         elif is_whole or tensor.is_leaf:  # behind a graph break, values of the graph before are no inputs
-            source = getattr(node, "_dynamo_source", None)
-            leaves[position] = Leaf(False, session.inputs.name(source.name if source else node.name), None)
+            leaves[position] = Leaf(False, session.inputs.name(_torch.source_name(node) or node.name), None)
     return leaves

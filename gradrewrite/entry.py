@@ -32,16 +32,24 @@ class Hooks:
         self._newest = RemovableHandle.next_id
 
     def have_changed(self) -> bool:
-        """Whether a hook was registered or removed; without hooks this costs one comparison."""
+        """Whether a hook was registered or removed.
+
+        One comparison, unless the model has hooks or any hook in the process was registered since: then all modules
+        are looked at.
+        """
         if RemovableHandle.next_id == self._newest and not self._seen:
             return False
         self._newest = RemovableHandle.next_id
         return self._read() != self._seen
 
     def _read(self) -> tuple[Any, ...]:
-        return tuple(
-            (name, hooks) for name, module in self._model.named_modules() if any(hooks := _torch.hooks_of(module))
-        )
+        of_all = _torch.global_hooks()
+        read = [("", of_all)] if any(of_all) else []
+        for name, module in self._model.named_modules():
+            hooks = _torch.hooks_of(module)
+            if any(hooks):
+                read.append((name, hooks))
+        return tuple(read)
 
     def name_identities(self) -> None:
         """Let pass-through modules appear in the graph while it is traced."""
@@ -102,6 +110,8 @@ class Entry:
                 f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
                 "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
             ) from err
+        finally:
+            self._hooks.forget_identities()
 
 
 def _fresh_function(session: Session, fullgraph: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
@@ -131,9 +141,11 @@ def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
 
 
 def _graph_break(err: Exception) -> GraphBreakError:
-    stack = getattr(err, "real_stack", None) or ()
-    where = f"{user_line(stack)}: " if stack else ""
-    reason = str(err).strip().split("\n\n")[0].replace("\n", " ")
+    line = user_line(_torch.user_stack(err))
+    where = f"{line}: " if line else ""
+    paragraphs = str(err).strip().split("\n\n")
+    detail = [p.strip() for p in paragraphs[1:] if "Developer debug context" in p]
+    reason = " ".join(" ".join([paragraphs[0], *detail]).split())
     return GraphBreakError(
         f"{where}the tracer cannot follow this line, so the policy could not reach all of the model ({reason}). Change "
         "the line, or pass fullgraph=False: what is skipped is then listed in model.explain()"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from gradrewrite import _torch, edit
-from gradrewrite.errors import RewriteError, TraceError
+from gradrewrite.errors import RewriteError
 from gradrewrite.joint import JointGraph
 from gradrewrite.policy import GroupAction
 from gradrewrite.probes import Value
@@ -38,7 +38,7 @@ class Job:
     frame: str
     is_whole: bool
     leaves: Mapping[int, Leaf]
-    values: Sequence[Value]
+    values: Sequence[Value] = ()
     carried: Carried = field(default_factory=Carried)
     live: Mapping[str, Tensor] = field(default_factory=dict)
     clipped: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -46,10 +46,19 @@ class Job:
 
     def rewrite(self, graph: fx.Graph) -> None:
         """The pass: rewrite the joint graph (a graph without gradients only loses its markers)."""
+        if not _torch.gradient_outputs(graph):
+            edit.erase_markers(graph)  # no backward, or the body of a higher-order op
+            return
         result = rewrite(graph, self.values, self.leaves, self.session.policy)
         self.carried, self.live = result.carried, result.live
-        if result.sites:
-            self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits))
+        self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits))
+        for site, actions in result.out_of_reach:
+            self.session.say_once(
+                f"view {site}",
+                f"{site}: {actions} cannot act: the model returns this value as a view of another that it returns, and "
+                "torch.compile makes such views anew outside of the graph. Act on the other value, or return a copy "
+                "(.clone())",
+            )
         grouped = {e.site.name for e in result.edits if isinstance(e.action, GroupAction)}
         self.clipped = [leaf.ref for leaf in self.leaves.values() if leaf.ref is not None and leaf.name in grouped]
         if result.carried.groups and not self.is_whole:
@@ -63,9 +72,10 @@ class Job:
     def show(self, graph: fx.Graph) -> None:
         """The pass of a trace: rewrite, then stop everything."""
         assert graph.owning_module is not None
+        if not _torch.gradient_outputs(graph):
+            edit.erase_markers(graph)
+            return
         try:
-            if not _torch.gradient_outputs(graph):
-                raise TraceError("no output of the model depends on a parameter or an input that needs a gradient")
             joint = show(graph.owning_module, self.values, self.leaves, self.session.policy)
             self.session.check_rules_on(joint.sites)
         except RewriteError as err:
@@ -103,7 +113,9 @@ class Job:
             outputs = compiled(args)
             if not count:
                 return outputs
-            extras = [t.clone() for t in outputs[-count:]] if self.copies else outputs[-count:]
+            packs, kept = outputs[-count:][: len(carried.packs)], outputs[-count:][len(carried.packs) :]
+            # What is kept may be a gradient itself, which belongs to autograd; a CUDA graph overwrites all of it.
+            extras = [*(t.clone() if self.copies else t for t in packs), *(t.clone() for t in kept)]
             again = session.monitor.collect(carried, extras)
             if again and self.is_whole:
                 session.say_once("again", _AGAIN.format(", ".join(again)))

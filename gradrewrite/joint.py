@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gradrewrite import markers
+from gradrewrite import _torch, markers
 from gradrewrite.sites import Site
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
@@ -85,7 +85,7 @@ def read_markers(graph: fx.Graph) -> Markers:
     for node in graph.nodes:
         if node.target is markers.mark_activation:
             found.activations[int(node.args[1])] = node
-        elif node.target is markers.mark_error:
+        elif node.target is markers.mark_error and _torch.is_backward(node):  # not of a gradient inside the forward
             found.errors[int(node.args[1])] = node
     return found
 

@@ -26,6 +26,9 @@ for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=_LIBRARY)
 
+# A forward may differentiate inside itself, and then once more through that: the marker is an identity.
+torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=_LIBRARY)
+
 mark_activation = torch.ops.gradrewrite.mark_activation.default
 mark_error = torch.ops.gradrewrite.mark_error.default
 hold = torch.ops.gradrewrite.hold.default

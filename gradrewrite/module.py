@@ -107,11 +107,11 @@ class RewrittenModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._entry.is_stale():
             self._restart()
+        before = _torch.graph_breaks_so_far()
         result = self._entry(args, kwargs)
-        if torch.is_grad_enabled():
-            if not self._settings["fullgraph"]:
-                self._look_for_plain_ops(result)
-            self._session.check_rules()
+        if not self._settings["fullgraph"]:
+            self._look_for_plain_ops(result, (args, kwargs), before)
+        self._session.check_rules()
         self._session.say_now()
         return result
 
@@ -184,19 +184,22 @@ class RewrittenModule(nn.Module):
         """Forget what was compiled; the next call traces anew."""
         backend = Backend(self._session, self._engine)
         self._entry = Entry(self._session, backend, self.original, self._settings)
+        self._session.forget()
 
-    def _look_for_plain_ops(self, result: Any) -> None:
+    def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
+        for reason, count in _torch.graph_breaks_so_far().items():
+            if count > breaks.get(reason, 0):
+                self._session.note_break(reason)
         if "plain" in self._session.said:
             return
-        op = _torch.find_plain_op([t for t in tensors_in(result) if t.grad_fn is not None])
+        outputs = [t for t in tensors_in(result) if t.grad_fn is not None]
+        op = _torch.find_plain_op(outputs, list(tensors_in(inputs)))
         if op is not None:
             self._session.say_once(
                 "plain",
                 f"a part of this call ran outside the rewritten graphs (first seen: {op}), where the policy does not "
                 "hold; model.explain() lists the regions that the tracer skipped",
             )
-
-    # --- everything else is the original's ---
 
     @property
     def training(self) -> bool:
@@ -249,14 +252,11 @@ class RewrittenModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
         """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
-        return self._like(copy.deepcopy(self.original, memo), self._policy)
+        return _rebuild(copy.deepcopy(self.original, memo), self._policy, self._settings, self._engine)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the original, the policy and the settings; compiled code and records stay behind."""
         return _rebuild, (self.original, self._policy, self._settings, self._engine)
-
-    def _like(self, original: nn.Module, policy: Policy) -> RewrittenModule:
-        return _rebuild(original, policy, self._settings, self._engine)
 
 
 _run = _torch.outside_of_graphs(

@@ -12,33 +12,51 @@ import torch
 from torch import Tensor
 
 from gradrewrite import _torch
-from gradrewrite.records import Carried, LogLine
+from gradrewrite.records import Carried
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.monitor")
 
 _MAX_PENDING = 1000
+_MAX_OPEN = 1000
+
+
+@dataclass
+class _Run:
+    """What one backward graph reported; tensors stay on their device until they are copied."""
+
+    carried: Carried
+    packs: list[Tensor]
+    on_device: list[Tensor] = field(default_factory=list)  # sources of copies under way, kept alive
+
+    def values(self) -> dict[str, float]:
+        """Read all records; waits for the device."""
+        pairs = zip(self.carried.packs, self.packs, strict=True)
+        return {name: value for names, pack in pairs for name, value in zip(names, pack.tolist(), strict=True)}
 
 
 @dataclass
 class _Row:
-    """What one ``loss.backward()`` reported; tensors stay on their device."""
+    """What one ``loss.backward()`` reported."""
 
-    task: int
-    packs: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)
     kept: dict[Site, Tensor] = field(default_factory=dict)
-    logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     copied: list[torch.cuda.Event] = field(default_factory=list)
 
     def values(self) -> dict[str, float]:
-        """Read all records; waits for the device."""
-        return {name: value for names, pack in self.packs for name, value in zip(names, pack.tolist(), strict=True)}
+        """Read all records; the last report of a site stands."""
+        return {name: value for run in self.runs for name, value in run.values().items()}
+
+    def has_logs(self) -> bool:
+        """Whether a clip in it logs."""
+        return any(run.carried.logs for run in self.runs)
 
     def start_copy(self) -> None:
         """Begin to copy the records to the host; nothing waits."""
-        devices = {pack.device for _, pack in self.packs if pack.device.type == "cuda"}
-        self.packs = [(names, _copy_to_host(pack)) for names, pack in self.packs]
+        devices = {pack.device for run in self.runs for pack in run.packs if pack.device.type == "cuda"}
+        for run in self.runs:
+            run.on_device, run.packs = run.packs, [_copy_to_host(pack) for pack in run.packs]
         for device in devices:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -52,6 +70,16 @@ class _Row:
         """Wait for the copy."""
         for event in self.copied:
             event.synchronize()
+        for run in self.runs:
+            run.on_device = []
+
+    def log(self) -> None:
+        """Log the clips that acted; the copy must be here."""
+        for run in self.runs:
+            values = run.values() if run.carried.logs else {}
+            for line in run.carried.logs:
+                if values[line.clipped] > 0:
+                    _log(line.site, values[line.max_abs], values[line.mean_abs])
 
 
 class Monitor:
@@ -65,7 +93,7 @@ class Monitor:
     def __init__(self) -> None:
         """Begin empty."""
         self._lock = threading.RLock()
-        self._open: _Row | None = None
+        self._open: dict[int, _Row] = {}  # by backward: one may run inside another, or on another thread
         self._last: _Row | None = None
         self._pending: deque[_Row] = deque()
 
@@ -96,23 +124,24 @@ class Monitor:
         """
         with self._lock:
             task = _torch.backward_id()
-            row = self._open
-            if row is None or row.task != task:
-                row = self._open = _Row(task)
-                _torch.at_end_of_backward(self._close)
+            if task not in self._open:
+                # What a backward that failed left behind is of no use: numbers of backwards only grow.
+                self._open = {known: row for known, row in self._open.items() if known > task - _MAX_OPEN}
+                self._open[task] = _Row()
+                _torch.at_end_of_backward(lambda: self._close(task))
+            row = self._open[task]
             again = [group for group in carried.groups if group in row.groups]
             row.groups += carried.groups
-            row.packs += zip(carried.packs, tensors, strict=False)
+            row.runs.append(_Run(carried, list(tensors[: len(carried.packs)])))
             row.kept.update(zip(carried.kept, tensors[len(carried.packs) :], strict=True))
-            row.logs += carried.logs
             return again
 
-    def _close(self) -> None:
+    def _close(self, task: int) -> None:
         with self._lock:
-            self._last, self._open = self._open, None
-            if self._last is not None and self._last.logs and logger.isEnabledFor(logging.INFO):
-                self._last.start_copy()
-                self._pending.append(self._last)
+            self._last = row = self._open.pop(task)
+            if row.has_logs() and logger.isEnabledFor(logging.INFO):
+                row.start_copy()
+                self._pending.append(row)
             self._drain(wait=len(self._pending) > _MAX_PENDING)
 
     def _drain(self, *, wait: bool) -> None:
@@ -120,10 +149,7 @@ class Monitor:
         while self._pending and (wait or self._pending[0].is_here()):
             row = self._pending.popleft()
             row.wait()
-            values = row.values()
-            for line in row.logs:
-                if values[line.clipped] > 0:
-                    _log(line.site, values[line.max_abs], values[line.mean_abs])
+            row.log()
 
 
 def _copy_to_host(pack: Tensor) -> Tensor:

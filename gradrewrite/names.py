@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gradrewrite import _torch
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 _ROOT = re.compile(r"([LG])\[(['\"])(.+?)\2\]")
 _STEP = re.compile(r"\.([^\W\d]\w*|\d+)|\[(\d+)\]|\[(['\"])(.+?)\3\]")
@@ -139,19 +141,19 @@ class Inputs:
 
 def source_of(node: fx.Node) -> str:
     """``file:line "code"`` of the user's innermost line that made a node of a Dynamo graph; ``""`` if none did."""
-    return _innermost(_FRAME.findall(node.stack_trace or ""))
+    return _innermost([f for f in _FRAME.findall(node.stack_trace or "") if not f[0].startswith(_LIBRARIES)])
 
 
 def user_line(stack: Sequence[FrameSummary]) -> str:
-    """``file:line "code"`` of the user's innermost line in a stack."""
-    return _innermost([(f.filename, str(f.lineno), f.line or "") for f in stack])
+    """``file:line "code"`` of the user's innermost line in a stack; of a library's where there is no other."""
+    frames = [(f.filename, str(f.lineno), f.line or "") for f in stack]
+    return _innermost([f for f in frames if not f[0].startswith(_LIBRARIES)] or frames)
 
 
 def _innermost(frames: Sequence[tuple[str, str, str]]) -> str:
-    own = [f for f in frames if not f[0].startswith(_LIBRARIES)]
-    if not own:
+    if not frames:
         return ""
-    file, line, code = own[-1]
+    file, line, code = frames[-1]
     return f'{Path(file).name}:{line} "{code.strip()}"'
 
 
@@ -162,9 +164,8 @@ def _paths(gm: fx.GraphModule) -> list[str]:
             stack = node.meta.get("nn_module_stack")
             if stack:
                 paths[next(iter(stack.values()))[0]] = None
-            source = getattr(node, "_dynamo_source", None)
-            if node.op == "placeholder" and source is not None:
-                paths[source.name if isinstance(source.name, str) else source.name()] = None
+            if node.op == "placeholder":
+                paths[_torch.source_name(node)] = None
     return list(paths)
 
 

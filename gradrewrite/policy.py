@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-from gradrewrite.errors import PolicyError
+from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.sites import Kind, Pattern, Site
 
 TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
@@ -33,7 +33,7 @@ class Action(Protocol):
 
     kinds: ClassVar[frozenset[Kind]]
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Compute the replacement with torch operations; traced once, on fake tensors."""
         ...
 
@@ -54,7 +54,7 @@ class GroupAction(Protocol):
         """Name of the group."""
         ...
 
-    def apply_group(self, tensors: Sequence[Tensor], sites: Sequence[Site]) -> Sequence[Tensor]:
+    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute all replacements, in the order of ``tensors``."""
         ...
 
@@ -123,11 +123,17 @@ def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
     """Ask a policy about one site: all answers, flat, in list order.
 
     Raises:
-        PolicyError: An answer is no action, or may not stand at this kind of site.
+        PolicyError: An answer is no action, or may not stand at this kind of site; or the policy itself raised.
     """
     if not callable(policy):
         return tuple(action for item in policy for action in ask(item, site))
-    actions = actions_of(policy(site), where=str(site))
+    try:
+        answer = policy(site)
+    except RewriteError:
+        raise
+    except Exception as err:
+        raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}") from err
+    actions = actions_of(answer, where=str(site))
     for action in actions:
         if site.kind not in kinds_of(action):
             allowed = ", ".join(sorted(kinds_of(action)))

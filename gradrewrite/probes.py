@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite import _torch, markers
+from gradrewrite.errors import PolicyError
 from gradrewrite.names import Names, source_of
 from gradrewrite.sites import Kind, Site
 
@@ -31,13 +32,14 @@ def tap(x: Tensor, name: str) -> Tensor:
 
     Args:
         x: Any tensor.
-        name: The site's name. A name used several times counts its calls.
+        name: The site's name, without ``: # / * ? [ ]``. A name used several times counts its calls.
 
     Returns:
         ``x`` itself, compiled or not.
 
     Raises:
         TypeError: ``name`` is no string.
+        PolicyError: (at the rewrite) ``name`` is empty or has a sign that patterns use.
 
     Example:
         >>> h = tap(torch.ones(2), "hidden")
@@ -54,7 +56,7 @@ def _tap_module(x: Any, name: str) -> Any:
 
 def _probe(x: Tensor, number: int) -> None:
     tracing = _tracing.get()
-    if tracing is None or not _torch.is_tracing() or tracing.knows(x, number):
+    if tracing is None or not _torch.is_tracing() or _torch.is_transformed(x) or tracing.knows(x, number):
         return
     with torch.no_grad():
         markers.mark_activation(x, number)
@@ -79,6 +81,7 @@ class Value:
         used_in: The module runs around each use.
         taps: Names given to it by ``gr.tap``.
         identities: Pass-through modules that returned it.
+        is_returned: Whether the graph returns it.
         same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
     """
 
@@ -89,6 +92,7 @@ class Value:
     used_in: list[tuple[Run, ...]] = field(default_factory=list)
     taps: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
+    is_returned: bool = False
     same_as: Value | None = None
 
 
@@ -161,7 +165,8 @@ class _Reader:
         """Read one graph; ``outer`` maps the placeholders of a checkpoint's body to the nodes outside."""
         for node in list(gm.graph.nodes):
             if node.op == "output" and not is_body:  # what a body returns is used where the checkpoint stands
-                self._use(node, (), outer)
+                for value in self._use(node, (), outer):
+                    value.is_returned = True
             elif node.op in ("call_function", "call_method", "call_module"):
                 self._read_call(gm, node, outer)
 
@@ -193,7 +198,9 @@ class _Reader:
         body.recompile()
 
     def _tap(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
-        target, name = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs["name"]
+        target, name = node.args[0], str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
+        if node.target is tap and (not name or set(name) & set(":#/*?[]")):
+            raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]")
         assert isinstance(target, fx.Node)
         fake = _fake(outer.get(target, target))
         if fake is not None:
@@ -201,7 +208,7 @@ class _Reader:
             if value is None:
                 value = Value("tap", self._runs(node), source_of(node), fake)
                 self._add(value, target, after=node)
-            (value.taps if node.target is tap else value.identities).append(str(name))
+            (value.taps if node.target is tap else value.identities).append(name)
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
@@ -211,12 +218,15 @@ class _Reader:
             after.graph.call_function(_probe, (made, len(self.values)))
         self.values.append(value)
 
-    def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> None:
+    def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
+        used = []
         for read in node.all_input_nodes:
             fake = _fake(outer.get(read, read))
             value = self._current.get(id(fake)) if fake is not None else None
             if value is not None:
                 value.used_in.append(runs)
+                used.append(value)
+        return used
 
     def _runs(self, node: fx.Node) -> tuple[Run, ...]:
         stack = node.meta.get("nn_module_stack", {})

@@ -22,6 +22,7 @@ class Recording:
     values: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     logs: bool = False
+    device: torch.device | None = None
 
     def clear(self) -> None:
         """Begin anew: a tracer may run a function more than once."""
@@ -84,7 +85,11 @@ def record(name: str, value: Tensor | float) -> None:
     recording = _recording.get()
     if recording is None:
         return
-    tensor = value if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64)
+    tensor = (
+        value
+        if isinstance(value, Tensor)
+        else torch.full((), float(value), dtype=torch.float64, device=recording.device)
+    )
     if tensor.numel() != 1 or tensor.is_complex():
         raise CallbackError(
             f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
@@ -110,16 +115,16 @@ def record_clip(before: Tensor, after: Tensor) -> None:
 
 
 def keep(tensor: Tensor) -> None:
-    """Carry a copy of a tensor out of the graph, to ``monitor.kept()``."""
+    """Carry a tensor out of the graph, to ``monitor.kept()``; it is copied where it leaves, at run time."""
     recording = _recording.get()
     if recording is not None:
-        recording.kept.append(tensor.clone())
+        recording.kept.append(tensor)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recording]:
-    """Collect what is reported inside the block."""
-    current = Recording()
+def recording(device: torch.device) -> Iterator[Recording]:
+    """Collect what is reported inside the block; numbers become tensors on ``device``."""
+    current = Recording(device=device)
     token = _recording.set(current)
     try:
         yield current

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +32,23 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What a rewrite did to a joint graph; ``live`` are the tensors that it reads at every backward, by name."""
+    """What a rewrite did to a joint graph.
+
+    Attributes:
+        sites: All sites.
+        edits: What was inserted.
+        carriers: Names of the nodes that carry records out.
+        carried: What leaves the graph beside the gradients.
+        live: The tensors that the graph reads at every backward, by name.
+        out_of_reach: Sites at which the policy answered but which are outside the graph, with the answers.
+    """
 
     sites: tuple[Site, ...]
     edits: tuple[Edit, ...]
     carriers: tuple[str, ...]
     carried: Carried
     live: Mapping[str, Tensor]
+    out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
 
 
 @dataclass
@@ -60,16 +70,16 @@ class _Reports:
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
 
     def add(self, where: str, site: Site, traced: Traced, extras: Sequence[fx.Node]) -> None:
         """Take what a traced action returns beside the replacement."""
-        taken = {address for address, _ in self.records}
         addresses = []
         for name in traced.records:
             address, number = f"{name}@{where}", 2
-            while address in taken:
+            while address in self.taken:
                 address, number = f"{name}.{number}@{where}", number + 1
-            taken.add(address)
+            self.taken.add(address)
             addresses.append(address)
         self.records += zip(addresses, extras, strict=False)
         self.kept += [(site, node) for node in extras[len(traced.records) :]]
@@ -104,7 +114,15 @@ def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]
     live = edit.live_tensors(graph)
     if live:
         _torch.keep_live_tensors_live()
-    return Rewritten(tuple(p.site for p in places), tuple(rewriter.edits), carriers, rewriter.carried(), live)
+    lost = [(site, ask(policy, site)) for site in rewriter.out_of_reach]
+    return Rewritten(
+        sites=(*(p.site for p in places), *rewriter.out_of_reach),
+        edits=tuple(rewriter.edits),
+        carriers=carriers,
+        carried=rewriter.carried(),
+        live=live,
+        out_of_reach=tuple((site, actions) for site, actions in lost if actions),
+    )
 
 
 def show(gm: fx.GraphModule, values: Sequence[Value], leaves: Mapping[int, Leaf], policy: Policy) -> JointGraph:
@@ -122,6 +140,7 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.edits: list[Edit] = []
+        self.out_of_reach: list[Site] = []
         self._reports = _Reports()
         self._tracer = Tracer()
 
@@ -134,6 +153,9 @@ class _Rewriter:
         places = []
         for number, site in name_values(values).items():
             places += self._places_of_value(markers, number, site)
+            value = values[number]
+            if value.is_returned and value.fake.requires_grad and number not in markers.errors:
+                self.out_of_reach.append(site("error"))
         returned = edit.outputs_of(self.graph.output_node())
         for kind_is_parameter in (True, False):
             for position, leaf_position in outputs:
@@ -179,22 +201,22 @@ class _Rewriter:
 
     def insert_groups(self, answers: Sequence[tuple[_Place, Any]]) -> None:
         """Insert the group actions; the sites of a group are treated together."""
-        groups: dict[tuple[type, Hashable], list[tuple[_Place, GroupAction]]] = defaultdict(list)
+        groups: dict[tuple[type, Hashable], dict[int, tuple[_Place, GroupAction]]] = defaultdict(dict)
         for place, action in answers:
             if isinstance(action, GroupAction):
                 members = groups[type(action), action.group]
-                if not any(place is other for other, _ in members):
-                    members.append((place, action))
-                _check_same(members[0], (place, action))
+                members.setdefault(id(place), (place, action))
+                _check_same(next(iter(members.values())), (place, action))
         for members in groups.values():
-            self._insert_group([place for place, _ in members], members[0][1])
+            first = next(iter(members.values()))
+            self._insert_group([place for place, _ in members.values()], first[1])
 
     def _insert_group(self, places: list[_Place], action: GroupAction) -> None:
         sites = [p.site for p in places]
         nodes = [p.node for p in places]
         for place in places:
             check_dense(action, place.site, value_of(place.node))
-        traced = trace_function(lambda *g: action.apply_group(g, sites), [value_of(n) for n in nodes], sites, action)
+        traced = trace_function(lambda *g: action.apply_group(g), [value_of(n) for n in nodes], sites, action)
         outputs, new = self._splice(traced, nodes, places[0])
         results, extras = outputs[: len(places)], outputs[len(places) :]
         for place, nodes_of_site in zip(places, _shares(new, nodes, results), strict=True):
@@ -258,18 +280,25 @@ def _check_same(first: tuple[_Place, GroupAction], other: tuple[_Place, GroupAct
         )
 
 
+_SHARED = -1
+
+
 def _shares(new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[str, ...]]:
     """Which member of a group each new node belongs to; what several need belongs to the first."""
-    reads: dict[fx.Node, set[int]] = {node: {i} for i, node in enumerate(inputs)}
+    reads = {node: i for i, node in enumerate(inputs)}
     for node in new:
-        reads[node] = set().union(*(reads.get(a, set()) for a in node.all_input_nodes))
-    feeds: dict[fx.Node, set[int]] = defaultdict(set)
-    for i, node in enumerate(results):
-        feeds[node].add(i)
+        reads[node] = _joined(reads.get(a) for a in node.all_input_nodes)
+    feeds = {node: i for i, node in enumerate(results)}
     for node in reversed(new):
-        feeds[node] = feeds[node].union(*(feeds[u] for u in node.users))
+        feeds[node] = _joined([feeds.get(node), *(feeds.get(u) for u in node.users)])
     shares: list[list[str]] = [[] for _ in inputs]
     for node in new:
-        owner = next((s for s in (feeds[node], reads[node]) if len(s) == 1), {0})
-        shares[min(owner)].append(node.name)
+        owner = feeds[node] if feeds[node] != _SHARED else reads[node]
+        shares[max(owner, 0)].append(node.name)
     return [tuple(names) for names in shares]
+
+
+def _joined(owners: Iterable[int | None]) -> int:
+    """The one owner among these, if there is just one."""
+    known = {owner for owner in owners if owner is not None}
+    return known.pop() if len(known) == 1 else _SHARED

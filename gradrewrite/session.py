@@ -84,6 +84,18 @@ class Session:
             self.skipped[line] = None
             self.say_once(line, f"the tracer skipped a region, which the policy does not reach: {line}")
 
+    def note_break(self, reason: str) -> None:
+        """List a reason that torch counted, unless its region is listed already."""
+        first = reason.strip().splitlines()[0]
+        if not any(line.endswith(first) for line in self.skipped):
+            detail = [line.strip() for line in reason.splitlines() if "Developer debug context" in line]
+            self.note_skipped(" ".join([*detail, first]))
+
+    def forget(self) -> None:
+        """Forget the compiled graphs: they are not in use any more."""
+        self.graphs.clear()
+        self._checked_rules = False
+
     def say_once(self, key: str, text: str) -> None:
         """Warn at the next safe moment, once for each key."""
         if key not in self.said:

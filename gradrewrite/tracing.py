@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
-from gradrewrite.policy import Action
+from gradrewrite.policy import Action, GroupAction
 from gradrewrite.records import recording
 from gradrewrite.sites import Site
 
@@ -44,9 +44,8 @@ class Tracer:
         key = (action_key(action), _tensor_key(value)) if _is_static(value) else None
         if key is not None and key in self._known:
             return self._known[key]
-        fn = action.apply if isinstance(action, Action) else None
-        run = (lambda g: (fn(g, site),)) if fn is not None else (lambda g: (_call(action, g, site),))
-        traced = trace_function(run, [value], [site], action)
+        run = action.apply if isinstance(action, Action) else action
+        traced = trace_function(lambda g: (run(g),), [value], [site], action)
         if key is not None:
             self._known[key] = traced
         return traced
@@ -67,24 +66,31 @@ def trace_function(
     """Trace a function of tensors that returns their replacements; check all of it before any edit."""
     names: list[str] = []
     state = {"kept": 0, "logs": False}
-    changes_state = CallbackError(
+    refused = CallbackError(
         f"{sites[0]}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
     )
-    with recording() as reported:
+    leaving = CallbackError(
+        f"{sites[0]}: {_show(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
+        "there cannot become part of the graph. Compute with torch operations"
+    )
+    with recording(values[0].device) as reported:
 
         def whole(*tensors: Tensor) -> list[Tensor]:
             reported.clear()
-            with _torch.RefuseToChangeReal(changes_state):
+            with _torch.RefuseToChangeReal(refused), _torch.RefuseToLeave(leaving):
                 results = run(*tensors)
             for result, value, site in zip(results, values, sites, strict=True):
                 _check_result(result, value, site, action)
+            results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
             names[:] = reported.names
             state.update(kept=len(reported.kept), logs=reported.logs)
             return [*results, *reported.values, *reported.kept]
 
         try:
             graph = _torch.trace(whole, values)
-        except RewriteError:
+        except RewriteError as err:
+            if str(sites[0]) not in str(err):
+                raise type(err)(f"{sites[0]}: {err}") from err
             raise
         except Exception as err:
             raise CallbackError(
@@ -100,18 +106,21 @@ def trace_function(
 
 def action_key(action: Any) -> Hashable:
     """Equal for actions that insert the same nodes; tensors are compared by identity."""
-    if isinstance(action, type) or not is_dataclass(action):
+    if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
         return id(action)
     values = (getattr(action, f.name) for f in fields(action))
-    return (type(action), *((id(v), "tensor") if isinstance(v, Tensor) else (v, type(v)) for v in values))
+    return (type(action), *((id(v), "tensor") if isinstance(v, Tensor) else repr(v) for v in values))
 
 
-def _call(fn: Callable[[Tensor], Any], g: Tensor, site: Site) -> Any:
-    try:
-        return fn(g)
-    except RewriteError as err:
-        err.add_note(f"at {site}")
-        raise
+def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
+    """Keep the strides: what is downstream was traced for them. Where memory overlaps or has gaps, contiguous."""
+    if all(_torch.statically_known_true(a == b) for a, b in zip(result.stride(), value.stride(), strict=True)):
+        return result
+    order = sorted(range(value.dim()), key=lambda d: (value.stride(d), value.shape[d]), reverse=True)
+    if value.permute(order).is_contiguous():
+        back = sorted(range(value.dim()), key=order.__getitem__)
+        return result.permute(order).contiguous().permute(back)
+    return result.contiguous()
 
 
 def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
@@ -130,9 +139,7 @@ def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
 
 def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
     for node in list(graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if _torch.is_random(node):
             raise CallbackError(
                 f"{site}: {_show(action)} calls the random op {node.target}; random numbers in the backward would "
                 "change those of the forward. Draw them outside and let the function close over the tensor"

@@ -18,7 +18,7 @@ from gradrewrite import _torch
 from gradrewrite.passes._settings import check_norm, scalar, short_repr
 from gradrewrite.policy import BACKWARD
 from gradrewrite.records import record, record_clip
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import Kind
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -59,7 +59,7 @@ class ClipByNorm:
         """Refuse bounds that are not positive."""
         check_norm("ClipByNorm", self.max_norm, self.norm_type)
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
         norm = _norm(tensor, self.norm_type)
         record("norm", norm)
@@ -108,7 +108,7 @@ class ClipByGlobalNorm:
         """Refuse bounds that are not positive."""
         check_norm("ClipByGlobalNorm", self.max_norm, self.norm_type)
 
-    def apply_group(self, tensors: Sequence[Tensor], sites: Sequence[Site]) -> Sequence[Tensor]:
+    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
         norms = [_norm(t, self.norm_type) for t in tensors]
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
@@ -138,7 +138,9 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
     # A tensor in both cases: a number divided by a tensor is rounded twice.
-    bound = scalar(max_norm, norm) if isinstance(max_norm, Tensor) else norm.new_full((), max_norm)
+    if not isinstance(max_norm, Tensor):
+        max_norm = norm.new_full((), max_norm if max_norm <= torch.finfo(norm.dtype).max else math.inf)
+    bound = scalar(max_norm, norm)
     acts = (norm > bound) & (norm < math.inf)
     wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
     return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)

@@ -12,7 +12,7 @@ from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.passes._settings import check_number, scalar, short_repr
 from gradrewrite.policy import BACKWARD
 from gradrewrite.records import record_clip
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import Kind
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -57,11 +57,11 @@ class ClipByValue:
         if not isinstance(low, Tensor) and not isinstance(self.max, Tensor) and not low <= self.max:
             raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={self.max!r}")
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
         if tensor.is_complex():
             raise UnsupportedGradientError(
-                f"{site}: ClipByValue bounds real numbers and the gradient is {tensor.dtype}; use ClipByNorm"
+                f"ClipByValue bounds real numbers and the gradient is {tensor.dtype}; use ClipByNorm"
             )
         high = scalar(self.max, tensor)
         low = -high if self.min is None else scalar(self.min, tensor)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradrewrite.policy import ANYWHERE
 from gradrewrite.records import keep
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Keep:
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Keep; see the class."""
         keep(tensor)
         return tensor

@@ -48,4 +48,7 @@ def short_repr(action: Any) -> str:
 
 def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A setting as an operand: numbers as they are, tensors as 0-d in the dtype of ``like``."""
-    return value.detach().reshape(()).to(like.dtype) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().reshape(()).to(like.dtype)
+    return value if value.device.type == "cpu" else value.to(like.device)

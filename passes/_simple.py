@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_number, short_repr
-from gradrewrite.sites import Kind, Site
+from gradrewrite.passes._settings import check_number, scalar, short_repr
+from gradrewrite.sites import Kind
 
 _KINDS: frozenset[Kind] = frozenset(("error", "gradient"))
 
@@ -46,10 +46,9 @@ class Scale:
         if not isinstance(self.factor, Tensor) and math.isinf(self.factor):
             raise ValueError(f"Scale: factor must be finite, got {self.factor!r}")
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Scale; see the class."""
-        factor = self.factor.detach().reshape(()) if isinstance(self.factor, Tensor) else self.factor
-        return (tensor * factor).to(tensor.dtype)
+        return tensor * scalar(self.factor, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Zero:
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Zero; see the class."""
         return torch.zeros_like(tensor)
 
@@ -81,6 +80,6 @@ class NanToNum:
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
 
-    def apply(self, tensor: Tensor, site: Site) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         """Replace; see the class."""
         return torch.nan_to_num(tensor)
