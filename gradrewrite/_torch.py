@@ -176,7 +176,7 @@ class RefuseToLeave(TorchFunctionMode):
 
     def __init__(self, error: Exception) -> None:
         """Raise ``error`` before anything leaves."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._error = error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -137,10 +137,9 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 
 def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    # A tensor in both cases: a number divided by a tensor is rounded twice.
-    if not isinstance(max_norm, Tensor):
-        max_norm = norm.new_full((), max_norm if max_norm <= torch.finfo(norm.dtype).max else math.inf)
     bound = scalar(max_norm, norm)
+    if not isinstance(bound, Tensor):
+        bound = norm.new_full((), bound)  # a number divided by a tensor would be rounded twice
     acts = (norm > bound) & (norm < math.inf)
     wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
     return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)

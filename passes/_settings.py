@@ -47,8 +47,8 @@ def short_repr(action: Any) -> str:
 
 
 def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A setting as an operand: numbers as they are, tensors as 0-d in the dtype of ``like``."""
+    """A setting as an operand for a real ``like``: a number, inf where the dtype cannot hold it; or a 0-d tensor."""
     if not isinstance(value, Tensor):
-        return value
+        return math.copysign(math.inf, value) if abs(value) > torch.finfo(like.dtype).max else value
     value = value.detach().reshape(()).to(like.dtype)
     return value if value.device.type == "cpu" else value.to(like.device)

@@ -48,7 +48,7 @@ class Scale:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Scale; see the class."""
-        return tensor * scalar(self.factor, tensor)
+        return tensor * (scalar(self.factor, tensor) if isinstance(self.factor, Tensor) else self.factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,6 @@ def apply(action: Any, value: Tensor) -> Tensor:
     return out
 
 
-# --- ClipByValue ---
-
-
 def test_clip_by_value() -> None:
     g = torch.tensor([-INF, -3.0, -2.0, -0.0, 1.0, 2.0, 3.0, INF, NAN])
 
@@ -77,9 +74,6 @@ def test_clip_by_value_refuses(settings: tuple[Any, ...], error: type[Exception]
         ClipByValue(1.0, min=2.0)
     with pytest.raises(ValueError, match="NaN"):
         ClipByValue(1.0, min=NAN)
-
-
-# --- norms ---
 
 
 @pytest.mark.parametrize("action", [ClipByNorm, ClipByGlobalNorm])
@@ -232,9 +226,6 @@ def test_complex_gradients() -> None:
         gr.transform(Net(), gr.on("gradient:w", ClipByValue(1.0)))()
 
 
-# --- the simple ones ---
-
-
 def test_simple_actions() -> None:
     g = torch.tensor([1.0, -2.0, 0.0, INF, -INF, NAN])
 
@@ -288,9 +279,6 @@ def test_two_answers_of_one_clip_act_as_one() -> None:
     g = torch.randn(20)
     for action in (ClipByValue(0.5), ClipByNorm(0.5), Zero(), NanToNum()):
         torch.testing.assert_close(through([action, action], g), through(action, g), rtol=1e-6, atol=0)
-
-
-# --- pairs, untouched, counts ---
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="a hook inside a compiled model is applied elsewhere before")
@@ -363,9 +351,6 @@ def test_edits_name_inserted_nodes_once() -> None:
     assert len(names) == len(ops_nodes(graph.before)) + len(inserted)
     order = [n.name for n in graph.graph_module.graph.nodes]
     assert all(list(e.nodes) == sorted(e.nodes, key=order.index) for e in graph.edits)
-
-
-# --- thresholds that live ---
 
 
 @pytest.mark.parametrize("make", [ClipByValue, ClipByNorm, ClipByGlobalNorm, Scale])

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from gradrewrite.cli import main
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
+    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "gradrewrite", "demo", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,
     )
+    assert time.monotonic() - start < 240  # two minutes on an idle machine
     result = json.loads((tmp_path / "demo.json").read_text())
 
     runs = result["regression"]["runs"]

@@ -225,9 +225,6 @@ def test_trace_is_the_same_compiled_or_not(plain: nn.Module, x: Tensor) -> None:
     assert before.edits == after.edits
 
 
-# --- hooks ---
-
-
 def test_late_forward_hook_is_honoured(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     gradient(model, x)
@@ -245,12 +242,9 @@ def test_late_backward_hook_is_honoured_or_refused(plain: nn.Module, x: Tensor) 
     plain[0].register_full_backward_hook(lambda _, __, out: (out[0] * 3,) if out[0] is not None else None)
     calls: list[int] = []
     plain[3].register_full_backward_hook(lambda *_: calls.append(1))
-    try:
-        got = gradient(model, x)
-    except gr.RewriteError:
-        return
-    torch.testing.assert_close(got, 2 * gradient(plain, x))
-    assert len(calls) == 2
+    with pytest.raises(gr.GraphBreakError, match="hook"):
+        gradient(model, x)
+    assert not calls
 
 
 def test_late_parameter_hook_is_honoured(plain: nn.Module, x: Tensor) -> None:
@@ -268,9 +262,6 @@ def test_identity_hooks_cost_no_recompilation(x: Tensor) -> None:
     gradient(model, x)
 
     assert not counters["frames"]
-
-
-# --- what torch would drop ---
 
 
 class Breaking(nn.Module):
@@ -389,8 +380,6 @@ def test_outer_compile_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
     torch.testing.assert_close(got, 2 * gradient(plain, x))
 
 
-# --- warnings of a global clip ---
-
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
 
 
@@ -428,9 +417,6 @@ def test_part_of_the_gradients_warns(x: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradient(model, x)
-
-
-# --- arguments ---
 
 
 def test_compile_takes_no_backend(plain: nn.Module) -> None:

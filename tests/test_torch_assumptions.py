@@ -155,7 +155,7 @@ def test_10_the_joint_pass_runs_on_a_graph_with_its_module() -> None:
     assert isinstance(seen[0], fx.GraphModule)
 
 
-def test_11_tracing_twice_maps_inputs_by_identity() -> None:
+def test_tracing_maps_inputs_by_identity() -> None:
     """``make_fx`` gives two equal placeholders one proxy: our ``trace`` tells them apart."""
     with torch._subclasses.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(2))

@@ -1,6 +1,6 @@
 """What a policy adds to compilation: time of probing, asking, tracing and splicing beside the rest, by number of sites.
 
-    python tests/benchmarks/compile_cost.py [--sites 100 300 1000] [--repeat 3] [--out FILE.json]
+    python tests/benchmarks/compile_cost.py [--sites 100 300 1000] [--repeat 3] [--action value] [--out FILE.json]
 
 Each compilation is cold (caches off, one process each); plain and rewritten alternate.
 """
@@ -36,13 +36,13 @@ class Timing:
     parts: dict[str, float]
 
 
-def measure(sites: int, rewritten: bool) -> Timing:
+def measure(sites: int, rewritten: bool, action: str) -> Timing:
     """Compile one model in this process."""
     import torch
     from torch import Tensor, nn
 
     import gradrewrite as gr
-    from gradrewrite.passes import ClipByValue
+    from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
     class Net(nn.Module):
         def __init__(self, layers: int) -> None:
@@ -68,7 +68,12 @@ def measure(sites: int, rewritten: bool) -> Timing:
     plain = Net(sites // OPS_PER_LAYER)
     start = time.perf_counter()
     if rewritten:
-        model = gr.transform(plain, gr.on("error:*/*", ClipByValue(1.0)))
+        policies = {
+            "value": gr.on("error:*/*", ClipByValue(1.0)),
+            "norm": gr.on("error:*/*", ClipByNorm(1.0)),
+            "global": gr.on("gradient:*", ClipByGlobalNorm(1.0)),
+        }
+        model = gr.transform(plain, policies[action])
         model.compile()
         model(x).sum().backward()
         edits = len(model.explain().graphs[0].edits)
@@ -114,9 +119,9 @@ class _Clock:
         return run
 
 
-def run_one(sites: int, rewritten: bool) -> Timing:
+def run_one(sites: int, rewritten: bool, action: str) -> Timing:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--one", str(sites), str(int(rewritten))]
+    command = [sys.executable, __file__, "--one", str(sites), str(int(rewritten)), "--action", action]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return Timing(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -126,11 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sites", type=int, nargs="+", default=[100, 300, 1000])
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--action", choices=["value", "norm", "global"], default="value")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(asdict(measure(options.one[0], bool(options.one[1])))))
+        print(json.dumps(asdict(measure(options.one[0], bool(options.one[1]), options.action))))
         return
     timings = []
     print("| sites | edits | plain s | rewritten s | added by us s | added / rest | added per site ms |")
@@ -138,8 +144,8 @@ def main() -> None:
     for sites in options.sites:
         plain, ours = [], []
         for _ in range(options.repeat):
-            plain.append(run_one(sites, False))
-            ours.append(run_one(sites, True))
+            plain.append(run_one(sites, False, options.action))
+            ours.append(run_one(sites, True, options.action))
         timings += plain + ours
         total, added = (statistics.median(getattr(t, f) for t in ours) for f in ("total", "added"))
         before = statistics.median(t.total for t in plain)
