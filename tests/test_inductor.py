@@ -17,7 +17,7 @@ from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, 
 
 from models.gpt import Gpt, batch, hook_outputs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,6 @@ def compiled(model: nn.Module, policy: gr.Policy, **options: Any) -> gr.Rewritte
     return rewritten
 
 
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_kernels_of_a_gpt() -> None:
     """Empty policy: the same kernels and bits. Clips at every module output: no more kernels than by hand."""
     plain, inputs = Gpt(), batch()
