@@ -1,1 +1,1 @@
-"""Pictures of rewritten graphs."""
+"""Drawing of rewritten graphs; nothing is drawn yet."""
