@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gradrewrite import _torch
+from gradrewrite.sites import Pattern, Site
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 _ROOT = re.compile(r"([LG])\[(['\"])(.+?)\2\]")
@@ -67,6 +68,21 @@ class Names:
     def parameter(self, tensor: Tensor) -> str | None:
         """Name of a parameter, or None for any other tensor."""
         return self.parameters.get(id(tensor))
+
+    def first_names(self, pattern: Pattern) -> set[str]:
+        """First names of the modules and parameters whose second name a pattern matches (shared, tied)."""
+        found = set()
+        for prefix, ref in self._roots:
+            root = ref()
+            if root is None:
+                continue
+            for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+                if pattern.matches(Site(pattern.kind or "error", name)):
+                    found.add(self.modules[id(module)])
+            for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
+                if pattern.matches(Site(pattern.kind or "error", name)):
+                    found.add(self.parameters[id(parameter)])
+        return found
 
     def _read(self) -> None:
         self.modules, self.parameters = {}, {}

@@ -124,7 +124,10 @@ class Session:
             names = {*self.names.modules.values(), *self.names.parameters.values()}
             silent = sorted(n for n in names if n and pattern.matches(Site(pattern.kind or "error", n)))
             if not silent:
-                raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, [str(s) for s in sites]))
+                shared = self.names.first_names(pattern)
+                known = [str(s) for s in sites if s.name in shared]
+                known += nearest(rule.pattern, [str(s) for s in sites if s.name not in shared])
+                raise NoSuchSiteError(rule.pattern, known[:5])
             self.say_once(
                 rule.pattern,
                 f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "

@@ -91,6 +91,20 @@ def test_pattern_that_matches_nothing_names_the_nearest() -> None:
     fails(gr.on("gradient:*.wieght", ClipByValue(1.0)), gr.NoSuchSiteError, r"gradient:\w+\.weight")
 
 
+def test_second_name_of_a_tied_parameter_leads_to_the_first() -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.head.weight = self.encoder.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(super().forward(x) @ torch.ones(2, 4))
+
+    with pytest.raises(gr.NoSuchSiteError, match=r"'gradient:head.weight'; nearest sites: gradient:encoder.weight,"):
+        gr.transform(Tied(), gr.on("gradient:head.weight", ClipByValue(1.0)))(torch.ones(1, 4))
+
+
 def test_module_without_a_value_warns() -> None:
     model = gr.transform(Net(), gr.on("error:unused", ClipByValue(1.0)))
     with pytest.warns(gr.RewriteWarning, match=r"'error:unused' matches unused"):
