@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Scale, Zero
+from gradrewrite import _torch
+from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Zero
 
 
 def grads(model: nn.Module, *args: Tensor) -> list[Tensor]:
@@ -301,15 +302,19 @@ def test_global_hook_registered_late_is_honoured_or_refused() -> None:
     assert model(x).any()
 
 
-def test_threads_leave_no_hooks_behind() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4))
-    models = [gr.transform(plain, gr.on("error:2", Scale(float(n)))) for n in range(4)]
-    threads = [threading.Thread(target=lambda m=m: m(torch.ones(1, 4)).sum()) for m in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_compilations_of_other_threads_do_not_touch_the_model() -> None:
+    seen: list[str] = []
+    compile_elsewhere = threading.Thread(
+        target=lambda: torch.compile(lambda x: x + 1, backend=lambda gm, _: gm.forward)(torch.ones(1))
+    )
+    with _torch.on_compile(lambda: seen.append("start"), lambda: seen.append("end")):
+        compile_elsewhere.start()
+        compile_elsewhere.join()
+    assert not seen
 
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    with pytest.raises(gr.GraphBreakError):
+        gr.transform(nn.Sequential(plain, nn.LSTM(4, 4)), [])(torch.ones(1, 4))
     assert not any(m._forward_hooks for m in plain.modules())
 
 
