@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+import gradrewrite as gr
 from gradrewrite import _torch, markers
+from gradrewrite.passes import ClipByValue
 
 
 def dynamo_graph(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
@@ -265,3 +268,64 @@ def test_an_exception_that_is_no_exception_ends_tracing_unwrapped() -> None:
 
     with pytest.raises(Stop), warnings.catch_warnings():
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+
+
+def test_8_recurrent_layers_break_the_graph() -> None:
+    with pytest.raises(_torch.Unsupported):
+        torch.compile(nn.GRU(2, 2), backend="eager", fullgraph=True)(torch.ones(1, 1, 2))
+
+
+def with_extra_output(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    boxed = _torch.box(gm)
+    return _torch.boxed(lambda args: (*boxed(args), torch.ones(1)))
+
+
+def test_13_backward_outputs_are_counted() -> None:
+    backend = aot_autograd(fw_compiler=lambda g, _: _torch.box(g), bw_compiler=lambda g, _: with_extra_output(g))
+    loss = torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(1, 2)).sum()
+
+    with pytest.raises(Exception, match=r"number of gradients|expected \d+"):
+        loss.backward()
+
+
+@pytest.mark.slow
+def test_11_a_hit_of_the_autograd_cache_skips_the_joint_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    runs: list[str] = []
+    plain = nn.Linear(3, 2)
+
+    def step(name: str) -> None:
+        patches = {"joint_custom_pre_pass": _torch._inductor_pass(lambda _: runs.append(name), None)}
+        torch.compiler.reset()
+        compiled = torch.compile(plain, backend=lambda gm, xs: compile_fx(gm, xs, config_patches=patches))
+        compiled(torch.ones(1, 3)).sum().backward()
+
+    with functorch_config.patch(enable_autograd_cache=True):
+        step("first")
+        step("second")
+    with _torch.no_autograd_cache():
+        step("third")
+    assert runs == ["first", "third"]
+
+
+@pytest.mark.slow
+def test_14_what_is_derived_from_a_get_attr_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> list[float]:
+        bound = torch.tensor(0.5)
+        model = gr.transform(nn.Linear(1, 1, bias=False), gr.on("gradient:*", ClipByValue(bound)))
+        model.compile()
+        model(torch.ones(1, 1)).sum().backward()
+        bound.fill_(0.25)
+        found = []
+        for sign in (1, -1):
+            model.zero_grad()
+            (sign * model(torch.ones(1, 1)).sum()).backward()
+            found.append(model.weight.grad.item())
+        return found
+
+    assert gradients() == [0.25, -0.25]
+    monkeypatch.setattr(_torch, "keep_live_tensors_live", lambda: None)
+    assert gradients() != [0.25, -0.25]
