@@ -21,7 +21,7 @@ from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -130,6 +130,11 @@ def source_name(node: fx.Node) -> str:
     return source.name if source is not None else ""
 
 
+def has_infinity(tensor: Tensor) -> bool:
+    """Whether an element of a real tensor is infinite; False for a fake one."""
+    return not isinstance(tensor, FakeTensor) and bool(torch.isinf(tensor).any())
+
+
 def is_backward(node: fx.Node) -> bool:
     """Whether AOTAutograd made a node in its backward."""
     return node.meta.get("partitioner_tag") != "is_forward"
@@ -212,6 +217,45 @@ def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one node of an ATen graph on real values; what it would write to is copied first."""
+    target = node.target
+    if target is torch.ops.prims.inductor_seeds.default:
+        limits = torch.iinfo(torch.int64)  # as compiled code draws them
+        return torch.randint(limits.min, limits.max, [args[0]], dtype=torch.int64, device=args[1])
+    if target is torch.ops.prims.inductor_random.default:
+        return _inductor_random(args, kwargs)
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        args = tuple(
+            a.clone() if isinstance(a, Tensor) and s.alias_info is not None and s.alias_info.is_write else a
+            for a, s in zip(args, target._schema.arguments, strict=False)
+        )
+    return cast(Callable[..., Any], target)(*args, **kwargs)
+
+
+def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers as compiled code draws them: its generator exists only there."""
+    from torch._inductor.compile_fx import compile_fx
+
+    size, seed, mode = args
+    graph = fx.Graph()
+    node = graph.call_function(
+        torch.ops.prims.inductor_random.default, (list(size), graph.placeholder("seed"), mode), kwargs
+    )
+    graph.output((node,))
+    with torch.no_grad():
+        return compile_fx(fx.GraphModule({}, graph), [seed])(seed)[0]
+
+
+def replace_random(gm: fx.GraphModule) -> None:
+    """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
+    from torch._inductor import config
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+
+    if not config.fallback_random:
+        replace_random_passes(gm)
+
+
 def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
     """Fake copy of a real tensor, in the fake mode of ``reference``."""
     if not isinstance(reference, FakeTensor):
@@ -228,6 +272,19 @@ def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
         if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
             found.append((position, desc.grad_of.idx))
     return found
+
+
+def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Placeholders of a joint graph that are inputs of the Dynamo graph, with their positions there."""
+    placeholders = graph.find_nodes(op="placeholder")
+    descs = {node: node.meta.get("desc") for node in placeholders}
+    return {node: desc.idx for node, desc in descs.items() if isinstance(desc, PlainAOTInput)}
+
+
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """Placeholders of a joint graph that are gradients of its outputs."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if isinstance(node.meta.get("desc"), TangentAOTInput)]
 
 
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
@@ -259,6 +316,7 @@ def op_by_op(
     inputs: Sequence[Any],
     *,
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
     backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
     inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
 ) -> Callable[..., Any]:
@@ -266,7 +324,7 @@ def op_by_op(
     from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: box(graph),
+        fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
@@ -290,6 +348,7 @@ def inductor(
     options: Mapping[str, Any],
     joint_pass: Callable[[fx.Graph], None],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
     backward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
 ) -> Callable[..., Any]:
     """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
@@ -299,13 +358,15 @@ def inductor(
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_backward", False):
             return backward(lambda g, xs: compile_fx_inner(g, xs, **kwargs), graph, example_inputs)
-        return compile_fx_inner(graph, example_inputs, **kwargs)
+        if kwargs.get("is_inference", False):
+            return compile_fx_inner(graph, example_inputs, **kwargs)
+        return forward(lambda g, xs: compile_fx_inner(g, xs, **kwargs), graph, example_inputs)
 
     patches = dict(options)
     asked = {name: options.get(name, getattr(config, name)) for name in _OURS}
     patches["joint_custom_pre_pass"] = _inductor_pass(joint_pass, asked["joint_custom_pre_pass"])
     patches["custom_partitioner_fn"] = _inductor_partitioner(partition, asked["custom_partitioner_fn"])
-    # Named here so that what keep_live_tensors_live sets is undone with the rest.
+    # Named here so that what stop_folding sets is undone with the rest.
     patches["joint_graph_constant_folding"] = asked["joint_graph_constant_folding"]
     with no_autograd_cache():
         compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
@@ -358,8 +419,8 @@ def _hashed(*identity: Any) -> Any:
     return identity
 
 
-def keep_live_tensors_live() -> None:
-    """Stop Inductor from folding what is derived from a ``get_attr``; to be called from the joint pass."""
+def stop_folding() -> None:
+    """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; to be called from the joint pass."""
     from torch._inductor import config
 
     config.joint_graph_constant_folding = False
@@ -379,6 +440,11 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             raise RuntimeError(f"Unexpected optimization option {key!r}; known options: {sorted(known)}")
         patches[name] = value
     return patches
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """The scale of a GradScaler on its device; None before its first use, or if it is disabled."""
+    return scaler._scale if scaler.is_enabled() else None  # get_scale() would wait for the device
 
 
 def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from gradrewrite.monitor import Monitor
 from gradrewrite.names import user_line
 from gradrewrite.policy import Policy
 from gradrewrite.probes import place, tracing
+from gradrewrite.recipe import Given
 from gradrewrite.rewrite import Leaf
 from gradrewrite.session import Explanation, Session
 
@@ -110,6 +111,7 @@ def _compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine, op
             gm,
             inputs,
             partition=_torch.min_cut_partition,
+            forward=lambda graph, _: _torch.box(graph),
             backward=lambda graph, _: _torch.box(graph),
             inference=lambda graph, _: _torch.box(graph),
         )
@@ -127,7 +129,13 @@ def _compile_rewritten(
         joint_pass = job.rewrite
         job.copies = _torch.uses_cuda_graphs(options)
     run = _torch.inductor(
-        gm, inputs, options=options, joint_pass=joint_pass, partition=job.partition, backward=job.compile_backward
+        gm,
+        inputs,
+        options=options,
+        joint_pass=joint_pass,
+        partition=job.partition,
+        forward=job.compile_forward,
+        backward=job.compile_backward,
     )
     if engine == "trace":
         raise Traced(TraceError("no output of the model depends on a parameter or an input that needs a gradient"))
@@ -145,10 +153,13 @@ def _compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], job: Job) -> Ru
         job.rewrite(graph.graph)
         return _torch.box(graph)
 
+    def forward(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return job.compile_forward(lambda g, _: _torch.box(g), graph, example_inputs)
+
     def backward(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return job.compile_backward(lambda g, _: _torch.box(g), graph, example_inputs)
 
-    return _torch.op_by_op(gm, inputs, partition=partition, backward=backward, inference=inference)
+    return _torch.op_by_op(gm, inputs, partition=partition, forward=forward, backward=backward, inference=inference)
 
 
 def _is_resumed(frame: str) -> bool:
@@ -181,9 +192,10 @@ def _compile(
         )
     session.names.enter_frame(gm, local, global_)
     is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
-    job = Job(session, frame, is_whole, _leaves(session, gm, inputs, is_whole))
+    given = _given(session, gm, inputs)
+    job = Job(session, frame, is_whole, _leaves(given, inputs, is_whole), given, engine == "inductor")
     try:
-        job.values = place(gm, session.names)
+        job.values = place(gm, session.names, _infinite_buffers(gm, inputs, given))
         gm.recompile()
         with tracing(job.values):
             run = _compile_rewritten(gm, inputs, engine, options, job)
@@ -197,14 +209,40 @@ def _compile(
         job.values = ()  # fake tensors, of no use any more
 
 
-def _leaves(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], is_whole: bool) -> dict[int, Leaf]:
-    leaves = {}
+def _given(session: Session, gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, Given]:
+    """What the tensor inputs of a Dynamo graph are, by position."""
+    given = {}
     for position, (node, tensor) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        if not isinstance(tensor, Tensor):
             continue
-        name = session.names.parameter(tensor)
-        if name is not None:
-            leaves[position] = Leaf(True, name, weakref.ref(tensor))
+        parameter, buffer = session.names.parameter(tensor), session.names.buffers.get(id(tensor))
+        if parameter is not None:
+            given[position] = Given("parameter", parameter)
+        elif buffer is not None:
+            given[position] = Given("buffer", buffer)
+        else:
+            given[position] = Given("input", session.inputs.name(_torch.source_name(node) or node.name))
+    return given
+
+
+def _leaves(given: Mapping[int, Given], inputs: Sequence[Any], is_whole: bool) -> dict[int, Leaf]:
+    leaves = {}
+    for position, known in given.items():
+        tensor = inputs[position]
+        if not tensor.requires_grad:
+            continue
+        if known.role == "parameter":
+            leaves[position] = Leaf(True, known.name, weakref.ref(tensor))
         elif is_whole or tensor.is_leaf:  # behind a graph break, values of the graph before are no inputs
-            leaves[position] = Leaf(False, session.inputs.name(_torch.source_name(node) or node.name), None)
+            leaves[position] = Leaf(False, known.name, None)
     return leaves
+
+
+def _infinite_buffers(gm: fx.GraphModule, inputs: Sequence[Any], given: Mapping[int, Given]) -> list[fx.Node]:
+    """Placeholders of buffers that hold infinities (an attention mask): the program wrote them on purpose."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        placeholders[position]
+        for position, known in given.items()
+        if known.role == "buffer" and inputs[position].is_floating_point() and _torch.has_infinity(inputs[position])
+    ]

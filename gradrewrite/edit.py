@@ -137,6 +137,16 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
+def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
+    """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones."""
+    owner = graph.owning_module
+    assert owner is not None
+    gm = copy_of(fx.GraphModule(owner, graph))
+    for node in gm.graph.nodes:
+        node.meta = {}
+    return gm
+
+
 def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node:
     owner = graph.owning_module
     assert owner is not None

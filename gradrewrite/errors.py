@@ -8,13 +8,18 @@ RewriteError
  +-- GraphBreakError              (RuntimeError) the tracer cannot see the whole model
  +-- NotRewrittenError            (RuntimeError) torch would run the plain model
  +-- TraceError                   (RuntimeError) there is no backward to show
+ +-- NonFiniteError               (ArithmeticError) a finite check failed
 
 RewriteWarning (UserWarning)      something differs from what the policy says, and is said once
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradrewrite.sites import Site
 
 
 class RewriteError(Exception):
@@ -63,6 +68,87 @@ class NotRewrittenError(RewriteError, RuntimeError):
 
 class TraceError(RewriteError, RuntimeError):
     """There is no backward graph to rewrite or to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A site that was executed just before the failure.
+
+    Attributes:
+        site: The site.
+        smallest: Its smallest absolute value.
+        largest: Its largest absolute value.
+    """
+
+    site: Site
+    smallest: float
+    largest: float
+
+
+class NonFiniteError(RewriteError, ArithmeticError):
+    """A finite check failed.
+
+    Attributes:
+        site: The first site that is not finite, in the order of execution (forward first, then backward).
+        percent: Share of its elements that are NaN or infinite, in percent; NaN where it is not known.
+        op: ``module/op`` of the op that made it: for an activation the op whose result it is, for an error or a
+            gradient the op through whose backward it came; ``""`` if no op did (see ``cause``) or it is not known.
+        source: That op's line, ``file:line "code"``.
+        step: Number of the backward, from 0.
+        others: Every other site that is not finite, in the order of execution.
+        window: Sites executed just before, the nearest last, with their absolute values.
+        cause: What came into the model already non-finite (an input, a parameter, the loss); ``""`` if an op made it.
+        note: Why the answer rests on the failed checks alone; ``""`` if every op was looked at.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        percent: float = math.nan,
+        op: str = "",
+        source: str = "",
+        step: int = 0,
+        others: Sequence[Site] = (),
+        window: Sequence[Window] = (),
+        cause: str = "",
+        note: str = "",
+    ) -> None:
+        """Keep all of it."""
+        super().__init__(site)
+        self.site = site
+        self.percent = percent
+        self.op = op
+        self.source = source
+        self.step = step
+        self.others = tuple(others)
+        self.window = tuple(window)
+        self.cause = cause
+        self.note = note
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with everything that is known."""
+        return type(self), (self.site,), dict(self.__dict__)
+
+    def __str__(self) -> str:
+        """One line: the site, its share, the op and its line; then what came before it, and what else failed."""
+        sizes = self.site.shape
+        number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
+        elements = f"of {number} elements" if number is not None else "of the elements"
+        share = f"{self.percent:.3g} %" if not math.isnan(self.percent) else "some"
+        parts = [f"step {self.step}: first non-finite: {self.site}, {share} {elements}"]
+        if self.op:
+            made = "made by" if self.site.kind == "activation" else "made by the backward of"
+            parts.append(f"{made} {self.op}{', ' + self.source if self.source else ''}")
+        if self.cause:
+            parts.append(self.cause)
+        text = ", ".join(parts)
+        if self.window:
+            before = ", ".join(f"{w.site} ({w.smallest:.3g} to {w.largest:.3g})" for w in self.window)
+            text += f"; just before it, in absolute values: {before}"
+        if self.others:
+            text += f"; {len(self.others)} other sites were not finite"
+        return f"{text}; {self.note}" if self.note else text
 
 
 class RewriteWarning(UserWarning):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -14,9 +14,11 @@ from gradrewrite.errors import RewriteError
 from gradrewrite.joint import JointGraph
 from gradrewrite.policy import GroupAction
 from gradrewrite.probes import Value
+from gradrewrite.recipe import Given
 from gradrewrite.records import Carried
 from gradrewrite.rewrite import Leaf, rewrite, show
 from gradrewrite.session import GraphReport, Session
+from gradrewrite.witness import Forwards, names_of_outputs
 
 Runnable = Callable[..., Any]
 
@@ -38,19 +40,28 @@ class Job:
     frame: str
     is_whole: bool
     leaves: Mapping[int, Leaf]
+    given: Mapping[int, Given]
+    is_compiled: bool
     values: Sequence[Value] = ()
     carried: Carried = field(default_factory=Carried)
     live: Mapping[str, Tensor] = field(default_factory=dict)
     clipped: list[weakref.ref[Tensor]] = field(default_factory=list)
     copies: bool = False
+    forwards: Forwards | None = None
 
     def rewrite(self, graph: fx.Graph) -> None:
         """The pass: rewrite the joint graph (a graph without gradients only loses its markers)."""
         if not _torch.gradient_outputs(graph):
             edit.erase_markers(graph)  # no backward, or the body of a higher-order op
             return
-        result = rewrite(graph, self.values, self.leaves, self.session.policy)
+        scale = self.session.loss_scale
+        scale_of = None if scale is None else scale.on
+        result = rewrite(graph, self.values, self.leaves, self.session.policy, given=self.given, scale_of=scale_of)
         self.carried, self.live = result.carried, result.live
+        if result.recipe is not None:
+            if self.is_compiled and result.recipe.is_random:
+                _torch.replace_random(result.recipe.graph)
+            self.forwards = Forwards(result.recipe)
         self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits))
         for site, actions in result.out_of_reach:
             self.session.say_once(
@@ -76,7 +87,10 @@ class Job:
             edit.erase_markers(graph)
             return
         try:
-            joint = show(graph.owning_module, self.values, self.leaves, self.session.policy)
+            scale = self.session.loss_scale
+            scale_of = None if scale is None else scale.on
+            values, leaves, policy = self.values, self.leaves, self.session.policy
+            joint = show(graph.owning_module, values, leaves, policy, given=self.given, scale_of=scale_of)
             self.session.check_rules_on(joint.sites)
         except RewriteError as err:
             raise Traced(err) from None
@@ -93,14 +107,32 @@ class Job:
             backward.recompile()
         return forward, backward
 
+    def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Compile the forward; where something is checked, remember what each run was given."""
+        forwards = self.forwards
+        names = names_of_outputs(gm)
+        compiled = compile_graph(gm, inputs)
+        if forwards is None:
+            return cast(Runnable, compiled)
+
+        def run(args: list[Any]) -> Any:
+            begun = forwards.begin(args)
+            outputs = compiled(args)
+            forwards.end(begun, names, outputs)
+            return outputs
+
+        return _torch.boxed(run)
+
     def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile the backward with its extra outputs and live inputs, and take both off where it runs."""
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         count = edit.release(gm.graph)
         lifted = edit.lift_live(gm)
         gm.recompile()
         compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
         tensors = [self.live[name] for name, _ in lifted]
         carried, session, watch = self.carried, self.session, _Accumulation(self.clipped)
+        forwards = self.forwards
 
         def run(args: list[Any]) -> Any:
             if not session.has_model:
@@ -109,6 +141,9 @@ class Job:
             if carried.groups and watch.is_accumulating():
                 session.say_once("accumulated", _ACCUMULATED.format(", ".join(carried.groups)))
                 session.say_now()
+            witness = forwards.witness(dict(zip(names, args, strict=True))) if forwards is not None else None
+            if session.loss_scale is not None:
+                session.loss_scale.update()
             args.extend(tensors)
             outputs = compiled(args)
             if not count:
@@ -116,7 +151,7 @@ class Job:
             packs, kept = outputs[-count:][: len(carried.packs)], outputs[-count:][len(carried.packs) :]
             # What is kept may be a gradient itself, which belongs to autograd; a CUDA graph overwrites all of it.
             extras = [*(t.clone() if self.copies else t for t in packs), *(t.clone() for t in kept)]
-            again = session.monitor.collect(carried, extras)
+            again = session.monitor.collect(carried, extras, witness)
             if again and self.is_whole:
                 session.say_once("again", _AGAIN.format(", ".join(again)))
                 session.say_now()

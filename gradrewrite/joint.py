@@ -84,10 +84,17 @@ def read_markers(graph: fx.Graph) -> Markers:
     found = Markers({}, {})
     for node in graph.nodes:
         if node.target is markers.mark_activation:
-            found.activations[int(node.args[1])] = node
+            found.activations[number_of(node)] = node
         elif node.target is markers.mark_error and _torch.is_backward(node):  # not of a gradient inside the forward
-            found.errors[int(node.args[1])] = node
+            found.errors[number_of(node)] = node
     return found
+
+
+def number_of(marker: fx.Node) -> int:
+    """Number of the value that a marker stands on."""
+    number = marker.args[1]
+    assert isinstance(number, int)
+    return number
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -15,6 +15,7 @@ from gradrewrite.entry import Entry, kept_random_state, tensors_in
 from gradrewrite.errors import GraphBreakError, RewriteError
 from gradrewrite.job import Traced
 from gradrewrite.joint import JointGraph
+from gradrewrite.loss_scale import LossScale
 from gradrewrite.monitor import Monitor
 from gradrewrite.policy import Policy
 from gradrewrite.session import Explanation, Session
@@ -29,6 +30,7 @@ def transform(
     fullgraph: bool = True,
     dynamic: bool | None = None,
     monitor: Monitor | None = None,
+    loss_scale: torch.amp.GradScaler | Tensor | None = None,
 ) -> RewrittenModule:
     """Give a model a policy for its backward pass.
 
@@ -43,12 +45,15 @@ def transform(
             ``explain()`` and warns once about each.
         dynamic: Symbolic shapes, as in ``torch.compile``.
         monitor: Where records go; a new ``Monitor`` if None.
+        loss_scale: What the loss is multiplied by before ``backward``: a ``torch.amp.GradScaler``, or a tensor with
+            one element. It is read at every backward, on the device; thresholds, records and what tensor functions
+            see are then in units of the unscaled loss.
 
     Returns:
         A module with the same parameters and state_dict keys.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``loss_scale`` neither scaler nor tensor.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
 
     Example:
@@ -63,7 +68,8 @@ def transform(
         raise TypeError("this module is transformed already; transform model.original, with a list of both policies")
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.transform takes an nn.Module, got {type(model).__name__}; for a function use gr.backend")
-    return RewrittenModule(model, policy, fullgraph=fullgraph, dynamic=dynamic, monitor=monitor)
+    scale = None if loss_scale is None else LossScale(loss_scale)
+    return RewrittenModule(model, policy, fullgraph=fullgraph, dynamic=dynamic, monitor=monitor, loss_scale=scale)
 
 
 class RewrittenModule(nn.Module):
@@ -78,7 +84,14 @@ class RewrittenModule(nn.Module):
     monitor: Monitor
 
     def __init__(
-        self, model: nn.Module, policy: Policy, *, fullgraph: bool, dynamic: bool | None, monitor: Monitor | None
+        self,
+        model: nn.Module,
+        policy: Policy,
+        *,
+        fullgraph: bool,
+        dynamic: bool | None,
+        monitor: Monitor | None,
+        loss_scale: LossScale | None,
     ) -> None:
         """Share everything with the model; see ``transform``."""
         self.__dict__["original"] = model
@@ -90,7 +103,7 @@ class RewrittenModule(nn.Module):
         self._policy = policy
         self._settings: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic}
         self._engine: Engine = "op by op"
-        self._session = Session(policy, monitor, model)
+        self._session = Session(policy, monitor, model, loss_scale)
         self.monitor = self._session.monitor
         self._restart()
 
@@ -163,7 +176,7 @@ class RewrittenModule(nn.Module):
             >>> [str(site) for site in graph.sites]
             ['activation:/linear', 'error:/linear', 'gradient:weight', 'gradient:bias']
         """
-        session = Session(self._policy, None, self.original)
+        session = Session(self._policy, None, self.original, self._session.loss_scale)
         settings = {"fullgraph": True, "dynamic": self._settings["dynamic"]}
         entry = Entry(session, Backend(session, "trace"), self.original, settings)
         try:
@@ -252,11 +265,12 @@ class RewrittenModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
         """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
-        return _rebuild(copy.deepcopy(self.original, memo), self._policy, self._settings, self._engine)
+        original, scale = copy.deepcopy(self.original, memo), self._session.loss_scale
+        return _rebuild(original, self._policy, self._settings, self._engine, scale)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the original, the policy and the settings; compiled code and records stay behind."""
-        return _rebuild, (self.original, self._policy, self._settings, self._engine)
+        return _rebuild, (self.original, self._policy, self._settings, self._engine, self._session.loss_scale)
 
 
 _run = _torch.outside_of_graphs(
@@ -264,9 +278,11 @@ _run = _torch.outside_of_graphs(
 )
 
 
-def _rebuild(original: nn.Module, policy: Policy, settings: Mapping[str, Any], engine: Engine) -> RewrittenModule:
+def _rebuild(
+    original: nn.Module, policy: Policy, settings: Mapping[str, Any], engine: Engine, scale: LossScale | None
+) -> RewrittenModule:
     plain = {name: settings[name] for name in ("fullgraph", "dynamic")}
-    model = RewrittenModule(original, policy, **plain, monitor=None)
+    model = RewrittenModule(original, policy, **plain, monitor=None, loss_scale=scale)
     if engine == "inductor":
         model.compile(**settings)
     return model

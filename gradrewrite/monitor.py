@@ -1,123 +1,202 @@
-"""The monitor: what a rewritten backward reported, read by the host only when it is asked."""
+"""The monitor: what rewritten backwards reported, read by the host only when it is asked."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
+import os
 import threading
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from gradrewrite import _torch
-from gradrewrite.records import Carried
+from gradrewrite.errors import NonFiniteError, RewriteWarning
+from gradrewrite.failure import find_anywhere, find_failure
+from gradrewrite.records import Carried, LogLine, OnFailure
+from gradrewrite.rows import Row, Run
+from gradrewrite.sinks import JsonLines, Sink, TensorBoard
 from gradrewrite.sites import Site
+from gradrewrite.suggest import nearest
+from gradrewrite.table import Table, table_of
+from gradrewrite.witness import Witness
 
 logger = logging.getLogger("gradrewrite.monitor")
 
-_MAX_PENDING = 1000
 _MAX_OPEN = 1000
 
 
-@dataclass
-class _Run:
-    """What one backward graph reported; tensors stay on their device until they are copied."""
+class Guard(Protocol):
+    """What watches an optimizer (``gr.guard``)."""
 
-    carried: Carried
-    packs: list[Tensor]
-    on_device: list[Tensor] = field(default_factory=list)  # sources of copies under way, kept alive
+    def begin(self) -> None:
+        """A backward begins."""
+        ...
 
-    def values(self) -> dict[str, float]:
-        """Read all records; waits for the device."""
-        pairs = zip(self.carried.packs, self.packs, strict=True)
-        return {name: value for names, pack in pairs for name, value in zip(names, pack.tolist(), strict=True)}
+    def note(self, bad: Tensor) -> None:
+        """Take the verdict of one graph: 0-d float32 on its device, 1 if a check that skips failed."""
+        ...
 
-
-@dataclass
-class _Row:
-    """What one ``loss.backward()`` reported."""
-
-    runs: list[_Run] = field(default_factory=list)
-    kept: dict[Site, Tensor] = field(default_factory=dict)
-    groups: list[str] = field(default_factory=list)
-    copied: list[torch.cuda.Event] = field(default_factory=list)
-
-    def values(self) -> dict[str, float]:
-        """Read all records; the last report of a site stands."""
-        return {name: value for run in self.runs for name, value in run.values().items()}
-
-    def has_logs(self) -> bool:
-        """Whether a clip in it logs."""
-        return any(run.carried.logs for run in self.runs)
-
-    def start_copy(self) -> None:
-        """Begin to copy the records to the host; nothing waits."""
-        devices = {pack.device for run in self.runs for pack in run.packs if pack.device.type == "cuda"}
-        for run in self.runs:
-            run.on_device, run.packs = run.packs, [_copy_to_host(pack) for pack in run.packs]
-        for device in devices:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self.copied.append(event)
-
-    def is_here(self) -> bool:
-        """Whether the copy has arrived."""
-        return all(event.query() for event in self.copied)
-
-    def wait(self) -> None:
-        """Wait for the copy."""
-        for event in self.copied:
-            event.synchronize()
-        for run in self.runs:
-            run.on_device = []
-
-    def log(self) -> None:
-        """Log the clips that acted; the copy must be here."""
-        for run in self.runs:
-            values = run.values() if run.carried.logs else {}
-            for line in run.carried.logs:
-                if values[line.clipped] > 0:
-                    _log(line.site, values[line.max_abs], values[line.mean_abs])
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped."""
+        ...
 
 
 class Monitor:
-    """What the last backward of a rewritten model reported.
+    """What the backwards of a rewritten model reported.
 
-    A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one
-    backward (the model was called twice), its last report stands. Nothing here waits for the device before
-    it is asked.
+    A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
+    (the model was called twice), its last report stands. The last ``capacity`` rows stay on their device; nothing
+    waits for the device before the host asks, or the interval is over. Reading is safe from any thread.
+
+    Attributes:
+        capacity: How many rows are kept.
+        every: After how many rows they are copied to the host, without waiting, and written to files; None: only when
+            something is read.
     """
 
-    def __init__(self) -> None:
-        """Begin empty."""
+    def __init__(self, capacity: int = 1000, *, every: int | None = None) -> None:
+        """Begin empty.
+
+        Raises:
+            ValueError: ``capacity`` or ``every`` is not a whole number >= 1, or ``every`` exceeds ``capacity``.
+        """
+        for name, value in (("capacity", capacity), ("every", every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"Monitor: {name} is a whole number >= 1, got {value!r}")
+        if every is not None and every > capacity:
+            raise ValueError(f"Monitor: every={every} rows would not fit into capacity={capacity}")
+        self.capacity = capacity
+        self.every = every
         self._lock = threading.RLock()
-        self._open: dict[int, _Row] = {}  # by backward: one may run inside another, or on another thread
-        self._last: _Row | None = None
-        self._pending: deque[_Row] = deque()
+        self._open: dict[int, Row] = {}  # by backward: one may run inside another, or on another thread
+        self._rows: deque[Row] = deque()
+        self._num_rows = 0
+        self._num_read = 0
+        self._num_dropped = 0
+        self._to_log: deque[Row] = deque()
+        self._to_warn: deque[Row] = deque()
+        self._sinks: list[tuple[Sink, int]] = []
+        self._guards: list[weakref.ref[Guard]] = []
+
+    @property
+    def dropped(self) -> int:
+        """How many rows left the buffer before the host had read them."""
+        return self._num_dropped
+
+    @property
+    def skipped(self) -> int:
+        """How many updates ``gr.guard`` has skipped; waits for the device."""
+        with self._lock:
+            return sum(guard.skipped for guard in self._alive())
 
     def latest(self) -> dict[str, float]:
         """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
 
         Waits for the device. Values are float32 (float64 if a source was), NaN and infinities as they were.
         """
-        with self._lock:
-            self._drain(wait=True)
-            return self._last.values() if self._last is not None else {}
+        rows = self._read(last=1)
+        return dict(rows[-1].values()) if rows else {}
+
+    def history(self, address: str) -> list[float]:
+        """One record over the rows in the buffer, oldest first; NaN where a row lacks it. Waits for the device.
+
+        Raises:
+            KeyError: There are rows, and none has that record.
+        """
+        rows = [row.values() for row in self._read()]
+        if rows and not any(address in row for row in rows):
+            known = list(dict.fromkeys(name for row in rows for name in row))
+            raise KeyError(f"no record {address!r}; nearest: {', '.join(nearest(address, known)) or 'there are none'}")
+        return [row.get(address, math.nan) for row in rows]
 
     def kept(self) -> dict[Site, Tensor]:
         """Tensors that ``Keep`` kept in the last backward, on their device, with their dtype; copies."""
         with self._lock:
-            self._drain(wait=True)
-            return dict(self._last.kept) if self._last is not None else {}
+            self._say()
+            return dict(self._rows[-1].kept) if self._rows else {}
 
-    def collect(self, carried: Carried, tensors: Sequence[Tensor]) -> list[str]:
+    def table(self) -> Table:
+        """All records over the rows in the buffer; ``print`` shows it. Waits for the device."""
+        rows = self._read()
+        parts = [f"{len(rows)} of {self._num_rows} steps"]
+        if self._num_dropped:
+            parts.append(f"{self._num_dropped} were dropped unread (capacity {self.capacity})")
+        if any(True for _ in self._alive()):
+            parts.append(f"{self.skipped} updates skipped")
+        return table_of([row.values() for row in rows], ", ".join(parts))
+
+    def diagnose(self) -> tuple[Any, ...]:
+        """Plain answers from the rows in the buffer, the gravest first; ``()`` if nothing is found."""
+        from gradrewrite.doctor import Step, diagnose
+
+        return diagnose([Step(row.step, row.values() | row.bounds()) for row in self._read()])
+
+    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Append the rows to a file, one JSON object a line, and the later ones as they come.
+
+        Later rows are written every ``every`` rows (100 if None, at most ``capacity``), when this is called again,
+        and when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+        If a later row cannot be written (a full disk), a warning says so and training goes on without the file.
+
+        Raises:
+            OSError: The file cannot be written now.
+        """
+        with self._lock:
+            known = next(
+                (s for s, _ in self._sinks if isinstance(s, JsonLines) and str(s.path) == os.fspath(path)), None
+            )
+            self._attach(known or JsonLines(path))
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does."""
+        with self._lock:
+            known = next((s for s, _ in self._sinks if isinstance(s, TensorBoard) and s.writer is writer), None)
+            self._attach(known or TensorBoard(writer))
+
+    def watch(self, guard: Guard) -> None:
+        """Tell a guard of every check that skips (called by ``gr.guard``)."""
+        with self._lock:
+            self._guards.append(weakref.ref(guard))
+
+    def add(self, figures: dict[str, float | Tensor]) -> None:
+        """Add figures to the last row (called by ``gr.guard``)."""
+        with self._lock:
+            if self._rows:
+                self._rows[-1].extra |= figures
+
+    def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
+        """What failed in the last row, as an error; None if nothing did. Waits for the device.
+
+        The step is replayed op by op if it still can be: until the next backward, and until its inputs or the
+        parameters are changed.
+
+        Args:
+            anywhere: Take all that leaves the model for checked, not only where checks stand.
+        """
+        with self._lock:
+            if not self._rows:
+                return None
+            row = self._rows[-1]
+            row.fetch()
+            if anywhere:
+                return find_anywhere(row.step, row.checked_runs())
+            return find_failure(row.step, row.checked_runs(), get_args(OnFailure), replays=True)
+
+    def collect(self, carried: Carried, tensors: Sequence[Tensor], witness: Witness | None = None) -> list[str]:
         """Take what one backward graph reported (called by the run time, inside ``backward``).
 
         Args:
             carried: What the tensors are.
             tensors: The packed records, then what is kept.
+            witness: What a replay needs, where something is checked.
 
         Returns:
             The groups that an earlier graph of the same backward had clipped already.
@@ -127,40 +206,163 @@ class Monitor:
             if task not in self._open:
                 # What a backward that failed left behind is of no use: numbers of backwards only grow.
                 self._open = {known: row for known, row in self._open.items() if known > task - _MAX_OPEN}
-                self._open[task] = _Row()
+                self._open[task] = Row()
                 _torch.at_end_of_backward(lambda: self._close(task))
+                for guard in self._alive():
+                    guard.begin()
             row = self._open[task]
             again = [group for group in carried.groups if group in row.groups]
             row.groups += carried.groups
-            row.runs.append(_Run(carried, list(tensors[: len(carried.packs)])))
+            row.runs.append(Run(carried, list(tensors[: len(carried.packs)]), witness))
             row.kept.update(zip(carried.kept, tensors[len(carried.packs) :], strict=True))
+            for pack, count in zip(row.runs[-1].packs, carried.num_skips, strict=True):
+                if count:
+                    self._note_bad((pack[:count].amax() > 0).to(torch.float32))
             return again
+
+    def _note_bad(self, bad: Tensor) -> None:
+        for guard in self._alive():
+            guard.note(bad)
+
+    def _alive(self) -> list[Guard]:
+        return [guard for guard in (ref() for ref in self._guards) if guard is not None]
 
     def _close(self, task: int) -> None:
         with self._lock:
-            self._last = row = self._open.pop(task)
-            if row.has_logs() and logger.isEnabledFor(logging.INFO):
+            row = self._open.pop(task)
+            row.step = self._num_rows
+            if self._rows:
+                self._rows[-1].forget_witnesses()
+                self._rows[-1].kept = {}
+            self._warn_of(wait=len(self._to_warn) > self.capacity)  # of the steps before
+            self._write_if_due()
+            self._append(row)
+            for queue, is_due in ((self._to_log, _logs(row)), (self._to_warn, _warns(row))):
+                if is_due:
+                    row.start_copy()
+                    queue.append(row)
+            self._log_of(wait=len(self._to_log) > self.capacity)
+        if row.has(lambda carried: any(c.on_failure == "raise" for c in carried.checks)):
+            row.fetch()
+            error = find_failure(row.step, row.checked_runs(), ("raise",), replays=True)
+            if error is not None:
+                raise error
+
+    def _append(self, row: Row) -> None:
+        row.close()
+        if len(self._rows) == self.capacity:
+            lost = self._rows.popleft()
+            if lost.step >= self._num_read:
+                self._num_dropped += 1
+                if self._num_dropped == 1 and self._sinks:
+                    _warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
+        self._rows.append(row)
+        self._num_rows += 1
+
+    def _write_if_due(self) -> None:
+        """Write what has arrived, and begin to copy what is due; the last row may still grow."""
+        every = self.every or (min(100, self.capacity) if self._sinks else None)
+        if every is None or not self._rows:
+            return
+        arrived = []
+        for row in self._rows:
+            if row.step < self._num_read:
+                continue
+            if not row.is_here():
+                break
+            arrived.append(row)
+        if arrived:
+            self._num_read = arrived[-1].step + 1
+            self._write(arrived)
+        if self._num_rows % every == 0 or len(self._rows) == self.capacity:
+            for row in self._rows:
                 row.start_copy()
-                self._pending.append(row)
-            self._drain(wait=len(self._pending) > _MAX_PENDING)
 
-    def _drain(self, *, wait: bool) -> None:
-        """Log the clips of all rows that have arrived, in order."""
-        while self._pending and (wait or self._pending[0].is_here()):
-            row = self._pending.popleft()
-            row.wait()
-            row.log()
+    def _read(self, last: int | None = None) -> list[Row]:
+        """The rows of the buffer, on the host."""
+        with self._lock:
+            self._say()
+            rows = list(self._rows)[-last:] if last is not None else list(self._rows)
+            for row in rows:
+                row.fetch()
+            if last is None and rows:
+                self._num_read = rows[-1].step + 1
+            return rows
+
+    def _attach(self, sink: Sink) -> None:
+        if all(known is not sink for known, _ in self._sinks):
+            if not self._sinks:
+                atexit.register(_flush, weakref.ref(self))
+            self._sinks.append((sink, 0))
+        self._write(self._read(), raises=True)
+
+    def _write(self, rows: Sequence[Row], *, raises: bool = False) -> None:
+        """Give each sink the rows that it has not had."""
+        for number, (sink, begins) in enumerate(self._sinks):
+            step = begins
+            try:
+                for row in rows:
+                    if row.step >= begins:
+                        sink.write(row.step, row.values() | row.bounds())
+                        step = row.step + 1
+                self._sinks[number] = (sink, step)
+            except OSError as err:
+                del self._sinks[number]
+                text = f"{sink}: step {step} could not be written ({err.strerror}); records are no longer written there"
+                if raises:
+                    raise OSError(err.errno, text) from err
+                _warn(f"{text}. Free space and call to_jsonl again: rows still in the buffer are written then")
+                return
+
+    def _say(self) -> None:
+        """Log and warn of all rows."""
+        self._log_of(wait=True)
+        self._warn_of(wait=True)
+
+    def _log_of(self, *, wait: bool) -> None:
+        """Log the clips that acted, for all rows that have arrived, in order."""
+        while self._to_log and (wait or self._to_log[0].is_here()):
+            row = self._to_log.popleft()
+            row.fetch()
+            for run in row.runs:
+                values = run.values() if run.carried.logs else {}
+                for line in run.carried.logs:
+                    if values[line.clipped] > 0:
+                        _log(line, values)
+
+    def _warn_of(self, *, wait: bool) -> None:
+        """Warn of failed checks, for all rows that have arrived, in order."""
+        while self._to_warn and (wait or self._to_warn[0].is_here()):
+            row = self._to_warn.popleft()
+            row.fetch()
+            error = find_failure(row.step, row.checked_runs(), ("warn",), replays=False)
+            if error is not None:
+                _warn(str(error))
 
 
-def _copy_to_host(pack: Tensor) -> Tensor:
-    if pack.device.type == "cpu":
-        return pack
-    # Into pinned memory: a copy into any other waits for the device.
-    return torch.empty_like(pack, device="cpu", pin_memory=True).copy_(pack, non_blocking=True)
+def _logs(row: Row) -> bool:
+    return logger.isEnabledFor(logging.INFO) and row.has(lambda carried: bool(carried.logs))
 
 
-def _log(site: Site, largest: float, mean: float) -> None:
-    if site.kind == "gradient":
-        logger.info("parameter=%s need clipping, max grad=%.6g avg grad=%.6g", site.name, largest, mean)
+def _warns(row: Row) -> bool:
+    return row.has(lambda carried: any(c.on_failure == "warn" for c in carried.checks))
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RewriteWarning, stacklevel=3)
+
+
+def _flush(ref: weakref.ref[Monitor]) -> None:
+    """Write what is left when the program ends."""
+    monitor = ref()
+    if monitor is not None:
+        with monitor._lock:
+            monitor._write(monitor._read())
+
+
+def _log(line: LogLine, values: dict[str, float]) -> None:
+    largest, mean = values[line.max_abs], values[line.mean_abs]
+    if line.site.kind == "gradient":
+        logger.info("parameter=%s need clipping, max grad=%.6g avg grad=%.6g", line.site.name, largest, mean)
     else:
-        logger.info("layer=%s need clipping, max error=%.6g avg error=%.6g", site.name, largest, mean)
+        logger.info("layer=%s need clipping, max error=%.6g avg error=%.6g", line.site.name, largest, mean)

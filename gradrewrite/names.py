@@ -37,6 +37,7 @@ class Names:
         self._scopes: Mapping[str, Mapping[str, Any]] = {}
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
 
     def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
         """Learn the roots of a frame and read all names anew (modules may have come and gone).
@@ -85,7 +86,7 @@ class Names:
         return found
 
     def _read(self) -> None:
-        self.modules, self.parameters = {}, {}
+        self.modules, self.parameters, self.buffers = {}, {}, {}
         self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not None]
         for prefix, ref in self._roots:
             root = ref()
@@ -93,6 +94,8 @@ class Names:
                 self.modules.setdefault(id(module), name)
             for name, parameter in root.named_parameters(prefix=prefix) if root is not None else ():
                 self.parameters.setdefault(id(parameter), name)
+            for name, buffer in root.named_buffers(prefix=prefix) if root is not None else ():
+                self.buffers.setdefault(id(buffer), name)
 
     def _add_roots(self, paths: list[str]) -> None:
         new: dict[int, tuple[str, nn.Module]] = {}

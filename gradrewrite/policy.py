@@ -29,12 +29,24 @@ class Action(Protocol):
 
     Attributes:
         kinds: The kinds of site at which the action may stand.
+        has_units: Whether it means something else for a gradient that a loss scale multiplied; it is then
+            given the unscaled gradient.
     """
 
     kinds: ClassVar[frozenset[Kind]]
+    has_units: ClassVar[bool]
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Compute the replacement with torch operations; traced once, on fake tensors."""
+        ...
+
+
+@runtime_checkable
+class AdaptingAction(Action, Protocol):
+    """An action that differs from site to site (internal until 1.0)."""
+
+    def at(self, site: Site) -> Action:
+        """The action for one site."""
         ...
 
 
@@ -44,10 +56,12 @@ class GroupAction(Protocol):
 
     Attributes:
         kinds: The kinds of site at which the action may stand.
+        has_units: As for an ``Action``.
         group: Sites whose actions have the same group are treated together.
     """
 
     kinds: ClassVar[frozenset[Kind]]
+    has_units: ClassVar[bool]
 
     @property
     def group(self) -> Hashable:

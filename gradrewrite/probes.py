@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch, markers
 from gradrewrite.errors import PolicyError
+from gradrewrite.intended import hands_on_infinity
 from gradrewrite.names import Names, source_of
 from gradrewrite.sites import Kind, Site
 
@@ -82,6 +83,7 @@ class Value:
         taps: Names given to it by ``gr.tap``.
         identities: Pass-through modules that returned it.
         is_returned: Whether the graph returns it.
+        may_be_infinite: Whether the program itself fills it with infinities.
         same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
     """
 
@@ -93,6 +95,7 @@ class Value:
     taps: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
     is_returned: bool = False
+    may_be_infinite: bool = False
     same_as: Value | None = None
 
 
@@ -126,17 +129,18 @@ def tracing(values: Sequence[Value]) -> Iterator[None]:
         _tracing.reset(token)
 
 
-def place(gm: fx.GraphModule, names: Names) -> list[Value]:
+def place(gm: fx.GraphModule, names: Names, infinite: Collection[fx.Node] = ()) -> list[Value]:
     """Place a probe behind every value of a Dynamo graph; taps are taken out.
 
     Args:
         gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
         names: The names of the frame's modules.
+        infinite: Placeholders of buffers that hold infinities on purpose.
 
     Returns:
         The values in execution order; a probe's number is the position of its value.
     """
-    reader = _Reader(names)
+    reader = _Reader(names, infinite)
     reader.read(gm, {}, is_body=False)
     return reader.values
 
@@ -156,8 +160,9 @@ def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
 class _Reader:
     """Walks a Dynamo graph in execution order."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, infinite: Collection[fx.Node]) -> None:
         self.names = names
+        self._infinite = set(infinite)
         self.values: list[Value] = []
         self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
 
@@ -183,10 +188,14 @@ class _Reader:
         self._use(node, runs, outer)
         changed = _changed_in_place(node)
         made = node if changed is None else changed
+        may_be_infinite = hands_on_infinity(_op_name(node), node, self._infinite)
+        if may_be_infinite:
+            self._infinite |= {node, made}
         fake = _fake(outer.get(made, made))
         if fake is None or (changed is None and id(fake) in self._current):
             return
-        self._add(Value(_op_name(node), runs, source_of(node), fake), made, after=node)
+        value = Value(_op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
+        self._add(value, made, after=node)
 
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
         body_node, *args = node.args
@@ -194,6 +203,7 @@ class _Reader:
         body = getattr(gm, str(body_node.target))
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
         inside = {p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)}
+        self._infinite |= {p for p, a in inside.items() if a in self._infinite}
         self.read(body, inside, is_body=True)
         body.recompile()
 
@@ -281,6 +291,7 @@ class _Namer:
             dtype=value.fake.dtype,
             device=value.fake.device,
             source=value.source,
+            may_be_infinite=value.may_be_infinite,
             addresses=tuple(addresses),
         )
 

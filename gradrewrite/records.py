@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradrewrite.errors import CallbackError
 from gradrewrite.sites import Site
+from gradrewrite.statistics import IN_UNITS, measure
+
+OnFailure = Literal["raise", "skip", "warn", "record"]
 
 
 @dataclass
 class Recording:
-    """What one action reports while it is traced."""
+    """What one action reports while it is traced.
 
-    names: list[str] = field(default_factory=list)
+    Attributes:
+        names: Names of the records in each value.
+        values: Tensors of one or more records.
+        kept: Tensors that are kept.
+        logs: Whether the action logs.
+        fails: What a finite check does; its value is the last one.
+        bound: The bound of a norm clip.
+        device: Where numbers become tensors.
+        is_opaque: Whether statistics are one opaque operation.
+        scale: The loss scale that the action sees through, if any.
+    """
+
+    names: list[tuple[str, ...]] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     logs: bool = False
+    fails: OnFailure | None = None
+    bound: float | Tensor | None = None
     device: torch.device | None = None
+    is_opaque: bool = False
+    scale: Tensor | None = None
 
     def clear(self) -> None:
         """Begin anew: a tracer may run a function more than once."""
@@ -30,6 +50,17 @@ class Recording:
         self.values.clear()
         self.kept.clear()
         self.logs = False
+        self.fails = None
+
+    def add(self, names: Sequence[str], value: Tensor) -> None:
+        """Report a tensor of as many records as there are names; a name used before is numbered."""
+        taken = {name for names in self.names for name in names}
+        fresh = []
+        for name in names:
+            fresh.append(_unused(name, taken))
+            taken.add(fresh[-1])
+        self.names.append(tuple(fresh))
+        self.values.append(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +74,45 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """One finite check.
+
+    Attributes:
+        site: Where it stands.
+        on_failure: What follows a failure.
+        address: Address of its count.
+        order: Place in the order of execution: forward first, then backward.
+        node: Name of the fx node that it looks at.
+    """
+
+    site: Site
+    on_failure: OnFailure
+    address: str
+    order: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Carried:
     """What leaves a rewritten backward beside the gradients, in the order of the extra outputs.
 
     Attributes:
-        packs: Addresses ``record@site`` in each packed tensor, one tensor a device.
+        packs: Addresses ``record@site`` in each packed tensor; counts of checks that skip come first.
+        num_skips: How many counts of checks that skip each packed tensor begins with.
         kept: Sites whose tensors are kept.
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
+        checks: The finite checks, in the order of execution.
+        bounds: Bounds of norm clips, by address ``bound@site``.
     """
 
     packs: tuple[tuple[str, ...], ...] = ()
+    num_skips: tuple[int, ...] = ()
     kept: tuple[Site, ...] = ()
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
+    bounds: tuple[tuple[str, float | Tensor], ...] = ()
 
 
 _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
@@ -94,8 +150,7 @@ def record(name: str, value: Tensor | float) -> None:
         raise CallbackError(
             f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
         )
-    recording.names.append(_unused(str(name), recording.names))
-    recording.values.append(tensor.reshape(()) if tensor.dim() else tensor)
+    recording.add([str(name)], tensor.reshape(()) if tensor.dim() else tensor)
 
 
 def record_clip(before: Tensor, after: Tensor) -> None:
@@ -114,6 +169,14 @@ def record_clip(before: Tensor, after: Tensor) -> None:
     record("clipped", ((after != before) & (before == before)).any().to(size.dtype))
 
 
+def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
+    """Report the norm that a clip bounds; the bound itself costs nothing: the host knows it."""
+    record(name, norm)
+    recording = _recording.get()
+    if recording is not None:
+        recording.bound = bound
+
+
 def keep(tensor: Tensor) -> None:
     """Carry a tensor out of the graph, to ``monitor.kept()``; it is copied where it leaves, at run time."""
     recording = _recording.get()
@@ -121,10 +184,38 @@ def keep(tensor: Tensor) -> None:
         recording.kept.append(tensor)
 
 
+def record_statistics(tensor: Tensor, statistics: Mapping[str, str]) -> None:
+    """Report statistics of a tensor, by the names of the records; in units of the unscaled loss.
+
+    Args:
+        tensor: What is measured.
+        statistics: For each name of a record, a key of ``statistics.STATISTICS``.
+    """
+    recording = _recording.get()
+    if recording is None:
+        return
+    in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
+    plain = {name: key for name, key in statistics.items() if name not in in_units}
+    if plain:
+        recording.add(list(plain), measure(tensor, list(plain.values()), is_opaque=recording.is_opaque))
+    if in_units:
+        assert recording.scale is not None
+        values = measure(tensor, list(in_units.values()), is_opaque=recording.is_opaque)
+        recording.add(list(in_units), values / recording.scale)
+
+
+def record_check(tensor: Tensor, statistic: str, on_failure: OnFailure) -> None:
+    """Report a count that is a failure unless it is 0."""
+    record_statistics(tensor, {statistic: statistic})
+    recording = _recording.get()
+    if recording is not None:
+        recording.fails = on_failure
+
+
 @contextlib.contextmanager
-def recording(device: torch.device) -> Iterator[Recording]:
+def recording(device: torch.device, *, is_opaque: bool = False, scale: Tensor | None = None) -> Iterator[Recording]:
     """Collect what is reported inside the block; numbers become tensors on ``device``."""
-    current = Recording(device=device)
+    current = Recording(device=device, is_opaque=is_opaque, scale=scale)
     token = _recording.set(current)
     try:
         yield current
@@ -132,13 +223,7 @@ def recording(device: torch.device) -> Iterator[Recording]:
         _recording.reset(token)
 
 
-def pack(*values: Tensor) -> Tensor:
-    """Pack scalars of one device into one tensor ``[len(values)]``: float64 if any is, else float32."""
-    dtype = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
-    return torch.stack([v.to(dtype) for v in values])
-
-
-def _unused(name: str, taken: list[str]) -> str:
+def _unused(name: str, taken: Container[str]) -> str:
     if name not in taken:
         return name
     number = 2

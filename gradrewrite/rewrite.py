@@ -13,12 +13,19 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch, edit
 from gradrewrite.errors import PolicyError
-from gradrewrite.joint import Edit, JointGraph, Markers, read_markers, value_of
-from gradrewrite.policy import GroupAction, Policy, ask
+from gradrewrite.joint import Edit, JointGraph, Markers, number_of, read_markers, value_of
+from gradrewrite.policy import AdaptingAction, GroupAction, Policy, ask
 from gradrewrite.probes import Value, name_values, shape_of
-from gradrewrite.records import Carried, LogLine, pack
+from gradrewrite.recipe import Given, Recipe
+from gradrewrite.records import Carried, Check, LogLine
 from gradrewrite.sites import Kind, Site
-from gradrewrite.tracing import Traced, Tracer, action_key, check_dense, trace_function
+from gradrewrite.statistics import measure, pack
+from gradrewrite.tracing import Mode, Traced, Tracer, action_key, check_dense, trace_function
+
+ScaleOf = Callable[[torch.device], Tensor]
+
+# From this many measured sites on, statistics of errors and activations are opaque too: see docs/design.md.
+MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class Rewritten:
         carried: What leaves the graph beside the gradients.
         live: The tensors that the graph reads at every backward, by name.
         out_of_reach: Sites at which the policy answered but which are outside the graph, with the answers.
+        recipe: What a replay of a failed step needs; None where nothing is checked.
     """
 
     sites: tuple[Site, ...]
@@ -49,6 +57,7 @@ class Rewritten:
     carried: Carried
     live: Mapping[str, Tensor]
     out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
+    recipe: Recipe | None
 
 
 @dataclass
@@ -58,36 +67,64 @@ class _Place:
     site: Site
     node: fx.Node
     before: fx.Node
+    order: int
     marker: fx.Node | None = None
     output: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A node with one or more records."""
+
+    addresses: tuple[str, ...]
+    node: fx.Node
+    is_forward: bool
+    skips: bool = False
 
 
 @dataclass
 class _Reports:
     """Nodes that have to leave the graph."""
 
-    records: list[tuple[str, fx.Node]] = field(default_factory=list)
+    records: list[_Report] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    bounds: list[tuple[str, float | Tensor]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
-    def add(self, where: str, site: Site, traced: Traced, extras: Sequence[fx.Node]) -> None:
-        """Take what a traced action returns beside the replacement."""
-        addresses = []
-        for name in traced.records:
-            address, number = f"{name}@{where}", 2
-            while address in self.taken:
-                address, number = f"{name}.{number}@{where}", number + 1
-            self.taken.add(address)
-            addresses.append(address)
-        self.records += zip(addresses, extras, strict=False)
+    def add(self, where: str, site: Site, traced: Traced, extras: Sequence[fx.Node]) -> list[str]:
+        """Take what a traced action returns beside the replacement; returns the addresses of its records."""
+        addresses: list[str] = []
+        for names, node in zip(traced.records, extras, strict=False):
+            new = tuple(self._address(name, where) for name in names)
+            addresses += new
+            self.records.append(_Report(new, node, site.kind == "activation", traced.fails == "skip"))
         self.kept += [(site, node) for node in extras[len(traced.records) :]]
         if traced.logs:
             self.logs.append(LogLine(site, *addresses[-3:]))
+        if traced.bound is not None:
+            self.bounds.append((self._address("bound", where), traced.bound))
+        return addresses
+
+    def _address(self, name: str, where: str) -> str:
+        address, number = f"{name}@{where}", 2
+        while address in self.taken:
+            address, number = f"{name}.{number}@{where}", number + 1
+        self.taken.add(address)
+        return address
 
 
-def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf], policy: Policy) -> Rewritten:
+def rewrite(
+    graph: fx.Graph,
+    values: Sequence[Value],
+    leaves: Mapping[int, Leaf],
+    policy: Policy,
+    *,
+    given: Mapping[int, Given] | None = None,
+    scale_of: ScaleOf | None = None,
+) -> Rewritten:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
     Args:
@@ -95,6 +132,8 @@ def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]
         values: What the probes stand behind, by their number.
         leaves: The differentiable inputs of the Dynamo graph, by position.
         policy: The policy.
+        given: What all inputs of the Dynamo graph are, by position.
+        scale_of: The loss scale on a device; None if there is none.
 
     Returns:
         The sites, the edits, and what leaves the graph beside the gradients.
@@ -103,17 +142,19 @@ def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]
         PolicyError: An answer is nonsense or cannot stand where it was given.
         CallbackError: A tensor function breaks its contract.
     """
-    rewriter = _Rewriter(graph)
+    rewriter = _Rewriter(graph, scale_of)
     places = rewriter.find_places(values, leaves)
     answers = [ask(policy, place.site) for place in places]
+    rewriter.num_measured = sum(any(isinstance(a, AdaptingAction) for a in actions) for actions in answers)
     for place, actions in zip(places, answers, strict=True):
         rewriter.insert(place, [a for a in actions if not isinstance(a, GroupAction)])
     rewriter.insert_groups([(p, a) for p, actions in zip(places, answers, strict=True) for a in actions])
+    recipe = rewriter.note_recipe(places, given or {})
     carriers = rewriter.carry_out()
     edit.erase_markers(graph)
     live = edit.live_tensors(graph)
-    if live:
-        _torch.keep_live_tensors_live()
+    if live or recipe is not None:
+        _torch.stop_folding()
     lost = [(site, ask(policy, site)) for site in rewriter.out_of_reach]
     return Rewritten(
         sites=(*(p.site for p in places), *rewriter.out_of_reach),
@@ -122,23 +163,35 @@ def rewrite(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]
         carried=rewriter.carried(),
         live=live,
         out_of_reach=tuple((site, actions) for site, actions in lost if actions),
+        recipe=recipe,
     )
 
 
-def show(gm: fx.GraphModule, values: Sequence[Value], leaves: Mapping[int, Leaf], policy: Policy) -> JointGraph:
+def show(
+    gm: fx.GraphModule,
+    values: Sequence[Value],
+    leaves: Mapping[int, Leaf],
+    policy: Policy,
+    *,
+    given: Mapping[int, Given] | None = None,
+    scale_of: ScaleOf | None = None,
+) -> JointGraph:
     """Rewrite a joint graph and show it beside the graph as it was."""
     before = edit.copy_of(gm)
     edit.erase_markers(before.graph)
     before.recompile()
-    result = rewrite(gm.graph, values, leaves, policy)
+    result = rewrite(gm.graph, values, leaves, policy, given=given, scale_of=scale_of)
     gm.graph.lint()
     gm.recompile()
     return JointGraph(gm, result.sites, result.edits, result.carriers, JointGraph(before, result.sites))
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, scale_of: ScaleOf | None) -> None:
         self.graph = graph
+        self.num_measured = 0
+        self._scale_of = scale_of
+        self._order = {node: number for number, node in enumerate(graph.nodes)}
         self.edits: list[Edit] = []
         self.out_of_reach: list[Site] = []
         self._reports = _Reports()
@@ -170,10 +223,10 @@ class _Rewriter:
         if marker is not None:
             activation = site("activation")
             if activation.dtype.is_floating_point or activation.dtype.is_complex:
-                places.append(_Place(activation, _marked(marker), before=marker))
+                places.append(_Place(activation, _marked(marker), marker, self._order[marker]))
         marker = markers.errors.get(number)
         if marker is not None:
-            places.append(_Place(site("error"), _marked(marker), before=marker, marker=marker))
+            places.append(_Place(site("error"), _marked(marker), marker, self._order[marker], marker=marker))
         return places
 
     def _place_of_leaf(self, node: fx.Node, leaf: Leaf, position: int) -> _Place:
@@ -186,18 +239,27 @@ class _Rewriter:
             dtype=value.dtype,
             device=value.device,
         )
-        return _Place(site, node, before=self.graph.output_node(), output=position)
+        return _Place(site, node, self.graph.output_node(), self._order[node], output=position)
 
     def insert(self, place: _Place, actions: Sequence[Any]) -> None:
         """Insert the actions of one site, in order."""
         current = place.node
         for action in actions:
-            traced = self._tracer.trace(action, place.site, value_of(current))
+            traced = self._tracer.trace(action, place.site, value_of(current), self._mode(place.site))
+            seen = current
             (current, *extras), new = self._splice(traced, [current], place)
             self.edits.append(Edit(place.site, action, tuple(n.name for n in new)))
-            self._reports.add(str(place.site), place.site, traced, extras)
+            addresses = self._reports.add(str(place.site), place.site, traced, extras)
+            if traced.fails is not None:
+                check = Check(place.site, traced.fails, addresses[-1], place.order, seen.name)
+                self._reports.checks.append(check)
         if current is not place.node:
             self._replace(place, current)
+
+    def _mode(self, site: Site) -> Mode:
+        is_opaque = site.kind in ("gradient", "input") or self.num_measured > MANY
+        has_scale = self._scale_of is not None and site.kind != "activation"
+        return Mode(is_opaque, self._scale_of(site.device) if has_scale and self._scale_of is not None else None)
 
     def insert_groups(self, answers: Sequence[tuple[_Place, Any]]) -> None:
         """Insert the group actions; the sites of a group are treated together."""
@@ -216,7 +278,8 @@ class _Rewriter:
         nodes = [p.node for p in places]
         for place in places:
             check_dense(action, place.site, value_of(place.node))
-        traced = trace_function(lambda *g: action.apply_group(g), [value_of(n) for n in nodes], sites, action)
+        mode = self._mode(sites[0])
+        traced = trace_function(lambda *g: action.apply_group(g), [value_of(n) for n in nodes], sites, action, mode)
         outputs, new = self._splice(traced, nodes, places[0])
         results, extras = outputs[: len(places)], outputs[len(places) :]
         for place, nodes_of_site in zip(places, _shares(new, nodes, results), strict=True):
@@ -242,19 +305,21 @@ class _Rewriter:
 
     def carry_out(self) -> tuple[str, ...]:
         """Pack the records and hold what leaves the graph; returns the names of the new nodes."""
-        by_device: dict[torch.device, list[tuple[str, fx.Node]]] = defaultdict(list)
-        for address, node in self._reports.records:
-            by_device[value_of(node).device].append((address, node))
+        groups: dict[tuple[torch.device, bool], list[_Report]] = defaultdict(list)
+        for report in sorted(self._reports.records, key=lambda r: not r.skips):
+            # Those of the forward are packed in the forward: one tensor is carried into the backward.
+            groups[value_of(report.node).device, report.is_forward].append(report)
         new: list[fx.Node] = []
         packs = []
-        for records in by_device.values():
-            nodes = [node for _, node in records]
-            values = [value_of(n) for n in nodes]
-            graph = _torch.trace(lambda *scalars: [pack(*scalars)], values)
-            (packed,), added = edit.splice(graph, self.graph, nodes, self.graph.output_node(), "is_backward")
+        for (_, is_forward), reports in groups.items():
+            nodes = [report.node for report in reports]
+            graph = _torch.trace(lambda *values: [pack(*values)], [value_of(n) for n in nodes])
+            tag = "is_forward" if is_forward else "is_backward"
+            (packed,), added = edit.splice(graph, self.graph, nodes, self.graph.output_node(), tag)
             packs.append(packed)
             new += added
-        self._packs = tuple(tuple(a for a, _ in records) for records in by_device.values())
+        self._packs = tuple(tuple(a for r in reports for a in r.addresses) for reports in groups.values())
+        self._num_skips = tuple(sum(r.skips for r in reports) for reports in groups.values())
         held = packs + [node for _, node in self._reports.kept]
         if held:
             new.append(edit.hold(self.graph, held))
@@ -263,7 +328,54 @@ class _Rewriter:
     def carried(self) -> Carried:
         """What leaves the graph, for the run time."""
         reports = self._reports
-        return Carried(self._packs, tuple(s for s, _ in reports.kept), tuple(reports.logs), tuple(reports.groups))
+        return Carried(
+            packs=self._packs,
+            num_skips=self._num_skips,
+            kept=tuple(s for s, _ in reports.kept),
+            logs=tuple(reports.logs),
+            groups=tuple(reports.groups),
+            checks=tuple(sorted(reports.checks, key=lambda check: check.order)),
+            bounds=tuple(reports.bounds),
+        )
+
+    def note_recipe(self, places: Sequence[_Place], given: Mapping[int, Given]) -> Recipe | None:
+        """Count what comes into a checked graph, and keep a copy of the graph for a replay."""
+        if not self._reports.checks:
+            return None
+        inputs = {
+            node: given[position]
+            for node, position in _torch.plain_inputs(self.graph).items()
+            if position in given and isinstance(node.meta.get("val"), Tensor)
+        }
+        tangents = _torch.tangents(self.graph)
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        for node, name in (
+            *((n, f"data:{g.name}") for n, g in inputs.items() if g.role == "input"),
+            *((n, f"outside:{number}") for number, n in enumerate(tangents)),
+        ):
+            if value_of(node).dtype.is_floating_point:
+                self._count(node, name, first, is_forward=node not in tangents)
+        return Recipe(
+            graph=edit.copy_of_nodes(self.graph),
+            activations=self._sites_by_value(places, "activation"),
+            errors=self._sites_by_value(places, "error"),
+            gradients={p.output: p.site for p in places if p.output is not None},
+            actions={name: e for e in self.edits for name in e.nodes},
+            given={node.name: g for node, g in inputs.items()},
+            tangents=tuple(node.name for node in tangents),
+            backward=frozenset(n.name for n in self.graph.nodes if n.op == "call_function" and _torch.is_backward(n)),
+            is_random=any(_torch.is_random(node) for node in self.graph.nodes),
+        )
+
+    def _count(self, node: fx.Node, where: str, before: fx.Node, *, is_forward: bool) -> None:
+        graph = _torch.trace(lambda x: [measure(x, ["nonfinite"], is_opaque=True)], [value_of(node)])
+        tag = "is_forward" if is_forward else "is_backward"
+        (count,), _ = edit.splice(graph, self.graph, [node], before, tag)
+        self._reports.records.append(_Report((f"nonfinite@{where}",), count, is_forward))
+
+    def _sites_by_value(self, places: Sequence[_Place], kind: Kind) -> dict[int, Site]:
+        numbers = {p.before: p.site for p in places if p.site.kind == kind}
+        return {number_of(node): site for node, site in numbers.items()}
 
 
 def _marked(marker: fx.Node) -> fx.Node:

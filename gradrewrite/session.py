@@ -10,6 +10,7 @@ from torch import nn
 
 from gradrewrite.errors import NoSuchSiteError, RewriteWarning
 from gradrewrite.joint import Edit
+from gradrewrite.loss_scale import LossScale
 from gradrewrite.monitor import Monitor
 from gradrewrite.names import Inputs, Names
 from gradrewrite.policy import Policy, check_policy, rules_of
@@ -59,11 +60,18 @@ class Explanation:
 class Session:
     """One policy at work: what it was asked, what was compiled, what has to be said once."""
 
-    def __init__(self, policy: Policy, monitor: Monitor | None, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        monitor: Monitor | None,
+        model: nn.Module | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         """Begin with nothing compiled; PolicyError if ``policy`` is none."""
         check_policy(policy)
         self.policy = policy
         self.monitor = Monitor() if monitor is None else monitor
+        self.loss_scale = loss_scale
         self.has_model = model is not None  # not the model itself: torch keeps backends, and so sessions, for good
         self.graphs: list[GraphReport] = []
         self.skipped: dict[str, None] = {}

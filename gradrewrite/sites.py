@@ -30,6 +30,7 @@ class Site:
         dtype: Element type.
         device: Device of the value.
         source: ``file:line "code"`` of the forward op; ``""`` where there is none.
+        may_be_infinite: Whether the program itself fills the value with infinities (a mask before a softmax).
         addresses: Every ``(name, call)`` that a pattern may match; empty means name and call.
     """
 
@@ -43,6 +44,7 @@ class Site:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: str = ""
+    may_be_infinite: bool = field(default=False, repr=False)
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:

@@ -11,20 +11,43 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
-from gradrewrite.policy import Action, GroupAction
-from gradrewrite.records import recording
+from gradrewrite.policy import Action, AdaptingAction, GroupAction
+from gradrewrite.records import OnFailure, recording
 from gradrewrite.sites import Site
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A traced action: its graph returns the replacements, then the records, then what is kept."""
+    """A traced action: its graph returns the replacements, then the records, then what is kept.
+
+    Attributes:
+        graph: The graph.
+        records: Names of the records in each tensor of records.
+        num_kept: How many tensors are kept.
+        logs: Whether the last records are those of a log line.
+        fails: What the finite check does whose count is the last record.
+        bound: The bound of a norm clip.
+        has_live: Whether the graph reads live tensors.
+    """
 
     graph: fx.GraphModule
-    records: tuple[str, ...] = ()
+    records: tuple[tuple[str, ...], ...] = ()
     num_kept: int = 0
     logs: bool = False
+    fails: OnFailure | None = None
+    bound: float | Tensor | None = None
     has_live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How an action is traced: with opaque statistics, and through which loss scale."""
+
+    is_opaque: bool = False
+    scale: Tensor | None = None
+
+
+PLAIN = Mode()
 
 
 class Tracer:
@@ -33,7 +56,7 @@ class Tracer:
     def __init__(self) -> None:
         self._known: dict[Hashable, Traced] = {}
 
-    def trace(self, action: Any, site: Site, value: Tensor) -> Traced:
+    def trace(self, action: Any, site: Site, value: Tensor, mode: Mode = PLAIN) -> Traced:
         """Trace one action at one site.
 
         Raises:
@@ -41,11 +64,12 @@ class Tracer:
             CallbackError: A tensor function breaks its contract.
         """
         check_dense(action, site, value)
-        key = (action_key(action), _tensor_key(value)) if _is_static(value) else None
+        asked, action = action, action.at(site) if isinstance(action, AdaptingAction) else action
+        key = (action_key(action), _tensor_key(value), mode.is_opaque, id(mode.scale)) if _is_static(value) else None
         if key is not None and key in self._known:
             return self._known[key]
         run = action.apply if isinstance(action, Action) else action
-        traced = trace_function(lambda g: (run(g),), [value], [site], action)
+        traced = trace_function(lambda g: (run(g),), [value], [site], asked, mode)
         if key is not None:
             self._known[key] = traced
         return traced
@@ -61,11 +85,11 @@ def check_dense(action: Any, site: Site, value: Tensor) -> None:
 
 
 def trace_function(
-    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any
+    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any, mode: Mode
 ) -> Traced:
     """Trace a function of tensors that returns their replacements; check all of it before any edit."""
-    names: list[str] = []
-    state = {"kept": 0, "logs": False}
+    has_units = not isinstance(action, Action | GroupAction) or action.has_units
+    given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
     refused = CallbackError(
         f"{sites[0]}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
     )
@@ -73,17 +97,18 @@ def trace_function(
         f"{sites[0]}: {_show(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
         "there cannot become part of the graph. Compute with torch operations"
     )
-    with recording(values[0].device) as reported:
+    with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale) as reported:
 
         def whole(*tensors: Tensor) -> list[Tensor]:
             reported.clear()
             with _torch.RefuseToChangeReal(refused), _torch.RefuseToLeave(leaving):
-                results = run(*tensors)
-            for result, value, site in zip(results, values, sites, strict=True):
+                seen = tensors if given_scale is None else [_unscale(t, given_scale) for t in tensors]
+                results = run(*seen)
+            for result, value, site in zip(results, seen, sites, strict=True):
                 _check_result(result, value, site, action)
+            if given_scale is not None:
+                results = [_rescale(r, u, t, given_scale) for r, u, t in zip(results, seen, tensors, strict=True)]
             results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
-            names[:] = reported.names
-            state.update(kept=len(reported.kept), logs=reported.logs)
             return [*results, *reported.values, *reported.kept]
 
         try:
@@ -101,7 +126,27 @@ def trace_function(
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
     live = bool(graph.graph.find_nodes(op="get_attr"))
-    return Traced(graph, tuple(names), int(state["kept"]), bool(state["logs"]), live)
+    return Traced(
+        graph,
+        tuple(reported.names),
+        num_kept=len(reported.kept),
+        logs=reported.logs,
+        fails=reported.fails,
+        bound=reported.bound,
+        has_live=live,
+    )
+
+
+def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:
+    """A gradient in units of the unscaled loss; at least float32, where nothing underflows."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / scale.to(tensor.device)
+
+
+def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Tensor:
+    """The inverse; an element that the action left alone keeps its bits."""
+    if result is seen:
+        return tensor
+    return torch.where(result == seen, tensor, (result * scale.to(tensor.device)).to(tensor.dtype))
 
 
 def action_key(action: Any) -> Hashable:

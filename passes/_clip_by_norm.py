@@ -1,12 +1,7 @@
-"""Clipping by the norm of one tensor, or of a group of tensors.
-
-The norm is ``m * (sum (|g| / m)^p)^(1/p)`` with ``m = max |g|``, accumulated in float32 (float64 for float64), so
-that it does not overflow while the norm itself is representable.
-"""
+"""Clipping by the norm of one tensor, or of a group of tensors; ``statistics.norm_of`` says how norms are computed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -14,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite import _torch
 from gradrewrite.passes._settings import check_norm, scalar, short_repr
 from gradrewrite.policy import BACKWARD
-from gradrewrite.records import record, record_clip
+from gradrewrite.records import record_clip, record_norm
 from gradrewrite.sites import Kind
+from gradrewrite.statistics import norm_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,6 +47,7 @@ class ClipByNorm:
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
+    has_units: ClassVar[bool] = True
 
     __repr__ = short_repr
 
@@ -61,8 +57,8 @@ class ClipByNorm:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
-        norm = _norm(tensor, self.norm_type)
-        record("norm", norm)
+        norm = norm_of(tensor, self.norm_type)
+        record_norm("norm", norm, self.max_norm)
         clipped = _scale_down(tensor, norm, self.max_norm)
         if self.log:
             record_clip(tensor, clipped)
@@ -101,6 +97,7 @@ class ClipByGlobalNorm:
     group: Hashable = "default"
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
+    has_units: ClassVar[bool] = True
 
     __repr__ = short_repr
 
@@ -110,36 +107,17 @@ class ClipByGlobalNorm:
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
-        norms = [_norm(t, self.norm_type) for t in tensors]
+        norms = [norm_of(t, self.norm_type) for t in tensors]
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-        total = _norm(torch.stack([n.to(norms[0].device, dtype) for n in norms]), self.norm_type)
-        record("total_norm", total)
+        total = norm_of(torch.stack([n.to(norms[0].device, dtype) for n in norms]), self.norm_type)
+        record_norm("total_norm", total, self.max_norm)
         return [_scale_down(t, total.to(t.device), self.max_norm) for t in tensors]
-
-
-def _norm(tensor: Tensor, order: float) -> Tensor:
-    """Norm of a tensor as 0-d float32 or float64; 0 if it is empty, inf or NaN if an element is."""
-    size = tensor.abs()
-    size = size.to(torch.promote_types(size.dtype, torch.float32))
-    if _torch.statically_known_true(tensor.numel() == 0):
-        return size.new_zeros(())
-    largest = size.amax()
-    if math.isinf(order):
-        return largest
-    # Dividing by an infinite or a zero maximum would make NaN; by one it changes nothing.
-    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    share = size / unit
-    if order == 1:
-        return unit * share.sum()
-    if order == 2:
-        return unit * (share * share).sum().sqrt()
-    return unit * (share**order).sum() ** (1.0 / order)
 
 
 def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
     bound = scalar(max_norm, norm)
     if not isinstance(bound, Tensor):
         bound = norm.new_full((), bound)  # a number divided by a tensor would be rounded twice
-    acts = (norm > bound) & (norm < math.inf)
+    acts = (norm > bound) & (norm < torch.inf)
     wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
     return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)

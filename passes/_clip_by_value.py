@@ -45,6 +45,7 @@ class ClipByValue:
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
+    has_units: ClassVar[bool] = True
 
     __repr__ = short_repr
 

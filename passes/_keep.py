@@ -25,6 +25,7 @@ class Keep:
     """
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    has_units: ClassVar[bool] = False  # kept as it is, as retain_grad does
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Keep; see the class."""

@@ -37,6 +37,7 @@ class Scale:
     factor: float | Tensor
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
+    has_units: ClassVar[bool] = False
 
     __repr__ = short_repr
 
@@ -61,6 +62,7 @@ class Zero:
     """
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
+    has_units: ClassVar[bool] = False
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Zero; see the class."""
@@ -79,6 +81,7 @@ class NanToNum:
     """
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
+    has_units: ClassVar[bool] = False
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Replace; see the class."""

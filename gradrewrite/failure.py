@@ -1,0 +1,138 @@
+"""From failed finite checks to the error that says where it began."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from gradrewrite.errors import NonFiniteError, Window
+from gradrewrite.records import Carried, Check
+from gradrewrite.replay import Evidence, Root, Seen, replay
+from gradrewrite.sites import Site
+from gradrewrite.witness import Witness
+
+_WINDOW = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """One backward graph of a step: what it carried, the values of its records, and what a replay needs."""
+
+    carried: Carried
+    values: Mapping[str, float]
+    witness: Witness | None
+
+    def failed(self, modes: Collection[str]) -> list[Check]:
+        """The checks of these kinds that failed, in the order of execution."""
+        return [c for c in self.carried.checks if c.on_failure in modes and self.values[c.address] > 0]
+
+
+def find_failure(
+    step: int, runs: Sequence[CheckedRun], modes: Collection[str], *, replays: bool
+) -> NonFiniteError | None:
+    """The error for a step; None if no check of these kinds failed.
+
+    Args:
+        step: Number of the backward.
+        runs: Its graphs, in the order in which their backwards ran.
+        modes: Which checks count.
+        replays: Whether to replay the step op by op, or to say what the checks alone say.
+    """
+    if not any(run.failed(modes) for run in runs):
+        return None
+    if not replays:
+        return _from_checks(step, runs, modes, "")
+    missing = [run.witness.missing for run in runs if run.witness is not None and run.witness.missing]
+    if missing:
+        return _from_checks(step, runs, modes, f"the step could not be replayed: {missing[0]}")
+    try:
+        evidence = [
+            replay(run.witness, [c.node for c in run.failed(modes)] if len(runs) == 1 else ())
+            if run.witness is not None
+            else Evidence()
+            for run in runs
+        ]
+    except (RuntimeError, MemoryError) as err:
+        reason = str(err).strip().splitlines()[:1] or [type(err).__name__]
+        return _from_checks(step, runs, modes, f"the step could not be replayed: {reason[0]}")
+    return _from_evidence(step, runs, modes, evidence)
+
+
+def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | None:
+    """The error that a check at all that leaves the graphs would give; None if all of it is finite.
+
+    Raises:
+        RuntimeError: The step cannot be replayed.
+    """
+    evidence = []
+    for run in runs:
+        if run.witness is None or run.witness.missing:
+            raise RuntimeError(f"the step cannot be replayed: {run.witness.missing if run.witness else 'not checked'}")
+        evidence.append(replay(run.witness, ()))
+    return _from_evidence(step, runs, (), evidence) if any(e.roots for e in evidence) else None
+
+
+def _from_checks(step: int, runs: Sequence[CheckedRun], modes: Collection[str], note: str) -> NonFiniteError:
+    """Only what the checks say: the first that failed."""
+    forward = [(run, c) for run in reversed(runs) for c in run.failed(modes) if c.site.kind == "activation"]
+    backward = [(run, c) for run in runs for c in run.failed(modes) if c.site.kind != "activation"]
+    (run, check), *rest = forward + backward
+    size = run.values.get(f"numel@{check.site}", math.nan)
+    if None not in check.site.shape:
+        size = math.prod(s for s in check.site.shape if s is not None)
+    is_activation = check.site.kind == "activation"
+    return NonFiniteError(
+        check.site,
+        percent=100.0 * run.values[check.address] / size,
+        op=_name(check.site) if is_activation else "",
+        source=check.site.source if is_activation else "",
+        step=step,
+        others=[c.site for _, c in rest],
+        note=note,
+    )
+
+
+def _from_evidence(
+    step: int, runs: Sequence[CheckedRun], modes: Collection[str], evidence: Sequence[Evidence]
+) -> NonFiniteError:
+    last = len(runs) - 1
+
+    def place(number: int, item: Root | Seen) -> tuple[bool, int, int]:
+        return (not item.is_forward, last - number if item.is_forward else number, item.order)
+
+    roots = sorted(
+        ((place(n, r), n, r) for n, e in enumerate(evidence) for r in e.roots if _counts(r, n, last)),
+        key=lambda entry: entry[0],
+    )
+    if not roots:
+        return _from_checks(step, runs, modes, "a replay op by op did not fail (compiled code rounds elsewhere)")
+    _, number, root = roots[0]
+    if root.overwritten:
+        note = f"the step could not be replayed: {root.overwritten} was overwritten since the forward"
+        return _from_checks(step, runs, modes, note)
+    seen = sorted(((place(n, s), n, s) for n, e in enumerate(evidence) for s in e.seen), key=lambda entry: entry[0])
+    bad = [(n, s) for _, n, s in seen if s.percent > 0]
+    first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), bad[0])
+    before = [s for _, n, s in seen if place(n, s) < place(*first)]
+    return NonFiniteError(
+        first[1].site,
+        percent=first[1].percent,
+        op=root.op,
+        source=root.source,
+        step=step,
+        others=[s.site for n, s in bad if place(n, s) > place(*first)],
+        window=[Window(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
+        cause=root.came_in,
+    )
+
+
+def _counts(root: Root, number: int, last: int) -> bool:
+    """Whether a root can be the first: what comes from another graph of the step was made there."""
+    if not root.came_in or root.came_in_role == "parameter":
+        return True
+    return number == last if root.is_forward else number == 0
+
+
+def _name(site: Site) -> str:
+    return f"{site.module}/{site.op}"

@@ -1,0 +1,236 @@
+"""``guard``: what happens at ``optimizer.step()`` after a finite check failed."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradrewrite.errors import RewriteError
+from gradrewrite.monitor import Monitor
+from gradrewrite.rows import floats_of
+
+logger = logging.getLogger("gradrewrite.optim")
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_REPORT_EVERY = 100
+_NAME = "_gradrewrite_guard"
+
+
+def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips: int = 50) -> _Optimizer:
+    """Let an optimizer skip its update when a ``CheckFinite("skip")`` failed since its last step.
+
+    A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
+    device, through ``found_inf``, and nothing waits; any other costs one host read a step. A failed micro-batch spoils
+    the whole step, whatever came after it; ``zero_grad`` begins anew. A GradScaler's own ``found_inf`` and
+    ``grad_scale`` hold beside it. Each step's learning rates become records ``lr@optimizer:<group>`` of the last
+    backward. Every 100th skipped step is logged as a warning; ``monitor.skipped`` counts all.
+
+    Args:
+        optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision.
+        model_or_monitor: What ``transform`` or ``backend`` returned, or its monitor.
+        max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step`` (with
+            a fused optimizer on a GPU as soon as the count has arrived).
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: ``optimizer`` is none, has a guard already, or evaluates its closure itself (LBFGS); or there is no
+            monitor.
+        ValueError: ``max_consecutive_skips`` is not a whole number >= 1.
+
+    Example:
+        >>> import gradrewrite as gr
+        >>> from gradrewrite.passes import CheckFinite
+        >>> model = gr.transform(torch.nn.Linear(2, 2), gr.on("gradient:*", CheckFinite("skip")))
+        >>> optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"gr.guard takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("gr.guard: LBFGS evaluates its closure several times in a step, so no single verdict holds")
+    if _NAME in optimizer.__dict__:
+        raise TypeError("gr.guard: this optimizer has a guard already")
+    monitor = model_or_monitor if isinstance(model_or_monitor, Monitor) else _monitor_of(model_or_monitor)
+    number = max_consecutive_skips
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"gr.guard: max_consecutive_skips is a whole number >= 1, got {number!r}")
+    watching = Guard(optimizer, monitor, number)
+    optimizer.__dict__[_NAME] = watching
+    monitor.watch(watching)
+    _replace(optimizer, "step", watching.step)
+    _replace(optimizer, "zero_grad", watching.zero_grad)
+    return optimizer
+
+
+def _monitor_of(model: Any) -> Monitor:
+    monitor = getattr(model, "monitor", None)
+    if not isinstance(monitor, Monitor):
+        raise TypeError(
+            f"gr.guard(optimizer, model): {type(model).__name__} has no monitor; give what gr.transform or gr.backend "
+            "returned"
+        )
+    return monitor
+
+
+def _replace(optimizer: torch.optim.Optimizer, name: str, run: Callable[..., Any]) -> None:
+    """Put a method on the object; learning-rate schedulers expect a bound method there."""
+    inner = getattr(optimizer, name)
+
+    def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return run(self, inner, *args, **kwargs)
+
+    if "_wrapped_by_lr_sched" in vars(inner):  # so that a scheduler does not wrap it again
+        method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__[name] = MethodType(method, optimizer)
+
+
+class Guard:
+    """What one guarded optimizer knows: the verdict since its last step, and its counts, on the device."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, monitor: Monitor, max_consecutive_skips: int) -> None:
+        """Begin with nothing skipped."""
+        self._optimizer = weakref.ref(optimizer)
+        self._monitor = monitor
+        self._most = max_consecutive_skips
+        self._bad: dict[torch.device, Tensor] = {}
+        self._counts: Tensor | None = None  # [in all, in a row], float64
+        self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
+        self._reported = 0
+
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped; waits for the device."""
+        return int(self._counts[0]) if self._counts is not None else 0
+
+    def begin(self) -> None:
+        """A backward begins: where no gradient is left, no verdict is left either."""
+        optimizer = self._optimizer()
+        if self._bad and optimizer is not None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            if all(p.grad is None for p in parameters):
+                self._bad.clear()
+
+    def note(self, bad: Tensor) -> None:
+        """Take the verdict of one graph."""
+        known = self._bad.get(bad.device)
+        self._bad[bad.device] = bad if known is None else torch.maximum(known, bad)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The gradients go, and the verdict with them."""
+        self._bad.clear()
+        return inner(*args, **kwargs)
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        """Update, unless a check failed."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._monitor.add(_learning_rates(optimizer))
+        bad = self._verdict(optimizer)
+        if bad is None:
+            result = inner(**kwargs)
+        else:
+            self._count(bad)
+            result = self._decide(optimizer, inner, bad, kwargs)
+            self._look_at_counts()
+        return loss if closure is not None else result
+
+    def _verdict(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
+        if not self._bad:
+            return None
+        device = next((p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._bad), None)
+        device = device or next(iter(self._bad))
+        verdicts = [bad.to(device, non_blocking=True) for bad in self._bad.values()]
+        self._bad.clear()
+        return torch.stack(verdicts).amax()
+
+    def _count(self, bad: Tensor) -> None:
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
+        total, in_a_row = self._counts.unbind()
+        self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
+
+    def _decide(
+        self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], bad: Tensor, kwargs: dict[str, Any]
+    ) -> Any:
+        if not _decides_on_device(optimizer):
+            return inner(**kwargs) if not bool(bad) else None
+        given = getattr(optimizer, "found_inf", None)  # a GradScaler's
+        ours = bad if given is None else torch.maximum(bad, given.to(bad.device).reshape(()))
+        optimizer.__dict__["found_inf"] = ours
+        try:
+            return inner(**kwargs)
+        finally:
+            if given is None:
+                del optimizer.__dict__["found_inf"]
+            else:
+                optimizer.__dict__["found_inf"] = given
+
+    def _look_at_counts(self) -> None:
+        assert self._counts is not None
+        if self._counts.device.type == "cuda":
+            copy = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(self._counts, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._counts.device))
+            self._arriving.append((event, copy))
+        else:
+            self._arriving.append((None, self._counts))
+        while self._arriving and _has_arrived(self._arriving[0][0]):
+            total, in_a_row = floats_of(self._arriving.popleft()[1])
+            self._report(int(total), int(in_a_row))
+
+    def _report(self, total: int, in_a_row: int) -> None:
+        if total // _REPORT_EVERY > self._reported:
+            self._reported = total // _REPORT_EVERY
+            logger.warning("%d updates skipped so far, because a finite check failed", total)
+        if in_a_row >= self._most:
+            reason = f"{in_a_row} updates in a row were skipped; training does not go on"
+            failure = self._monitor.failure()
+            if failure is None:
+                raise RewriteError(f"{reason} (the last backward passed its checks)")
+            failure.note = f"{reason}{'; ' + failure.note if failure.note else ''}"
+            raise failure
+
+
+def _has_arrived(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
+
+
+def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's kernels read ``found_inf``, and a skipped first step leaves no state behind."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    if isinstance(optimizer, torch.optim.SGD):
+        # Its first step makes the momentum buffers, uninitialised if that step is skipped.
+        return all(
+            not group["momentum"] or all(optimizer.state[p].get("momentum_buffer") is not None for p in _used(group))
+            for group in optimizer.param_groups
+        )
+    return True
+
+
+def _used(group: dict[str, Any]) -> list[Tensor]:
+    return [p for p in group["params"] if p.grad is not None]
+
+
+def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float | Tensor]:
+    rates: dict[str, float | Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        if "lr" in group:
+            rate = group["lr"]
+            rates[f"lr@optimizer:{number}"] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
+    return rates

@@ -1,0 +1,137 @@
+"""Statistics of a tensor, as nodes that the compiler fuses or as one opaque operation.
+
+Traced nodes fuse with what makes the tensor and read it once; each costs compile time. The opaque operation compiles
+at once and reads the tensor by itself. ``docs/design.md`` says which is used when, with the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradrewrite import _torch
+
+Statistic = Callable[[Tensor], Tensor]
+
+_LIBRARY = torch.library.Library("gradrewrite", "FRAGMENT")
+_LIBRARY.define("measure(Tensor x, str[] names) -> Tensor")
+_LIBRARY.define("pack(Tensor[] values) -> Tensor")
+
+
+def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
+    """Norm ``m * (sum (|x| / m)^p)^(1/p)`` with ``m = max |x|``, as 0-d float32 or float64.
+
+    It does not overflow while it is representable; 0 if the tensor is empty, inf or NaN if an element is.
+    """
+    size = _size(tensor)
+    if _is_empty(tensor):
+        return size.new_zeros(())
+    largest = size.amax()
+    if math.isinf(order):
+        return largest
+    # Dividing by an infinite or a zero maximum would make NaN; by one it changes nothing.
+    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    share = size / unit
+    if order == 1:
+        return unit * share.sum()
+    if order == 2:
+        return unit * (share * share).sum().sqrt()
+    return unit * (share**order).sum() ** (1.0 / order)
+
+
+def _size(x: Tensor) -> Tensor:
+    size = x.abs()
+    return size.to(torch.promote_types(size.dtype, torch.float32))
+
+
+def _is_empty(x: Tensor) -> bool:
+    return _torch.statically_known_true(x.numel() == 0)
+
+
+def _or_nan(reduce: Statistic) -> Statistic:
+    """NaN for an empty tensor."""
+    return lambda x: torch.full((), math.nan, device=x.device) if _is_empty(x) else reduce(x)
+
+
+def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
+    """Share of the elements for which the mask holds; 0 for an empty tensor."""
+
+    def share(x: Tensor) -> Tensor:
+        return torch.zeros((), device=x.device) if _is_empty(x) else mask(x).to(torch.float32).mean()
+
+    return share
+
+
+STATISTICS: Mapping[str, Statistic] = {
+    "max_abs": _or_nan(lambda x: _size(x).amax()),
+    "mean_abs": _or_nan(lambda x: _size(x).mean()),
+    "norm": norm_of,
+    "min": _or_nan(lambda x: x.amin()),
+    "max": _or_nan(lambda x: x.amax()),
+    "nan": lambda x: torch.isnan(x).sum(),
+    "inf": lambda x: torch.isinf(x).sum(),
+    "nonfinite": lambda x: torch.isfinite(x).logical_not().sum(),
+    "zeros": _share(lambda x: x == 0),
+    "saturated_tanh": _share(lambda x: x.abs() >= 0.99),
+    "saturated_sigmoid": _share(lambda x: (x <= 0.01) | (x >= 0.99)),
+}
+# What grows with the tensor: in units of the unscaled loss where there is a loss scale.
+IN_UNITS = frozenset(("max_abs", "mean_abs", "norm", "min", "max"))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _measure(x: Tensor, names: Sequence[str]) -> Tensor:
+    return torch.stack([STATISTICS[name](x).to(_dtype(x)) for name in names])
+
+
+def _fake_measure(x: Tensor, names: Sequence[str]) -> Tensor:
+    return x.new_empty(len(names), dtype=_dtype(x))
+
+
+def _pack(values: Sequence[Tensor]) -> Tensor:
+    dtype = _pack_dtype(values)
+    return torch.cat([v.reshape(-1).to(dtype) for v in values])
+
+
+def _fake_pack(values: Sequence[Tensor]) -> Tensor:
+    return values[0].new_empty(sum(v.numel() for v in values), dtype=_pack_dtype(values))
+
+
+def _pack_dtype(values: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
+
+
+_OPERATIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("measure", _measure, _fake_measure),
+    ("pack", _pack, _fake_pack),
+)
+for _name, _run, _fake in _OPERATIONS:
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=_LIBRARY)
+
+
+def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
+    """Statistics of a tensor in the given order, ``[len(names)]``, float32 (float64 for 64-bit elements).
+
+    Args:
+        x: A real or complex tensor; ``min``, ``max`` and ``saturated_*`` need a real one.
+        names: Keys of ``STATISTICS``.
+        is_opaque: One operation that the compiler does not look into, instead of nodes that it fuses.
+    """
+    return torch.ops.gradrewrite.measure(x, list(names)) if is_opaque else _measure(x, names)
+
+
+def pack(*values: Tensor) -> Tensor:
+    """One flat tensor of all values of one device: float64 if any is, else float32; opaque, for it compiles faster."""
+    packed: Tensor = torch.ops.gradrewrite.pack(list(values))
+    return packed
+
+
+OPAQUE = frozenset((torch.ops.gradrewrite.measure.default, torch.ops.gradrewrite.pack.default))

@@ -1,0 +1,149 @@
+"""What is remembered of a step at run time, so that it can be replayed if it fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradrewrite.recipe import Recipe
+
+_KEYS = 4
+_LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value, or a weak reference to one that belongs to the model, and the version it had."""
+
+    _value: Any
+    _version: int
+
+    @classmethod
+    def of(cls, value: Any, *, is_weak: bool = False) -> Held:
+        """Note the version of a tensor."""
+        version = value._version if isinstance(value, Tensor) else 0
+        return cls(weakref.ref(value) if is_weak else value, version)
+
+    def get(self) -> Any:
+        """The value; RuntimeError if it is gone with its model."""
+        value = self._value() if isinstance(self._value, weakref.ref) else self._value
+        if value is None and isinstance(self._value, weakref.ref):
+            raise RuntimeError("the model is gone")
+        return value
+
+    def is_overwritten(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        value = self.get()
+        return isinstance(value, Tensor) and value._version != self._version
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of the generators of the CPU and of CUDA devices."""
+
+    cpu: Tensor
+    cuda: Mapping[int, Tensor]
+
+    @classmethod
+    def now(cls, values: Sequence[Any]) -> RandomState:
+        """The states of the generators of the devices of these values."""
+        indices = {v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"}
+        return cls(torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in indices})
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        for index, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, index)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRun:
+    """One run of a forward graph: its inputs, and by what its backward will know it."""
+
+    inputs: tuple[Held, ...]
+    random: RandomState | None
+    keys: Mapping[str, StorageWeakRef]
+
+    def is_over(self) -> bool:
+        """Whether what it saved for the backward is gone."""
+        return bool(self.keys) and all(key.expired() for key in self.keys.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """What a replay needs; ``missing`` says what it lacks.
+
+    Attributes:
+        recipe: The graph.
+        inputs: The values of the placeholders of the forward, in order.
+        tangents: The gradients that came from outside, by placeholder.
+        random: The random state before the forward.
+        missing: Why the step cannot be replayed; ``""`` if it can.
+    """
+
+    recipe: Recipe
+    inputs: tuple[Held, ...] = ()
+    tangents: Mapping[str, Held] = field(default_factory=dict)
+    random: RandomState | None = None
+    missing: str = ""
+
+
+class Forwards:
+    """The runs of one forward graph whose backward has not run yet."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Begin with none."""
+        self._recipe = recipe
+        self._runs: list[ForwardRun] = []
+        placeholders = [n.name for n in recipe.graph.graph.find_nodes(op="placeholder")]
+        names = [name for name in placeholders if name not in recipe.tangents]
+        known = [recipe.given.get(name) for name in names]
+        self._of_model = [k is not None and k.role != "input" for k in known]
+
+    def begin(self, args: Sequence[Any]) -> tuple[tuple[Held, ...], RandomState | None]:
+        """Note the inputs of a run, before it begins."""
+        self._runs = [run for run in self._runs if not run.is_over()]
+        random = RandomState.now(args) if self._recipe.is_random else None
+        return tuple(Held.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
+
+    def end(self, begun: tuple[tuple[Held, ...], RandomState | None], names: Sequence[str], outputs: Any) -> None:
+        """Note what a run returned: by its storage the backward is known."""
+        tensors = [(n, t) for n, t in zip(names, outputs, strict=True) if isinstance(t, Tensor)][-_KEYS:]
+        keys = {name: StorageWeakRef(t.untyped_storage()) for name, t in tensors}
+        self._runs.append(ForwardRun(*begun, keys))
+
+    def witness(self, args: Mapping[str, Any]) -> Witness:
+        """What is known of the step whose backward is given these arguments, by placeholder."""
+        run = self._find(args)
+        if run is None:
+            return Witness(self._recipe, missing="its forward is not known (a second backward through one graph?)")
+        tangents = {n: args[n] for n in self._recipe.tangents if n in args}
+        if any(t.numel() * t.element_size() > _LARGEST_KEPT for t in tangents.values()):
+            missing = (
+                "a gradient from outside the model is larger than 64 MiB and was not kept; compute the loss inside"
+            )
+            return Witness(self._recipe, missing=f"{missing} the model, or call gr.locate")
+        held = {name: Held.of(t) for name, t in tangents.items()}
+        return Witness(self._recipe, run.inputs, held, run.random)
+
+    def _find(self, args: Mapping[str, Any]) -> ForwardRun | None:
+        for run in reversed(self._runs):
+            known = [n for n in run.keys if isinstance(args.get(n), Tensor)]
+            if known and all(run.keys[n].cdata == StorageWeakRef(args[n].untyped_storage()).cdata for n in known):
+                self._runs.remove(run)
+                return run
+        return self._runs.pop() if len(self._runs) == 1 else None
+
+
+def names_of_outputs(gm: fx.GraphModule) -> list[str]:
+    """Names of the nodes that a graph returns; ``""`` for constants."""
+    returned = gm.graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    return [node.name if isinstance(node, fx.Node) else "" for node in returned]
