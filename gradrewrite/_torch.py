@@ -233,6 +233,16 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return cast(Callable[..., Any], target)(*args, **kwargs)
 
 
+def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
+    """What a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = [a.name for a in node.target._schema.arguments]
+        given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+        if given.get("training") is True or given.get("train") is True:
+            return [a for name, a in given.items() if isinstance(a, fx.Node) and not name.startswith("running_")]
+    return node.all_input_nodes
+
+
 def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random numbers as compiled code draws them: its generator exists only there."""
     from torch._inductor.compile_fx import compile_fx

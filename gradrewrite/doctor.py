@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ SLACK = 2  # steps; where growth begins is no sharper than this under noise
 MIN_LAYERS = 4  # fewer sites make no geometric sequence
 EXPLODING_LAYERS, MIN_LAYER_GROWTH = 1e3, 1.2  # a sound model keeps errors within two orders from end to end
 VANISHING_LAYERS, MAX_LAYER_SHARE = 1e-6, 0.8  # float32 has 7 digits; larger maps alone make errors 1e-3 as large
+MAX_ONE_LAYER = 0.6  # of the ratio from end to end, in logs; four layers have three steps of 0.33 each
 LAST_STEPS = 20  # how units behave now, not at the start
 SATURATED = 0.5  # a fresh tanh or sigmoid layer saturates at a few percent
 DEAD = 0.95  # a ReLU at rest is zero at about one half
@@ -92,7 +93,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
             except (ValueError, RecursionError) as err:
                 if not line.endswith(b"\n"):
                     break  # only the last line has no end
-                raise ValueError(f"{os.fspath(path)}, line {number}: wanted one JSON object, got {line[:60]!r}") from err
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: wanted one JSON object, got {line[:60]!r}"
+                ) from err
             try:
                 steps.append(_step(data))
             except (ValueError, OverflowError) as err:
@@ -112,8 +115,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
     """
     run = _last_run(steps)
     series = _series(run)
-    rules = (_growing_layers, _vanishing, _saturated, _dead, _clips_always, _clips_never)
-    found = [_non_finite(run), _growing_steps(series), *(rule(run, series) for rule in rules)]
+    found = [_non_finite(run), _growing_steps(series), _layers(run, series), *(rule(series) for rule in _HABITS)]
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -159,8 +161,10 @@ def _step(data: object) -> Step:
 def _number(address: str, value: object) -> float:
     if "@" not in address:
         raise ValueError(f"wanted record@site as the name of a record, got {address!r}")
-    if value in ("NaN", "Infinity", "-Infinity") or isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)  # type: ignore[arg-type]  # narrowed by hand
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
     raise ValueError(f'wanted a number, "NaN", "Infinity" or "-Infinity" for {address}, got {value!r}')
 
 
@@ -184,7 +188,7 @@ def _parse(address: str) -> _Address:
     name, _, site = address.partition("@")
     base, dot, number = name.rpartition(".")
     numbered = bool(dot) and number.isdecimal()
-    return _Address(base if numbered else name, dot + number if numbered else "", site, site.partition(":")[0])
+    return _Address(base if numbered else name, dot + number if numbered else "", site, _kind(site))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +225,22 @@ def _is_bad(address: str, value: float, records: Mapping[str, float]) -> bool:
 def _bad_sites(step: Step) -> list[str]:
     """Sites that are not finite, in the order of execution."""
     bad = dict.fromkeys(_parse(a).site for a, v in step.records.items() if _is_bad(a, v, step.records))
-    known = [(site, kind) for site in bad if (kind := site.partition(":")[0]) in _EXECUTION]
-    errors = [pair for pair in known if pair[1] == "error"]
-    ordered = [pair for pair in known if pair[1] != "error"] + errors[::-1]
-    return [site for site, _ in sorted(ordered, key=lambda pair: _EXECUTION[pair[1]])]
+    return _as_executed(bad)
+
+
+def _as_executed(sites: Iterable[str]) -> list[str]:
+    known = [(_EXECUTION[kind], n, site) for n, site in enumerate(sites) if (kind := _kind(site)) in _EXECUTION]
+    return [site for *_, site in sorted((k, -n if k == _EXECUTION["error"] else n, site) for k, n, site in known)]
+
+
+def _kind(site: str) -> str:
+    return site.partition(":")[0]
 
 
 def _is_harmless(step: Step, bad: Sequence[str]) -> bool:
     """Whether the backward was recorded and is finite."""
     kinds = {_parse(a).kind for a in step.records if _parse(a).record in (*_COUNTS, *_MAGNITUDES)}
-    return bool(kinds & _BACKWARD) and not any(site.partition(":")[0] in _BACKWARD for site in bad)
+    return bool(kinds & _BACKWARD) and not any(_kind(site) in _BACKWARD for site in bad)
 
 
 def _has_nan(step: Step, site: str) -> bool:
@@ -269,7 +279,9 @@ def _non_finite(steps: Sequence[Step]) -> Finding | None:
         rate = _faulty_rate(steps[: until + 1], figures)
         if rate is not None:
             return rate
-    return Finding(kind, site, step.step, f"{cause} {site}{elements}, in step {step.step}; {extent}", figures, suggestion)
+    return Finding(
+        kind, site, step.step, f"{cause} {site}{elements}, in step {step.step}; {extent}", figures, suggestion
+    )
 
 
 def _cause(site: str, *, recovered: bool) -> tuple[str, str, str]:
@@ -334,7 +346,11 @@ def _growth(site: str, series: _Series) -> _Growth | None:
     if late - early < math.log(EXPLODING):
         return None
     smooth = _smooth(logs)
-    first = max((n for n, v in enumerate(smooth) if v <= early), default=0)
+    first = _last_below(smooth[:-1], early)  # the last value alone shows no return
+    before = sorted(smooth[: first + 1])  # all steps at the early level: how high does it reach by itself?
+    first = _last_below(smooth[:-1], max(early, before[int(0.9 * len(before))]))
+    if first >= len(smooth) - 2:
+        return None
     while first > 0 and smooth[first - 1] < smooth[first]:
         first -= 1
     last = next((n for n in range(first + 1, len(smooth)) if smooth[n] >= late - math.log(2)), len(smooth) - 1)
@@ -347,6 +363,10 @@ def _growth(site: str, series: _Series) -> _Growth | None:
     return _Growth(site, rows[0][0], factor, math.exp(part[0]), math.exp(part[-1]), rows[-1][0] - rows[0][0])
 
 
+def _last_below(values: Sequence[float], level: float) -> int:
+    return max((n for n, v in enumerate(values) if v <= level), default=0)
+
+
 def _is_geometric(logs: Sequence[float]) -> bool:
     every = max(1, len(logs) // 20)
     thin = [*logs[:-1:every], logs[-1]]
@@ -354,3 +374,264 @@ def _is_geometric(logs: Sequence[float]) -> bool:
     middle = logs[len(logs) // 2]
     is_steady = logs[-1] - logs[0] >= STEADINESS * travelled
     return is_steady and (len(logs) < MIN_STEPS or logs[-1] - middle >= MIN_LATE_SHARE * (middle - logs[0]))
+
+
+def _growing_steps(run: _Run) -> Finding | None:
+    found = [
+        growth
+        for address, one in run.items()
+        if (at := _parse(address)).record in _MAGNITUDES and at.kind in _BACKWARD and at.kind != "outside"
+        if (growth := _growth(at.site, one)) is not None
+    ]
+    if not found:
+        return None
+    single = [g for g in found if _kind(g.site) != "group"] or found
+    begin = min(g.step for g in single)
+    order = {site: n for n, site in enumerate(_as_executed(dict.fromkeys(g.site for g in single)))}
+    near = sorted((g for g in single if g.step <= begin + SLACK), key=lambda g: order[g.site])
+    worst = max(near, key=lambda g: round(math.log(g.last) - math.log(g.first), 6))
+    text = (
+        f"{worst.site} grows by a factor of {worst.factor:.4g} per step: from {worst.first:.4g} in step {worst.step} "
+        f"to {worst.last:.4g}, {worst.steps} steps later; {len(order)} sites grow like that."
+    )
+    figures = {"growth_per_step": worst.factor, "from": worst.first, "to": worst.last, "steps": worst.steps}
+    advice = f"Lower the learning rate, or clip by a norm near {worst.first:.2g}, the level at which growth begins."
+    return Finding("exploding", worst.site, worst.step, text, {**figures, "sites": len(order)}, advice)
+
+
+def _profile(steps: Sequence[Step], run: _Run) -> tuple[str, list[tuple[str, float]]]:
+    """The record that most error sites have, with the median of each site over the steps, walking backward."""
+    best: tuple[str, list[tuple[str, float]]] = "", []
+    for record in _MAGNITUDES[:3]:
+        begin = f"{record}@error:"
+        rows = [[a for a in step.records if a.startswith(begin)] for step in steps]
+        known = {a: [v for v in run[a].values if math.isfinite(v)] for a in max(rows, key=len, default=[])}
+        sites = [(_parse(a).site, median(values)) for a, values in known.items() if values][::-1]
+        modules = [pair for pair in sites if "/" not in pair[0]]
+        sites = modules if len(modules) >= MIN_LAYERS else sites
+        while sites and sites[0][1] == 0:
+            del sites[0]  # what the loss does not use
+        if len(sites) > len(best[1]):
+            best = record, sites
+    return best
+
+
+def _layers(steps: Sequence[Step], run: _Run) -> Finding | None:
+    """Errors that grow or shrink geometrically on the way back."""
+    record, profile = _profile(steps, run)
+    if len(profile) < MIN_LAYERS:
+        return None
+    points = [(n, math.log(v)) for n, (_, v) in enumerate(profile) if v > 0]
+    slope = _slope([n for n, _ in points], [v for _, v in points]) if len(points) > 1 else -math.inf
+    fitted = math.exp(min(slope * (len(profile) - 1), 700.0))
+    factor, ratio = math.exp(min(slope, 700.0)), profile[-1][1] / profile[0][1]
+    is_spread = _is_spread([log for _, log in points])
+    explodes = is_spread and min(fitted, ratio) >= EXPLODING_LAYERS and factor >= MIN_LAYER_GROWTH
+    vanishes = is_spread and max(fitted, ratio) <= VANISHING_LAYERS and factor <= MAX_LAYER_SHARE
+    if not (explodes or vanishes or profile[-1][1] == profile[-2][1] == 0):
+        return None
+    figures = {
+        "growth_per_layer": factor,
+        "at_output_end": profile[0][1],
+        "at_input_end": profile[-1][1],
+        "layers": len(profile),
+    }
+    return (_exploding_layers if explodes else _vanishing_layers)(steps, record, profile, figures)
+
+
+def _is_spread(logs: Sequence[float]) -> bool:
+    """Whether no single layer makes most of the ratio, as a layer that scales on purpose does."""
+    smooth = _smooth(logs)
+    largest = max((abs(b - a) for a, b in pairwise(smooth)), default=0.0)
+    return largest <= MAX_ONE_LAYER * abs(smooth[-1] - smooth[0])
+
+
+def _exploding_layers(
+    steps: Sequence[Step], record: str, profile: Sequence[tuple[str, float]], figures: dict[str, float]
+) -> Finding:
+    (first, low), (last, high) = profile[0], profile[-1]
+    text = (
+        f"Errors grow by a factor of {figures['growth_per_layer']:.4g} per layer on the way back: median {record} is "
+        f"{low:.4g} at {first} and {high:.4g} at {last}, over {len(profile)} layers."
+    )
+    begin = _first_step(steps, f"{record}@{first}", f"{record}@{last}", lambda ratio: ratio >= EXPLODING_LAYERS)
+    advice = (
+        "Normalise between the layers or start from smaller weights; ClipByNorm on error:* holds it back until then."
+    )
+    return Finding("exploding", last, begin, text, figures, advice)
+
+
+def _vanishing_layers(
+    steps: Sequence[Step], record: str, profile: Sequence[tuple[str, float]], figures: dict[str, float]
+) -> Finding:
+    (first, high), (last, low) = profile[0], profile[-1]
+    gone = [(site, v) for site, v in profile if v <= VANISHING_LAYERS * high]
+    how = f", by a factor of {figures['growth_per_layer']:.4g} per layer"
+    if low == 0 and figures["growth_per_layer"] > MAX_LAYER_SHARE:
+        how = ""  # zeros at once, not little by little
+        figures = {name: value for name, value in figures.items() if name != "growth_per_layer"}
+    text = (
+        f"Errors vanish on the way back{how}: median {record} is {high:.4g} at {first} and {low:.4g} at {last}, "
+        f"over {len(profile)} layers; gone at {_listed(gone)}."
+    )
+    begin = _first_step(steps, f"{record}@{first}", f"{record}@{last}", lambda ratio: ratio <= VANISHING_LAYERS)
+    advice = "Add residual connections or normalisation, or use units that do not saturate."
+    if low == 0:
+        advice = (
+            f"Look at what stands behind {gone[0][0]}: dead units, a detach, a Zero(), or underflow in half precision."
+        )
+    shares = {f"{record}@{site}": v for site, v in gone[:LISTED]}
+    return Finding("vanishing", gone[0][0], begin, text, {**figures, "vanished_layers": len(gone), **shares}, advice)
+
+
+def _first_step(steps: Sequence[Step], first: str, last: str, is_far: Callable[[float], bool]) -> int:
+    for step in steps:
+        output, back = step.records.get(first, 0.0), step.records.get(last, math.nan)
+        if output > 0 and is_far(back / output):
+            return step.step
+    return steps[0].step
+
+
+def _listed(sites: Sequence[tuple[str, float]]) -> str:
+    more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
+    return ", ".join(f"{site} ({value:.4g})" for site, value in sites[:LISTED]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class _High:
+    """A share that stays high."""
+
+    share: float
+    site: str
+    step: int
+    steps: int
+
+
+def _high_shares(run: _Run, limits: Mapping[tuple[str, str], float]) -> list[_High]:
+    """Sites whose median share over the last steps is above a limit, by record and kind; the worst first."""
+    found: dict[str, _High] = {}
+    for address, one in run.items():
+        at = _parse(address)
+        limit = limits.get((at.record, at.kind))
+        rows = [(step, v) for step, v in zip(one.steps, one.values, strict=True) if math.isfinite(v)]
+        late = [v for _, v in rows[-LAST_STEPS:]]
+        if limit is None or len(late) < MIN_STEPS or median(late) <= limit:
+            continue
+        below = max((n for n, (_, v) in enumerate(rows) if v <= limit), default=-1)
+        since = rows[min(below + 1, len(rows) - 1)][0]
+        found.setdefault(at.site, _High(median(late), at.site, since, len(late)))
+    return sorted(found.values(), key=lambda high: -high.share)
+
+
+def _share_finding(kind: str, what: str, found: Sequence[_High], suggestion: str) -> Finding | None:
+    if not found:
+        return None
+    worst = found[0]
+    listed = _listed([(high.site, high.share) for high in found])
+    text = f"{what}, as the median share over the last {worst.steps} steps: {listed}."
+    others = {f"share@{high.site}": high.share for high in found[1:LISTED]}
+    figures = {"share": worst.share, "steps": worst.steps, "sites": len(found), **others}
+    return Finding(kind, worst.site, worst.step, text, figures, suggestion)
+
+
+def _saturated(run: _Run) -> Finding | None:
+    found = _high_shares(run, {("saturated", "activation"): SATURATED})
+    advice = "Start from smaller weights or normalise what comes in: a saturated unit passes almost no error on."
+    return _share_finding("saturated", "Units sit at the bounds of their tanh or sigmoid", found, advice)
+
+
+def _dead(run: _Run) -> Finding | None:
+    found = _high_shares(run, {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR})
+    advice = "Lower the learning rate or use a unit that leaks (LeakyReLU, GELU): a unit at zero learns nothing."
+    return _share_finding("dead", "Almost all elements are exactly 0", found, advice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clip:
+    """What one clip did.
+
+    Attributes:
+        site: Where it stands.
+        step: The first step in which it was recorded.
+        acted: For each step whether it acted.
+        sizes: Norms or largest absolute values before it; finite.
+        bound: Its last bound; NaN if that is not known.
+    """
+
+    site: str
+    step: int
+    acted: list[bool]
+    sizes: list[float]
+    bound: float
+
+    @property
+    def share(self) -> float:
+        """Share of the steps in which it acted."""
+        return sum(self.acted) / len(self.acted)
+
+
+def _clips(run: _Run) -> list[_Clip]:
+    """Clips that were recorded in enough steps."""
+    found = [clip for address in run if (clip := _norm_clip(run, _parse(address))) is not None]
+    known = {clip.site for clip in found}
+    for address, one in run.items():
+        at = _parse(address)
+        if at.record == "clipped" and at.site not in known:
+            sizes = run.get(f"max_abs{at.number}@{at.site}") or run.get(f"max_abs@{at.site}") or _Series([], [])
+            finite = [v for v in sizes.values if math.isfinite(v)]
+            found.append(_Clip(at.site, one.steps[0], [v > 0 for v in one.values], finite, math.nan))
+    return [clip for clip in found if len(clip.acted) >= MIN_CLIP_STEPS]
+
+
+def _norm_clip(run: _Run, at: _Address) -> _Clip | None:
+    """The clip that a bound belongs to; only steps with a finite norm and a finite bound count."""
+    names = (f"{name}{number}@{at.site}" for number in (at.number, "") for name in ("norm", "total_norm"))
+    norms = next((run[name] for name in names if name in run), None) if at.record == "bound" else None
+    if norms is None:
+        return None
+    one = run[f"bound{at.number}@{at.site}"]
+    bounds = dict(zip(one.steps, one.values, strict=True))
+    rows = [(s, v, bounds.get(s, math.nan)) for s, v in zip(norms.steps, norms.values, strict=True)]
+    rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
+    if not rows:
+        return None
+    return _Clip(at.site, rows[0][0], [v > b for _, v, b in rows], [v for _, v, _ in rows], rows[-1][2])
+
+
+def _clips_always(run: _Run) -> Finding | None:
+    found = sorted((c for c in _clips(run) if c.share > CLIPS_ALWAYS), key=lambda clip: -clip.share)
+    if not found:
+        return None
+    worst = found[0]
+    figures = {"share": worst.share, "steps": len(worst.acted), "sites": len(found)}
+    figures |= {} if math.isnan(worst.bound) else {"bound": worst.bound}
+    figures |= {f"share@{clip.site}": clip.share for clip in found[1:LISTED]}
+    advice = "Raise the threshold: a clip that always acts sets the length of every update by itself."
+    if len(worst.sizes) > 1:
+        figures["percentile_90"] = quantiles(worst.sizes, n=10, method="inclusive")[-1]
+        advice = (
+            f"Raise the threshold to about {figures['percentile_90']:.3g}, which 90 % of the values seen stay below."
+        )
+    sites = _listed([(clip.site, clip.share) for clip in found])
+    text = f"A clip acts in nearly every one of {len(worst.acted)} steps, as the share of the steps: {sites}."
+    return Finding("clip acts always", worst.site, worst.step, text, figures, advice)
+
+
+def _clips_never(run: _Run) -> Finding | None:
+    idle = [clip for clip in _clips(run) if not any(clip.acted) and math.isfinite(clip.bound)]
+    found = sorted(idle, key=lambda clip: max(clip.sizes) / clip.bound)
+    if not found:
+        return None
+    worst = found[0]
+    largest = max(worst.sizes)
+    figures = {"largest_norm": largest, "bound": worst.bound, "steps": len(worst.acted), "sites": len(found)}
+    figures |= {f"largest_norm@{clip.site}": max(clip.sizes) for clip in found[1:LISTED]}
+    sites = _listed([(clip.site, max(clip.sizes)) for clip in found])
+    text = (
+        f"A clip with the bound {worst.bound:.4g} never acts in {len(worst.acted)} steps; largest norms seen: {sites}."
+    )
+    advice = f"If it is to act at all, set the threshold below {largest:.3g}, the largest norm seen."
+    return Finding("clip never acts", worst.site, worst.step, text, figures, advice)
+
+
+_HABITS = (_saturated, _dead, _clips_always, _clips_never)

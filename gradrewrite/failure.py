@@ -48,7 +48,7 @@ def find_failure(
         return _from_checks(step, runs, modes, f"the step could not be replayed: {missing[0]}")
     try:
         evidence = [
-            replay(run.witness, [c.node for c in run.failed(modes)] if len(runs) == 1 else ())
+            replay(run.witness, [c.node for c in run.failed(modes)])
             if run.witness is not None
             else Evidence()
             for run in runs
@@ -105,12 +105,13 @@ def _from_evidence(
         ((place(n, r), n, r) for n, e in enumerate(evidence) for r in e.roots if _counts(r, n, last)),
         key=lambda entry: entry[0],
     )
+    overwritten = roots[0][2].overwritten if roots else next((e.overwritten for e in evidence if e.overwritten), "")
+    if overwritten:
+        note = f"the step could not be replayed: {overwritten} was overwritten since the forward"
+        return _from_checks(step, runs, modes, note)
     if not roots:
         return _from_checks(step, runs, modes, "a replay op by op did not fail (compiled code rounds elsewhere)")
     _, number, root = roots[0]
-    if root.overwritten:
-        note = f"the step could not be replayed: {root.overwritten} was overwritten since the forward"
-        return _from_checks(step, runs, modes, note)
     seen = sorted(((place(n, s), n, s) for n, e in enumerate(evidence) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
     first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), bad[0])

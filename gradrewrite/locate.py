@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -59,7 +60,9 @@ def locate(
         with torch.enable_grad(), kept_random_state():
             for parameter, _ in gradients:
                 parameter.grad = None
-            _loss(entry(args, kwargs), loss_fn).backward()
+            loss = _loss(entry(args, kwargs), loss_fn)
+            with contextlib.suppress(NonFiniteError):  # the policy's own checks: what follows says more
+                loss.backward()
     finally:
         with torch.no_grad():
             for buffer, before, version in buffers:

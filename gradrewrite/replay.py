@@ -2,7 +2,7 @@
 
 An op is a *root* if its inputs are finite and its result is not. Infinities that the program itself writes (a mask
 before a softmax) count as finite. A root is blamed if an unbroken chain of non-finite values leads from it to what
-failed.
+failed, or out of the graph.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Root:
 
 @dataclass
 class Evidence:
-    """What one replay saw, in the order of execution."""
+    """What one replay saw, in the order of execution, and an input that was overwritten since (``""`` if none was)."""
 
     seen: list[Seen] = field(default_factory=list)
     roots: list[Root] = field(default_factory=list)
@@ -96,10 +96,11 @@ def replay(witness: Witness, failed: Collection[str]) -> Evidence:
 
     Args:
         witness: The step.
-        failed: Names of nodes whose values failed; none means everything that leaves the graph.
+        failed: Names of nodes whose values failed a check.
 
     Returns:
-        What was seen; roots that lead to none of ``failed`` are left out.
+        What was seen. Roots are left out that lead neither to one of ``failed`` nor to what leaves the graph: the
+        infinity of a logarithm that ``torch.where`` discards harms nobody.
     """
     return _Replay(witness.recipe).run(witness, failed)
 
@@ -150,6 +151,8 @@ class _Replay:
             known = self._recipe.given.get(node.name)
             name = f"{known.role} {known.name}" if known is not None else node.name
             given[node] = (held.get(), name if held.is_overwritten() else "")
+            if held.is_overwritten() and known is not None and known.role != "buffer":  # a step updates its buffers
+                self._evidence.overwritten = name
         for node in placeholders:
             if node.name in self._recipe.tangents:
                 held = witness.tangents[node.name]
@@ -176,7 +179,8 @@ class _Replay:
             self._look_at_marker(node, result)
             return result if node.target is markers.mark_error else None
         result = _torch.run_node(node, args, kwargs)
-        state = _State(overwritten=next((s.overwritten for s in reads if s.overwritten), ""))
+        needed = [self._states[n] for n in _torch.nodes_that_matter(node) if n in self._states]
+        state = _State(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
         if not _is_finite(result):
             writes = has_infinite_literal(node) or any(s.is_intended for s in reads)
             if writes and not _has_nan(result) and not any(s.is_bad for s in reads):
@@ -214,9 +218,7 @@ class _Replay:
 
     def _find_roots(self, given: Mapping[fx.Node, Any], failed: Collection[str]) -> list[Root]:
         bad = {node for node, state in self._states.items() if state.is_bad}
-        targets = {node for node in bad if node.name in failed}
-        if not failed:
-            targets = bad & set(self._output.all_input_nodes)
+        targets = {node for node in bad if node.name in failed} | (bad & set(self._output.all_input_nodes))
         leads: set[fx.Node] = set()
         roots = []
         for node in reversed(self._nodes):

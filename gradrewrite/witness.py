@@ -63,7 +63,7 @@ class RandomState:
             torch.cuda.set_rng_state(state, index)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class ForwardRun:
     """One run of a forward graph: its inputs, and by what its backward will know it."""
 
