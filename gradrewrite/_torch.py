@@ -24,7 +24,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.fx.graph import _BoxedCodeGen
@@ -450,6 +450,16 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             raise RuntimeError(f"Unexpected optimization option {key!r}; known options: {sorted(known)}")
         patches[name] = value
     return patches
+
+
+def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
+    """Make real tensors, whatever is being traced."""
+    return unset_fake_temporarily()
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that ``step`` was called, though it changed nothing; else they warn."""
+    optimizer.__dict__["_opt_called"] = True
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:

@@ -23,11 +23,10 @@ _counter = itertools.count()
 
 
 class Hooks:
-    """The hooks of a model: whether they have changed since it was traced, and those that only tracing sees."""
+    """The hooks of a model: whether they have changed since it was traced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handles: list[RemovableHandle] = []
         self._seen = self._read()
         self._newest = RemovableHandle.next_id
 
@@ -51,24 +50,22 @@ class Hooks:
                 read.append((name, hooks))
         return tuple(read)
 
-    def name_identities(self) -> None:
-        """Let pass-through modules appear in the graph while it is traced."""
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Identity) and name:
-                self._handles.append(module.register_forward_hook(_name_output(name)))
 
-    def forget_identities(self) -> None:
-        """Undo ``name_identities``."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+_identity_forward = nn.Identity.forward
 
 
-def _name_output(name: str) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return _tap_module(output, name)
+def _show_identities() -> None:
+    """Let pass-through modules appear in graphs while they are traced.
 
-    return hook
+    The class is changed, not the modules: a hook that is there only while the tracer looks would be guarded on, and
+    every call would be traced anew.
+    """
+    nn.Identity.forward = lambda _, input: _tap_module(input)  # type: ignore[method-assign]
+
+
+def _hide_identities() -> None:
+    nn.Identity.forward = _identity_forward  # type: ignore[method-assign]
+
 
 
 class Entry:
@@ -101,7 +98,7 @@ class Entry:
         """
         many = contextlib.nullcontext() if self._fullgraph else _torch.recompile_limit_times(Entry.num_loose)
         try:
-            with _torch.on_compile(self._hooks.name_identities, self._hooks.forget_identities), many:
+            with _torch.on_compile(_show_identities, _hide_identities), many:
                 return self._compiled(self._model, args, kwargs)
         except (_torch.Unsupported, _torch.UserError) as err:
             raise _graph_break(err) from err
@@ -111,7 +108,7 @@ class Entry:
                 "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
             ) from err
         finally:
-            self._hooks.forget_identities()
+            _hide_identities()
 
 
 def _fresh_function(session: Session, fullgraph: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:

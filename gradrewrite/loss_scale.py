@@ -29,7 +29,8 @@ class LossScale:
     def on(self, device: torch.device) -> Tensor:
         """The scale as a 0-d float32 tensor on a device, as it was at the last ``update``; one tensor a device."""
         if device not in self._on:
-            self._on[device] = torch.ones((), device=device)
+            with _torch.outside_of_tracing():
+                self._on[device] = torch.ones((), device=device)
         return self._on[device]
 
     def update(self) -> None:

@@ -142,7 +142,7 @@ class Monitor:
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Append the rows to a file, one JSON object a line, and the later ones as they come.
 
-        Later rows are written every ``every`` rows (100 if None, at most ``capacity``), when this is called again,
+        Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), when this is called again,
         and when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
         If a later row cannot be written (a full disk), a warning says so and training goes on without the file.
 
@@ -261,9 +261,12 @@ class Monitor:
 
     def _write_if_due(self) -> None:
         """Write what has arrived, and begin to copy what is due; the last row may still grow."""
-        every = self.every or (min(100, self.capacity) if self._sinks else None)
+        every = self.every or (min(100, max(1, self.capacity // 2)) if self._sinks else None)
         if every is None or not self._rows:
             return
+        if self._num_rows % every == 0:
+            for row in self._rows:
+                row.start_copy()
         arrived = []
         for row in self._rows:
             if row.step < self._num_read:
@@ -274,9 +277,6 @@ class Monitor:
         if arrived:
             self._num_read = arrived[-1].step + 1
             self._write(arrived)
-        if self._num_rows % every == 0 or len(self._rows) == self.capacity:
-            for row in self._rows:
-                row.start_copy()
 
     def _read(self, last: int | None = None) -> list[Row]:
         """The rows of the buffer, on the host."""

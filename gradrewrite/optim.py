@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gradrewrite import _torch
 from gradrewrite.errors import RewriteError
 from gradrewrite.monitor import Monitor
 from gradrewrite.rows import floats_of
@@ -166,7 +167,10 @@ class Guard:
         self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], bad: Tensor, kwargs: dict[str, Any]
     ) -> Any:
         if not _decides_on_device(optimizer):
-            return inner(**kwargs) if not bool(bad) else None
+            if not bool(bad):
+                return inner(**kwargs)
+            _torch.note_step(optimizer)
+            return None
         given = getattr(optimizer, "found_inf", None)  # a GradScaler's
         ours = bad if given is None else torch.maximum(bad, given.to(bad.device).reshape(()))
         optimizer.__dict__["found_inf"] = ours

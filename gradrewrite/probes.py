@@ -50,8 +50,8 @@ def tap(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def _tap_module(x: Any, name: str) -> Any:
-    """The tap that a pass-through module gets while it is traced."""
+def _tap_module(x: Any) -> Any:
+    """What a pass-through module returns while it is traced; named by the module around it."""
     return x
 
 
@@ -208,7 +208,12 @@ class _Reader:
         body.recompile()
 
     def _tap(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
-        target, name = node.args[0], str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
+        target = node.args[0]
+        if node.target is tap:
+            name = str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
+        else:
+            runs = self._runs(node)
+            name = runs[-1][0] if runs else ""
         if node.target is tap and (not name or set(name) & set(":#/*?[]")):
             raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]")
         assert isinstance(target, fx.Node)
@@ -218,7 +223,8 @@ class _Reader:
             if value is None:
                 value = Value("tap", self._runs(node), source_of(node), fake)
                 self._add(value, target, after=node)
-            (value.taps if node.target is tap else value.identities).append(name)
+            if name:  # the model itself may be an Identity, or call one that is no submodule
+                (value.taps if node.target is tap else value.identities).append(name)
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
