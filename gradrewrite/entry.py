@@ -54,13 +54,18 @@ class Hooks:
 _identity_forward = nn.Identity.forward
 
 
+def _shown_forward(self: nn.Identity, input: Tensor) -> Tensor:
+    shown: Tensor = _tap_module(input)
+    return shown
+
+
 def _show_identities() -> None:
     """Let pass-through modules appear in graphs while they are traced.
 
     The class is changed, not the modules: a hook that is there only while the tracer looks would be guarded on, and
     every call would be traced anew.
     """
-    nn.Identity.forward = lambda _, input: _tap_module(input)  # type: ignore[method-assign]
+    nn.Identity.forward = _shown_forward  # type: ignore[method-assign]
 
 
 def _hide_identities() -> None:

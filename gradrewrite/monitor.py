@@ -83,7 +83,8 @@ class Monitor:
         self._num_dropped = 0
         self._to_log: deque[Row] = deque()
         self._to_warn: deque[Row] = deque()
-        self._sinks: list[tuple[Sink, int]] = []
+        self._sinks: list[Sink] = []
+        self._next: dict[str, int] = {}  # by the name of a sink: the first step that it has not had
         self._guards: list[weakref.ref[Guard]] = []
 
     @property
@@ -151,14 +152,14 @@ class Monitor:
         """
         with self._lock:
             known = next(
-                (s for s, _ in self._sinks if isinstance(s, JsonLines) and str(s.path) == os.fspath(path)), None
+                (s for s in self._sinks if isinstance(s, JsonLines) and str(s.path) == os.fspath(path)), None
             )
             self._attach(known or JsonLines(path))
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does."""
         with self._lock:
-            known = next((s for s, _ in self._sinks if isinstance(s, TensorBoard) and s.writer is writer), None)
+            known = next((s for s in self._sinks if isinstance(s, TensorBoard) and s.writer is writer), None)
             self._attach(known or TensorBoard(writer))
 
     def watch(self, guard: Guard) -> None:
@@ -290,29 +291,28 @@ class Monitor:
             return rows
 
     def _attach(self, sink: Sink) -> None:
-        if all(known is not sink for known, _ in self._sinks):
+        if all(known is not sink for known in self._sinks):
             if not self._sinks:
                 atexit.register(_flush, weakref.ref(self))
-            self._sinks.append((sink, 0))
+            self._sinks.append(sink)
         self._write(self._read(), raises=True)
 
     def _write(self, rows: Sequence[Row], *, raises: bool = False) -> None:
         """Give each sink the rows that it has not had."""
-        for number, (sink, begins) in enumerate(self._sinks):
-            step = begins
+        for sink in list(self._sinks):
+            name = str(sink)
             try:
                 for row in rows:
-                    if row.step >= begins:
+                    if row.step >= self._next.get(name, 0):
                         sink.write(row.step, row.values() | row.bounds())
-                        step = row.step + 1
-                self._sinks[number] = (sink, step)
+                        self._next[name] = row.step + 1
             except OSError as err:
-                del self._sinks[number]
-                text = f"{sink}: step {step} could not be written ({err.strerror}); records are no longer written there"
+                self._sinks.remove(sink)
+                step = self._next.get(name, 0)
+                text = f"{name}: step {step} could not be written ({err.strerror}); records are no longer written there"
                 if raises:
                     raise OSError(err.errno, text) from err
                 _warn(f"{text}. Free space and call to_jsonl again: rows still in the buffer are written then")
-                return
 
     def _say(self) -> None:
         """Log and warn of all rows."""
