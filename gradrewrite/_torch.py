@@ -254,7 +254,8 @@ def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     graph.output((node,))
     with torch.no_grad():
-        return compile_fx(fx.GraphModule({}, graph), [seed])(seed)[0]
+        run = cast(Callable[..., Any], compile_fx(fx.GraphModule({}, graph), [seed]))
+        return run(seed)[0]
 
 
 def replace_random(gm: fx.GraphModule) -> None:
@@ -430,7 +431,7 @@ def _hashed(*identity: Any) -> Any:
 
 
 def stop_folding() -> None:
-    """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; to be called from the joint pass."""
+    """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; for the joint pass."""
     from torch._inductor import config
 
     config.joint_graph_constant_folding = False

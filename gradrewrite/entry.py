@@ -72,7 +72,6 @@ def _hide_identities() -> None:
     nn.Identity.forward = _identity_forward  # type: ignore[method-assign]
 
 
-
 class Entry:
     """The compiled function around a model.
 

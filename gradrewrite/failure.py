@@ -43,19 +43,11 @@ def find_failure(
         return None
     if not replays:
         return _from_checks(step, runs, modes, "")
-    missing = [run.witness.missing for run in runs if run.witness is not None and run.witness.missing]
-    if missing:
-        return _from_checks(step, runs, modes, f"the step could not be replayed: {missing[0]}")
     try:
-        evidence = [
-            replay(run.witness, [c.node for c in run.failed(modes)])
-            if run.witness is not None
-            else Evidence()
-            for run in runs
-        ]
-    except (RuntimeError, MemoryError) as err:
-        reason = str(err).strip().splitlines()[:1] or [type(err).__name__]
-        return _from_checks(step, runs, modes, f"the step could not be replayed: {reason[0]}")
+        evidence = [_replay(run, [c.node for c in run.failed(modes)]) for run in runs]
+    except Exception as err:  # whatever stops a replay, the failed check has to be reported
+        reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
+        return _from_checks(step, runs, modes, f"the step could not be replayed: {reason}")
     return _from_evidence(step, runs, modes, evidence)
 
 
@@ -65,12 +57,18 @@ def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | Non
     Raises:
         RuntimeError: The step cannot be replayed.
     """
-    evidence = []
-    for run in runs:
-        if run.witness is None or run.witness.missing:
-            raise RuntimeError(f"the step cannot be replayed: {run.witness.missing if run.witness else 'not checked'}")
-        evidence.append(replay(run.witness, ()))
+    evidence = [_replay(run, ()) for run in runs]
     return _from_evidence(step, runs, (), evidence) if any(e.roots for e in evidence) else None
+
+
+def _replay(run: CheckedRun, failed: Collection[str]) -> Evidence:
+    if run.witness is None and run.carried.checks:
+        raise RuntimeError("its inputs have been let go")
+    if run.witness is None:
+        return Evidence()
+    if run.witness.missing:
+        raise RuntimeError(run.witness.missing)
+    return replay(run.witness, failed)
 
 
 def _from_checks(step: int, runs: Sequence[CheckedRun], modes: Collection[str], note: str) -> NonFiniteError:
@@ -78,9 +76,7 @@ def _from_checks(step: int, runs: Sequence[CheckedRun], modes: Collection[str], 
     forward = [(run, c) for run in reversed(runs) for c in run.failed(modes) if c.site.kind == "activation"]
     backward = [(run, c) for run in runs for c in run.failed(modes) if c.site.kind != "activation"]
     (run, check), *rest = forward + backward
-    size = run.values.get(f"numel@{check.site}", math.nan)
-    if None not in check.site.shape:
-        size = math.prod(s for s in check.site.shape if s is not None)
+    size = math.prod(math.nan if s is None else s for s in check.site.shape)
     is_activation = check.site.kind == "activation"
     return NonFiniteError(
         check.site,

@@ -14,8 +14,9 @@ _HANDS_ON = frozenset(
         "add", "add_", "iadd", "radd", "sub", "sub_", "isub", "mul", "mul_", "imul", "rmul", "truediv", "div", "div_",
         "itruediv", "masked_fill", "masked_fill_", "where", "full", "full_like", "new_full", "fill_", "triu", "triu_",
         "tril", "tril_", "view", "view_as", "reshape", "transpose", "permute", "expand", "expand_as", "unsqueeze",
-        "squeeze", "flatten", "unflatten", "getitem", "setitem", "chunk", "split", "cat", "stack", "clone", "contiguous",
-        "to", "type_as", "float", "half", "bfloat16", "double", "repeat", "maximum", "minimum", "tensor", "detach",
+        "squeeze", "flatten", "unflatten", "getitem", "setitem", "chunk", "split", "cat", "stack", "clone",
+        "contiguous", "to", "type_as", "float", "half", "bfloat16", "double", "repeat", "maximum", "minimum",
+        "tensor", "detach",
     )
 )  # fmt: skip
 

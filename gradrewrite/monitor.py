@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -17,17 +15,16 @@ import torch
 from torch import Tensor
 
 from gradrewrite import _torch
-from gradrewrite.errors import NonFiniteError, RewriteWarning
+from gradrewrite.errors import NonFiniteError
 from gradrewrite.failure import find_anywhere, find_failure
-from gradrewrite.records import Carried, LogLine, OnFailure
+from gradrewrite.records import Carried, OnFailure
 from gradrewrite.rows import Row, Run
 from gradrewrite.sinks import JsonLines, Sink, TensorBoard
 from gradrewrite.sites import Site
 from gradrewrite.suggest import nearest
 from gradrewrite.table import Table, table_of
+from gradrewrite.voice import Voice, warn
 from gradrewrite.witness import Witness
-
-logger = logging.getLogger("gradrewrite.monitor")
 
 _MAX_OPEN = 1000
 
@@ -81,8 +78,7 @@ class Monitor:
         self._num_rows = 0
         self._num_read = 0
         self._num_dropped = 0
-        self._to_log: deque[Row] = deque()
-        self._to_warn: deque[Row] = deque()
+        self._voice = Voice()
         self._sinks: list[Sink] = []
         self._next: dict[str, int] = {}  # by the name of a sink: the first step that it has not had
         self._guards: list[weakref.ref[Guard]] = []
@@ -121,7 +117,8 @@ class Monitor:
     def kept(self) -> dict[Site, Tensor]:
         """Tensors that ``Keep`` kept in the last backward, on their device, with their dtype; copies."""
         with self._lock:
-            self._say()
+            self._voice.log()
+            self._voice.warn()
             return dict(self._rows[-1].kept) if self._rows else {}
 
     def table(self) -> Table:
@@ -143,17 +140,15 @@ class Monitor:
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Append the rows to a file, one JSON object a line, and the later ones as they come.
 
-        Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), when this is called again,
-        and when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
-        If a later row cannot be written (a full disk), a warning says so and training goes on without the file.
+        Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), when this is called
+        again, and when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
+        ``"-Infinity"``. If a later row cannot be written (a full disk), a warning says so and training goes on without the file.
 
         Raises:
             OSError: The file cannot be written now.
         """
         with self._lock:
-            known = next(
-                (s for s in self._sinks if isinstance(s, JsonLines) and str(s.path) == os.fspath(path)), None
-            )
+            known = next((s for s in self._sinks if isinstance(s, JsonLines) and str(s.path) == os.fspath(path)), None)
             self._attach(known or JsonLines(path))
 
     def to_tensorboard(self, writer: Any) -> None:
@@ -190,6 +185,18 @@ class Monitor:
             if anywhere:
                 return find_anywhere(row.step, row.checked_runs())
             return find_failure(row.step, row.checked_runs(), get_args(OnFailure), replays=True)
+
+    def last_skip(self) -> NonFiniteError:
+        """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
+        with self._lock:
+            for row in reversed(self._rows):
+                row.fetch()
+                error = find_failure(row.step, row.checked_runs(), ("skip",), replays=True)
+                if error is not None:
+                    return error
+            check = next(c for run in self._rows[-1].runs for c in run.carried.checks if c.on_failure == "skip")
+            step, note = self._rows[-1].step, f"the row that says where has left the buffer (capacity {self.capacity})"
+            return NonFiniteError(check.site, step=step, note=note)
 
     def collect(self, carried: Carried, tensors: Sequence[Tensor], witness: Witness | None = None) -> list[str]:
         """Take what one backward graph reported (called by the run time, inside ``backward``).
@@ -235,14 +242,11 @@ class Monitor:
             if self._rows:
                 self._rows[-1].forget_witnesses()
                 self._rows[-1].kept = {}
-            self._warn_of(wait=len(self._to_warn) > self.capacity)  # of the steps before
+            self._voice.warn(self.capacity)  # of the steps before
             self._write_if_due()
             self._append(row)
-            for queue, is_due in ((self._to_log, _logs(row)), (self._to_warn, _warns(row))):
-                if is_due:
-                    row.start_copy()
-                    queue.append(row)
-            self._log_of(wait=len(self._to_log) > self.capacity)
+            self._voice.add(row)
+            self._voice.log(self.capacity)
         if row.has(lambda carried: any(c.on_failure == "raise" for c in carried.checks)):
             row.fetch()
             error = find_failure(row.step, row.checked_runs(), ("raise",), replays=True)
@@ -256,7 +260,7 @@ class Monitor:
             if lost.step >= self._num_read:
                 self._num_dropped += 1
                 if self._num_dropped == 1 and self._sinks:
-                    _warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
+                    warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
         self._rows.append(row)
         self._num_rows += 1
 
@@ -282,7 +286,8 @@ class Monitor:
     def _read(self, last: int | None = None) -> list[Row]:
         """The rows of the buffer, on the host."""
         with self._lock:
-            self._say()
+            self._voice.log()
+            self._voice.warn()
             rows = list(self._rows)[-last:] if last is not None else list(self._rows)
             for row in rows:
                 row.fetch()
@@ -312,44 +317,7 @@ class Monitor:
                 text = f"{name}: step {step} could not be written ({err.strerror}); records are no longer written there"
                 if raises:
                     raise OSError(err.errno, text) from err
-                _warn(f"{text}. Free space and call to_jsonl again: rows still in the buffer are written then")
-
-    def _say(self) -> None:
-        """Log and warn of all rows."""
-        self._log_of(wait=True)
-        self._warn_of(wait=True)
-
-    def _log_of(self, *, wait: bool) -> None:
-        """Log the clips that acted, for all rows that have arrived, in order."""
-        while self._to_log and (wait or self._to_log[0].is_here()):
-            row = self._to_log.popleft()
-            row.fetch()
-            for run in row.runs:
-                values = run.values() if run.carried.logs else {}
-                for line in run.carried.logs:
-                    if values[line.clipped] > 0:
-                        _log(line, values)
-
-    def _warn_of(self, *, wait: bool) -> None:
-        """Warn of failed checks, for all rows that have arrived, in order."""
-        while self._to_warn and (wait or self._to_warn[0].is_here()):
-            row = self._to_warn.popleft()
-            row.fetch()
-            error = find_failure(row.step, row.checked_runs(), ("warn",), replays=False)
-            if error is not None:
-                _warn(str(error))
-
-
-def _logs(row: Row) -> bool:
-    return logger.isEnabledFor(logging.INFO) and row.has(lambda carried: bool(carried.logs))
-
-
-def _warns(row: Row) -> bool:
-    return row.has(lambda carried: any(c.on_failure == "warn" for c in carried.checks))
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, RewriteWarning, stacklevel=3)
+                warn(f"{text}. Free space and call to_jsonl again: rows still in the buffer are written then")
 
 
 def _flush(ref: weakref.ref[Monitor]) -> None:
@@ -358,11 +326,3 @@ def _flush(ref: weakref.ref[Monitor]) -> None:
     if monitor is not None:
         with monitor._lock:
             monitor._write(monitor._read())
-
-
-def _log(line: LogLine, values: dict[str, float]) -> None:
-    largest, mean = values[line.max_abs], values[line.mean_abs]
-    if line.site.kind == "gradient":
-        logger.info("parameter=%s need clipping, max grad=%.6g avg grad=%.6g", line.site.name, largest, mean)
-    else:
-        logger.info("layer=%s need clipping, max error=%.6g avg error=%.6g", line.site.name, largest, mean)

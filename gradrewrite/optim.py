@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradrewrite import _torch
-from gradrewrite.errors import RewriteError
 from gradrewrite.monitor import Monitor
 from gradrewrite.rows import floats_of
 
@@ -200,12 +199,10 @@ class Guard:
             self._reported = total // _REPORT_EVERY
             logger.warning("%d updates skipped so far, because a finite check failed", total)
         if in_a_row >= self._most:
-            reason = f"{in_a_row} updates in a row were skipped; training does not go on"
-            failure = self._monitor.failure()
-            if failure is None:
-                raise RewriteError(f"{reason} (the last backward passed its checks)")
-            failure.note = f"{reason}{'; ' + failure.note if failure.note else ''}"
-            raise failure
+            error = self._monitor.last_skip()
+            reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
+            error.note = f"{reason}; {error.note}" if error.note else reason
+            raise error
 
 
 def _has_arrived(event: torch.cuda.Event | None) -> bool:

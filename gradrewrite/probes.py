@@ -7,7 +7,6 @@ tensor hook, one on its accumulated error in the backward. The forward computati
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +22,7 @@ from gradrewrite import _torch, markers
 from gradrewrite.errors import PolicyError
 from gradrewrite.intended import hands_on_infinity
 from gradrewrite.names import Names, source_of
+from gradrewrite.nodes import changed_in_place, fake_of, is_checkpoint, op_name
 from gradrewrite.sites import Kind, Site
 
 Run = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
@@ -177,24 +177,24 @@ class _Reader:
 
     def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
         runs = self._runs(node)
-        if _is_checkpoint(node):
+        if is_checkpoint(node):
             self._enter(gm, node, outer)
             return
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_checkpoint(node.args[0]):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_checkpoint(node.args[0]):
             return  # the same tensor as the body's output, which has its probe
         if node.target in (tap, _tap_module):
             self._tap(node, outer)
             return
         self._use(node, runs, outer)
-        changed = _changed_in_place(node)
+        changed = changed_in_place(node)
         made = node if changed is None else changed
-        may_be_infinite = hands_on_infinity(_op_name(node), node, self._infinite)
+        may_be_infinite = hands_on_infinity(op_name(node), node, self._infinite)
         if may_be_infinite:
             self._infinite |= {node, made}
-        fake = _fake(outer.get(made, made))
+        fake = fake_of(outer.get(made, made))
         if fake is None or (changed is None and id(fake) in self._current):
             return
-        value = Value(_op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
+        value = Value(op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
         self._add(value, made, after=node)
 
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
@@ -217,7 +217,7 @@ class _Reader:
         if node.target is tap and (not name or set(name) & set(":#/*?[]")):
             raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]")
         assert isinstance(target, fx.Node)
-        fake = _fake(outer.get(target, target))
+        fake = fake_of(outer.get(target, target))
         if fake is not None:
             value = self._current.get(id(fake))
             if value is None:
@@ -237,7 +237,7 @@ class _Reader:
     def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
         used = []
         for read in node.all_input_nodes:
-            fake = _fake(outer.get(read, read))
+            fake = fake_of(outer.get(read, read))
             value = self._current.get(id(fake)) if fake is not None else None
             if value is not None:
                 value.used_in.append(runs)
@@ -313,54 +313,3 @@ class _Namer:
 def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
     """Sizes of a fake tensor; None where one is symbolic."""
     return tuple(size if isinstance(size, int) else None for size in tensor.shape)
-
-
-def _is_checkpoint(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
-
-
-def _fake(node: fx.Node) -> Tensor | None:
-    value = node.meta.get("example_value")
-    return value if isinstance(value, Tensor) else None
-
-
-def _op_name(node: fx.Node) -> str:
-    """The ``__name__`` of what the user called; an element of a tuple is named by the op that made it."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _fake(node.args[0]) is None:
-        node = node.args[0]
-    if isinstance(node.target, str):
-        return node.target
-    name = str(getattr(node.target, "__name__", node.target))
-    return "apply" if name == "autograd_function_apply" else name
-
-
-def _changed_in_place(node: fx.Node) -> fx.Node | None:
-    """The input that an in-place op changes; None for any other op."""
-    if not node.args or not isinstance(node.args[0], fx.Node):
-        return None
-    first = node.args[0]
-    if node.target is operator.setitem:
-        return first
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or _asks_for_in_place(node):
-        return first if _fake(first) is not None or first.op == "placeholder" else None
-    return None
-
-
-_IN_PLACE = frozenset(
-    f.__name__
-    for f in (
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-        operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
-    )
-)  # fmt: skip
-
-
-def _asks_for_in_place(node: fx.Node) -> bool:
-    if "inplace" in node.kwargs:
-        return bool(node.kwargs["inplace"])
-    if not inspect.isfunction(node.target):
-        return False
-    parameters = list(inspect.signature(node.target).parameters)
-    position = parameters.index("inplace") if "inplace" in parameters else len(node.args)
-    return position < len(node.args) and bool(node.args[position])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from gradrewrite.joint import Edit, JointGraph, Markers, number_of, read_markers
 from gradrewrite.policy import AdaptingAction, GroupAction, Policy, ask
 from gradrewrite.probes import Value, name_values, shape_of
 from gradrewrite.recipe import Given, Recipe
-from gradrewrite.records import Carried, Check, LogLine
+from gradrewrite.records import Carried, Check
+from gradrewrite.reports import Report, Reports
 from gradrewrite.sites import Kind, Site
-from gradrewrite.statistics import measure, pack
+from gradrewrite.statistics import measure
 from gradrewrite.tracing import Mode, Traced, Tracer, action_key, check_dense, trace_function
 
 ScaleOf = Callable[[torch.device], Tensor]
@@ -72,50 +73,6 @@ class _Place:
     output: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """A node with one or more records."""
-
-    addresses: tuple[str, ...]
-    node: fx.Node
-    is_forward: bool
-    skips: bool = False
-
-
-@dataclass
-class _Reports:
-    """Nodes that have to leave the graph."""
-
-    records: list[_Report] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-    kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
-    logs: list[LogLine] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-    bounds: list[tuple[str, float | Tensor]] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
-
-    def add(self, where: str, site: Site, traced: Traced, extras: Sequence[fx.Node]) -> list[str]:
-        """Take what a traced action returns beside the replacement; returns the addresses of its records."""
-        addresses: list[str] = []
-        for names, node in zip(traced.records, extras, strict=False):
-            new = tuple(self._address(name, where) for name in names)
-            addresses += new
-            self.records.append(_Report(new, node, site.kind == "activation", traced.fails == "skip"))
-        self.kept += [(site, node) for node in extras[len(traced.records) :]]
-        if traced.logs:
-            self.logs.append(LogLine(site, *addresses[-3:]))
-        if traced.bound is not None:
-            self.bounds.append((self._address("bound", where), traced.bound))
-        return addresses
-
-    def _address(self, name: str, where: str) -> str:
-        address, number = f"{name}@{where}", 2
-        while address in self.taken:
-            address, number = f"{name}.{number}@{where}", number + 1
-        self.taken.add(address)
-        return address
-
-
 def rewrite(
     graph: fx.Graph,
     values: Sequence[Value],
@@ -160,7 +117,7 @@ def rewrite(
         sites=(*(p.site for p in places), *rewriter.out_of_reach),
         edits=tuple(rewriter.edits),
         carriers=carriers,
-        carried=rewriter.carried(),
+        carried=rewriter.reports.carried(),
         live=live,
         out_of_reach=tuple((site, actions) for site, actions in lost if actions),
         recipe=recipe,
@@ -194,7 +151,7 @@ class _Rewriter:
         self._order = {node: number for number, node in enumerate(graph.nodes)}
         self.edits: list[Edit] = []
         self.out_of_reach: list[Site] = []
-        self._reports = _Reports()
+        self.reports = Reports()
         self._tracer = Tracer()
 
     def find_places(self, values: Sequence[Value], leaves: Mapping[int, Leaf]) -> list[_Place]:
@@ -249,10 +206,10 @@ class _Rewriter:
             seen = current
             (current, *extras), new = self._splice(traced, [current], place)
             self.edits.append(Edit(place.site, action, tuple(n.name for n in new)))
-            addresses = self._reports.add(str(place.site), place.site, traced, extras)
+            addresses = self.reports.add(str(place.site), place.site, traced, extras)
             if traced.fails is not None:
                 check = Check(place.site, traced.fails, addresses[-1], place.order, seen.name)
-                self._reports.checks.append(check)
+                self.reports.checks.append(check)
         if current is not place.node:
             self._replace(place, current)
 
@@ -284,8 +241,8 @@ class _Rewriter:
         results, extras = outputs[: len(places)], outputs[len(places) :]
         for place, nodes_of_site in zip(places, _shares(new, nodes, results), strict=True):
             self.edits.append(Edit(place.site, action, nodes_of_site))
-        self._reports.add(f"group:{action.group}", sites[0], traced, extras)
-        self._reports.groups.append(str(action.group))
+        self.reports.add(f"group:{action.group}", sites[0], traced, extras)
+        self.reports.groups.append(str(action.group))
         for place, result in zip(places, results, strict=True):
             self._replace(place, result)
 
@@ -305,42 +262,15 @@ class _Rewriter:
 
     def carry_out(self) -> tuple[str, ...]:
         """Pack the records and hold what leaves the graph; returns the names of the new nodes."""
-        groups: dict[tuple[torch.device, bool], list[_Report]] = defaultdict(list)
-        for report in sorted(self._reports.records, key=lambda r: not r.skips):
-            # Those of the forward are packed in the forward: one tensor is carried into the backward.
-            groups[value_of(report.node).device, report.is_forward].append(report)
-        new: list[fx.Node] = []
-        packs = []
-        for (_, is_forward), reports in groups.items():
-            nodes = [report.node for report in reports]
-            graph = _torch.trace(lambda *values: [pack(*values)], [value_of(n) for n in nodes])
-            tag = "is_forward" if is_forward else "is_backward"
-            (packed,), added = edit.splice(graph, self.graph, nodes, self.graph.output_node(), tag)
-            packs.append(packed)
-            new += added
-        self._packs = tuple(tuple(a for r in reports for a in r.addresses) for reports in groups.values())
-        self._num_skips = tuple(sum(r.skips for r in reports) for reports in groups.values())
-        held = packs + [node for _, node in self._reports.kept]
+        packs, new = self.reports.pack_into(self.graph)
+        held = packs + [node for _, node in self.reports.kept]
         if held:
             new.append(edit.hold(self.graph, held))
         return tuple(n.name for n in new)
 
-    def carried(self) -> Carried:
-        """What leaves the graph, for the run time."""
-        reports = self._reports
-        return Carried(
-            packs=self._packs,
-            num_skips=self._num_skips,
-            kept=tuple(s for s, _ in reports.kept),
-            logs=tuple(reports.logs),
-            groups=tuple(reports.groups),
-            checks=tuple(sorted(reports.checks, key=lambda check: check.order)),
-            bounds=tuple(reports.bounds),
-        )
-
     def note_recipe(self, places: Sequence[_Place], given: Mapping[int, Given]) -> Recipe | None:
         """Count what comes into a checked graph, and keep a copy of the graph for a replay."""
-        if not self._reports.checks:
+        if not self.reports.checks:
             return None
         inputs = {
             node: given[position]
@@ -371,7 +301,7 @@ class _Rewriter:
         graph = _torch.trace(lambda x: [measure(x, ["nonfinite"], is_opaque=True)], [value_of(node)])
         tag = "is_forward" if is_forward else "is_backward"
         (count,), _ = edit.splice(graph, self.graph, [node], before, tag)
-        self._reports.records.append(_Report((f"nonfinite@{where}",), count, is_forward))
+        self.reports.records.append(Report((f"nonfinite@{where}",), count, is_forward))
 
     def _sites_by_value(self, places: Sequence[_Place], kind: Kind) -> dict[int, Site]:
         numbers = {p.before: p.site for p in places if p.site.kind == kind}

@@ -18,8 +18,8 @@ RANK = {
     name: rank
     for rank, names in enumerate(
         [
-            ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table"),
-            ("errors", "markers", "statistics", "loss_scale"),
+            ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history"),
+            ("errors", "markers", "statistics", "loss_scale", "trends", "habits"),
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
             ("edit", "tracing", "recipe"),
@@ -27,8 +27,10 @@ RANK = {
             ("replay",),
             ("failure",),
             ("rows",),
+            ("voice",),
             ("monitor",),
-            ("rewrite", "session", "optim"),
+            ("reports", "session", "optim"),
+            ("rewrite",),
             ("job",),
             ("backend",),
             ("entry",),

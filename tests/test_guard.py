@@ -166,6 +166,16 @@ def test_too_many_skips_in_a_row_raise(fused: bool) -> None:
     assert model.monitor.skipped == 5
 
 
+def test_too_many_skips_name_the_micro_batch_that_failed() -> None:
+    model = gr.transform(Net(), SKIP)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, max_consecutive_skips=1)
+    for x in (BAD, GOOD):
+        model(x).backward()
+    with pytest.raises(gr.NonFiniteError, match="its inputs have been let go") as caught:
+        optimizer.step()
+    assert caught.value.step == 0
+
+
 def test_every_hundredth_skip_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = gr.transform(Net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, max_consecutive_skips=1000)
@@ -226,7 +236,7 @@ def test_two_optimizers_of_one_model() -> None:
 def test_bad_arguments() -> None:
     model = gr.transform(Net(), SKIP)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="torch.optim.Optimizer, got Net"):
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, got Net"):
         gr.guard(Net(), model)  # type: ignore[type-var]
     with pytest.raises(TypeError, match="has no monitor"):
         gr.guard(optimizer, nn.Linear(1, 1))

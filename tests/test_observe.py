@@ -169,7 +169,11 @@ def test_nothing_is_changed_by_observing() -> None:
     x = torch.randn(3, 4)
     plain(x).sum().backward()
     wanted = [p.grad.clone() for p in plain.parameters()]
-    policy = [gr.on("*", Observe("norm", "zeros")), gr.on("*", CheckFinite("record")), gr.on("activation:*", Observe("max"))]
+    policy = [
+        gr.on("*", Observe("norm", "zeros")),
+        gr.on("*", CheckFinite("record")),
+        gr.on("activation:*", Observe("max")),
+    ]
     plain.zero_grad()
     gr.transform(plain, policy)(x).sum().backward()
 

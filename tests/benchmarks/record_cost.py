@@ -89,9 +89,10 @@ def counted(step: Callable[[], None]) -> tuple[float, int, float]:
 def measure_cold(variant: str) -> Cold:
     """Compile one variant in this process."""
     import torch
-    from models.gpt import Gpt, batch
 
     import gradrewrite as gr
+
+    from models.gpt import Gpt, batch
 
     prepare()
     warm = torch.compile(torch.nn.Linear(16, 16))  # torch's own imports and the first C++ compilation
@@ -133,9 +134,10 @@ def cold(options: argparse.Namespace) -> list[Any]:
 def variants(width: int, device: str) -> dict[str, Callable[[], None]]:
     """One training step (without an optimizer) of each variant."""
     import torch
-    from models.gpt import Gpt, batch, hook_outputs
 
     import gradrewrite as gr
+
+    from models.gpt import Gpt, batch, hook_outputs
 
     def make() -> Any:
         torch.manual_seed(0)

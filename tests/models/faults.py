@@ -134,7 +134,9 @@ class FaultyTransformer(nn.Module):
         draw = random.Random(seed)
         places = draw.sample([(layer, place) for layer in range(layers) for place in PLACES], 20)
         faults = [Fault(f) for f in FORWARD * 2 + BACKWARD * 2]
-        self.planted = [(f"layers.{layer}.faults.{place}", fault) for (layer, place), fault in zip(places, faults)]
+        self.planted = [
+            (f"layers.{layer}.faults.{place}", fault) for (layer, place), fault in zip(places, faults, strict=True)
+        ]
         by_layer: list[dict[str, Fault]] = [{} for _ in range(layers)]
         for (layer, place), fault in zip(places, faults, strict=True):
             by_layer[layer][place] = fault
