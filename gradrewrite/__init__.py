@@ -14,6 +14,7 @@ from gradrewrite.errors import RewriteWarning as RewriteWarning
 from gradrewrite.errors import TraceError as TraceError
 from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
 from gradrewrite.errors import Window as Window
+from gradrewrite.history import Finding as Finding
 from gradrewrite.joint import Edit as Edit
 from gradrewrite.joint import JointGraph as JointGraph
 from gradrewrite.locate import locate as locate
@@ -34,6 +35,7 @@ __all__ = [
     "CallbackError",
     "Edit",
     "Explanation",
+    "Finding",
     "GraphBreakError",
     "GraphReport",
     "JointGraph",

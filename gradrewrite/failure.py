@@ -63,7 +63,7 @@ def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | Non
 
 def _replay(run: CheckedRun, failed: Collection[str]) -> Evidence:
     if run.witness is None and run.carried.checks:
-        raise RuntimeError("its inputs have been let go")
+        raise RuntimeError("its inputs have been let go, or were never known")
     if run.witness is None:
         return Evidence()
     if run.witness.missing:

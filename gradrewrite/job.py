@@ -109,6 +109,8 @@ class Job:
 
     def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile the forward; where something is checked, remember what each run was given."""
+        if self.forwards is not None and not self.forwards.fits(gm):
+            self.forwards = None  # torch gave the forward inputs of its own: what fails is said by the checks alone
         forwards = self.forwards
         names = names_of_outputs(gm)
         compiled = compile_graph(gm, inputs)
@@ -141,7 +143,7 @@ class Job:
             if carried.groups and watch.is_accumulating():
                 session.say_once("accumulated", _ACCUMULATED.format(", ".join(carried.groups)))
                 session.say_now()
-            witness = forwards.witness(dict(zip(names, args, strict=True))) if forwards is not None else None
+            witness = forwards.witness(dict(zip(names, args, strict=False))) if forwards is not None else None
             if session.loss_scale is not None:
                 session.loss_scale.update()
             args.extend(tensors)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from gradrewrite import _torch
+from gradrewrite.doctor import diagnose
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.failure import find_anywhere, find_failure
+from gradrewrite.history import Finding, Step
 from gradrewrite.records import Carried, OnFailure
 from gradrewrite.rows import Row, Run
 from gradrewrite.sinks import JsonLines, Sink, TensorBoard
@@ -131,10 +133,8 @@ class Monitor:
             parts.append(f"{self.skipped} updates skipped")
         return table_of([row.values() for row in rows], ", ".join(parts))
 
-    def diagnose(self) -> tuple[Any, ...]:
+    def diagnose(self) -> tuple[Finding, ...]:
         """Plain answers from the rows in the buffer, the gravest first; ``()`` if nothing is found."""
-        from gradrewrite.doctor import Step, diagnose
-
         return diagnose([Step(row.step, row.values() | row.bounds()) for row in self._read()])
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
@@ -142,7 +142,8 @@ class Monitor:
 
         Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), when this is called
         again, and when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
-        ``"-Infinity"``. If a later row cannot be written (a full disk), a warning says so and training goes on without the file.
+        ``"-Infinity"``. If a later row cannot be written (a full disk), a warning says so and training goes on
+        without the file.
 
         Raises:
             OSError: The file cannot be written now.

@@ -51,6 +51,7 @@ class Recording:
         self.kept.clear()
         self.logs = False
         self.fails = None
+        self.bound = None
 
     def add(self, names: Sequence[str], value: Tensor) -> None:
         """Report a tensor of as many records as there are names; a name used before is numbered."""

@@ -51,7 +51,8 @@ class Reports:
         if traced.logs:
             self.logs.append(LogLine(site, *addresses[-3:]))
         if traced.bound is not None:
-            self.bounds.append((self._address("bound", where), traced.bound))
+            suffix = addresses[0].partition("@")[0].partition(".")[2]  # numbered like its norm
+            self.bounds.append((f"bound{'.' + suffix if suffix else ''}@{where}", traced.bound))
         return addresses
 
     def _address(self, name: str, where: str) -> str:

@@ -48,6 +48,10 @@ def _size(x: Tensor) -> Tensor:
     return size.to(torch.promote_types(size.dtype, torch.float32))
 
 
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
 def _is_empty(x: Tensor) -> bool:
     return _torch.statically_known_true(x.numel() == 0)
 
@@ -66,25 +70,26 @@ def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
     return share
 
 
+def _count(mask: Statistic) -> Statistic:
+    """Number of elements for which the mask holds, as a float: integer sums do not fuse with those beside them."""
+    return lambda x: mask(x).to(_dtype(x)).sum()
+
+
 STATISTICS: Mapping[str, Statistic] = {
     "max_abs": _or_nan(lambda x: _size(x).amax()),
     "mean_abs": _or_nan(lambda x: _size(x).mean()),
     "norm": norm_of,
     "min": _or_nan(lambda x: x.amin()),
     "max": _or_nan(lambda x: x.amax()),
-    "nan": lambda x: torch.isnan(x).sum(),
-    "inf": lambda x: torch.isinf(x).sum(),
-    "nonfinite": lambda x: torch.isfinite(x).logical_not().sum(),
+    "nan": _count(torch.isnan),
+    "inf": _count(torch.isinf),
+    "nonfinite": _count(lambda x: torch.isfinite(x).logical_not()),
     "zeros": _share(lambda x: x == 0),
     "saturated_tanh": _share(lambda x: x.abs() >= 0.99),
     "saturated_sigmoid": _share(lambda x: (x <= 0.01) | (x >= 0.99)),
 }
 # What grows with the tensor: in units of the unscaled loss where there is a loss scale.
 IN_UNITS = frozenset(("max_abs", "mean_abs", "norm", "min", "max"))
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _measure(x: Tensor, names: Sequence[str]) -> Tensor:

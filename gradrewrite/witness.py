@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradrewrite.recipe import Recipe
 
 _KEYS = 4
+_MOST_RUNS = 16  # forwards of one graph before a backward; a run that saved only parameters never looks over
 _LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
 
 
@@ -107,15 +108,19 @@ class Forwards:
         known = [recipe.given.get(name) for name in names]
         self._of_model = [k is not None and k.role != "input" for k in known]
 
+    def fits(self, forward: fx.GraphModule) -> bool:
+        """Whether a forward graph is given just the inputs of the joint graph."""
+        return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
+
     def begin(self, args: Sequence[Any]) -> tuple[tuple[Held, ...], RandomState | None]:
         """Note the inputs of a run, before it begins."""
-        self._runs = [run for run in self._runs if not run.is_over()]
+        self._runs = [run for run in self._runs if not run.is_over()][1 - _MOST_RUNS :]
         random = RandomState.now(args) if self._recipe.is_random else None
         return tuple(Held.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
 
     def end(self, begun: tuple[tuple[Held, ...], RandomState | None], names: Sequence[str], outputs: Any) -> None:
         """Note what a run returned: by its storage the backward is known."""
-        tensors = [(n, t) for n, t in zip(names, outputs, strict=True) if isinstance(t, Tensor)][-_KEYS:]
+        tensors = [(n, t) for n, t in zip(names, outputs, strict=False) if isinstance(t, Tensor)][-_KEYS:]
         keys = {name: StorageWeakRef(t.untyped_storage()) for name, t in tensors}
         self._runs.append(ForwardRun(*begun, keys))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,43 @@ def test_no_host_synchronisation_in_a_step(
     monkeypatch.undo()
     assert len(model.monitor.history("norm@error:h")) == 4
     assert model.monitor.skipped == 0
+
+
+def test_checks_do_not_keep_the_model_alive() -> None:
+    model = gr.transform(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), gr.on("*", CheckFinite("record")))
+    model(torch.ones(3, 2)).sum().backward()
+    model(torch.ones(3, 2))  # without a backward
+    monitor, refs = model.monitor, [weakref.ref(model.original), weakref.ref(model.original[0].weight)]
+    del model
+    gc.collect()
+
+    assert [ref() for ref in refs] == [None, None]
+    assert "nonfinite@gradient:0.weight" in monitor.latest()
+
+
+def test_inputs_of_a_step_are_let_go() -> None:
+    model = gr.transform(nn.Linear(2, 2), gr.on("gradient:*", CheckFinite("record")))
+    x = torch.ones(3, 2)
+    ref = weakref.ref(x)
+    model(x).sum().backward()
+    del x
+    model(torch.ones(3, 2)).sum().backward()
+    gc.collect()
+    assert ref() is None
+
+
+def test_by_torch_compile_and_a_backend() -> None:
+    net = nn.Linear(3, 4, bias=False)
+
+    def step(x: Tensor) -> Tensor:
+        h = net(x)
+        return torch.sqrt(h * h).sum()
+
+    backend = gr.backend(gr.on("gradient:*", CheckFinite()))
+    backend.engine = "op by op"
+    run = torch.compile(step, backend=backend, fullgraph=True)
+    run(torch.ones(2, 3)).backward()
+    with pytest.raises(gr.NonFiniteError) as caught:
+        run(torch.zeros(2, 3)).backward()
+    assert caught.value.op == "/sqrt"
+    assert str(caught.value.site) == "error:/mul"

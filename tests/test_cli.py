@@ -57,6 +57,72 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--out" in err
 
 
+LINE = '{"step": %d, "records": {"nonfinite@error:a": %d, "lr@optimizer:0": %s}}\n'
+
+
+def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(LINE % (0, 0, "0.1") + LINE % (1, 8, "0.1") + '{"step": 2, "rec')  # killed while it wrote
+
+    assert main(["doctor", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("non-finite: The first value that is not finite is at error:a (8 elements), in step 1;")
+    assert "\n  suggestion: Use gr.on(" in out
+    assert err == ""
+
+
+def test_doctor_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(LINE % (0, 0, "0.1"))
+
+    assert main(["doctor", str(path)]) == 0
+    assert capsys.readouterr().out == "nothing wrong was found in 1 steps, 2 records\n"
+    assert main(["doctor", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    path.write_text("")
+    assert main(["doctor", str(path)]) == 0
+    assert capsys.readouterr().out == "nothing wrong was found in 0 steps, 0 records\n"
+
+
+def test_doctor_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(LINE % (0, 0, "0.1") + LINE % (1, 8, '"NaN"'))
+
+    assert main(["doctor", "--json", str(path)]) == 0
+    (finding,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert list(finding) == ["kind", "site", "step", "text", "figures", "suggestion"]
+    assert (finding["kind"], finding["site"], finding["step"]) == ("faulty learning rate", "optimizer:0", 1)
+    assert finding["figures"]["learning_rate"] == "NaN"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (None, "cannot read {path}: No such file or directory; give a file of monitor.to_jsonl"),
+        (LINE % (0, 0, "0.1") + "step 1\n", "{path}, line 2: wanted one JSON object, got b'step 1"),
+        ('{"step": 0, "records": {"a\\nb@c": null}}\n', "for 'a\\nb@c', got None; mend or remove the line"),
+        ('"a\\nb"\n', "{path}, line 1: wanted {{"),
+    ],
+)
+def test_doctor_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, wanted: str) -> None:
+    path = tmp_path / "run.jsonl"
+    if text is not None:
+        path.write_text(text)
+
+    for options in ([], ["--json"]):
+        assert main(["doctor", str(path), *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert wanted.format(path=path) in err
+        assert "monitor.to_jsonl" in err
+
+
+def test_doctor_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([])
