@@ -13,10 +13,10 @@ from gradrewrite.errors import RewriteError, TraceError
 from gradrewrite.job import Job, Runnable, Traced
 from gradrewrite.monitor import Monitor
 from gradrewrite.names import user_line
+from gradrewrite.places import Leaf
 from gradrewrite.policy import Policy
 from gradrewrite.probes import place, tracing
 from gradrewrite.recipe import Given
-from gradrewrite.rewrite import Leaf
 from gradrewrite.session import Explanation, Session
 
 Engine = Literal["inductor", "op by op", "trace"]

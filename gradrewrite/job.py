@@ -12,11 +12,12 @@ from torch import Tensor, fx
 from gradrewrite import _torch, edit
 from gradrewrite.errors import RewriteError
 from gradrewrite.joint import JointGraph
+from gradrewrite.places import Leaf
 from gradrewrite.policy import GroupAction
 from gradrewrite.probes import Value
 from gradrewrite.recipe import Given
 from gradrewrite.records import Carried
-from gradrewrite.rewrite import Leaf, rewrite, show
+from gradrewrite.rewrite import rewrite, show
 from gradrewrite.session import GraphReport, Session
 from gradrewrite.witness import Forwards, names_of_outputs
 

@@ -15,7 +15,7 @@ from gradrewrite.entry import Entry, kept_random_state, tensors_in
 from gradrewrite.errors import NonFiniteError, TraceError
 from gradrewrite.module import RewrittenModule
 from gradrewrite.policy import ANYWHERE, Policy
-from gradrewrite.records import record_check
+from gradrewrite.records import record_statistics
 from gradrewrite.session import Session
 from gradrewrite.sites import Kind, Site
 
@@ -81,7 +81,7 @@ class _Count:
     has_units: ClassVar[bool] = False
 
     def apply(self, tensor: Tensor) -> Tensor:
-        record_check(tensor, "nonfinite", "record")
+        record_statistics(tensor, {"nonfinite": "nonfinite"}, fails="record")
         return tensor
 
 

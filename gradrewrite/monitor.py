@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import threading
@@ -167,7 +168,7 @@ class Monitor:
         """Add figures to the last row (called by ``gr.guard``)."""
         with self._lock:
             if self._rows:
-                self._rows[-1].extra |= figures
+                self._rows[-1].extra = self._rows[-1].extra | figures  # another thread may be reading the old one
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
         """What failed in the last row, as an error; None if nothing did. Waits for the device.
@@ -243,9 +244,11 @@ class Monitor:
             if self._rows:
                 self._rows[-1].forget_witnesses()
                 self._rows[-1].kept = {}
+            try:
+                self._write_if_due()
+            finally:
+                self._append(row)
             self._voice.warn(self.capacity)  # of the steps before
-            self._write_if_due()
-            self._append(row)
             self._voice.add(row)
             self._voice.log(self.capacity)
         if row.has(lambda carried: any(c.on_failure == "raise" for c in carried.checks)):
@@ -258,30 +261,31 @@ class Monitor:
         row.close()
         if len(self._rows) == self.capacity:
             lost = self._rows.popleft()
-            if lost.step >= self._num_read:
+            if lost.step >= self._num_done():
                 self._num_dropped += 1
                 if self._num_dropped == 1 and self._sinks:
                     warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
         self._rows.append(row)
         self._num_rows += 1
 
+    def _num_done(self) -> int:
+        """How many rows nobody waits for: all files have them, or without a file the host has read them."""
+        if not self._sinks:
+            return self._num_read
+        return min(self._next.get(str(sink), 0) for sink in self._sinks)
+
     def _write_if_due(self) -> None:
         """Write what has arrived, and begin to copy what is due; the last row may still grow."""
         every = self.every or (min(100, max(1, self.capacity // 2)) if self._sinks else None)
         if every is None or not self._rows:
             return
+        waiting = list(itertools.islice(self._rows, max(0, self._num_done() - self._rows[0].step), None))
         if self._num_rows % every == 0:
-            for row in self._rows:
+            for row in waiting:
                 row.start_copy()
-        arrived = []
-        for row in self._rows:
-            if row.step < self._num_read:
-                continue
-            if not row.is_here():
-                break
-            arrived.append(row)
+        arrived = list(itertools.takewhile(Row.is_here, waiting))
         if arrived:
-            self._num_read = arrived[-1].step + 1
+            self._num_read = max(self._num_read, arrived[-1].step + 1)
             self._write(arrived)
 
     def _read(self, last: int | None = None) -> list[Row]:

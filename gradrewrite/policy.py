@@ -6,7 +6,7 @@ action: it is traced once and its operations become nodes of the backward graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -47,6 +47,21 @@ class AdaptingAction(Action, Protocol):
 
     def at(self, site: Site) -> Action:
         """The action for one site."""
+        ...
+
+
+@runtime_checkable
+class MeasuringAction(Action, Protocol):
+    """An action that only measures (internal until 1.0)."""
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        """By the names of the records, keys of ``statistics.STATISTICS``."""
+        ...
+
+    @property
+    def fails(self) -> str | None:
+        """What follows if the last figure is not 0 (``CheckFinite.on_failure``); None if nothing does."""
         ...
 
 

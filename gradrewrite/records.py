@@ -185,16 +185,18 @@ def keep(tensor: Tensor) -> None:
         recording.kept.append(tensor)
 
 
-def record_statistics(tensor: Tensor, statistics: Mapping[str, str]) -> None:
+def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: OnFailure | None = None) -> None:
     """Report statistics of a tensor, by the names of the records; in units of the unscaled loss.
 
     Args:
         tensor: What is measured.
         statistics: For each name of a record, a key of ``statistics.STATISTICS``.
+        fails: What follows if the last figure is not 0.
     """
     recording = _recording.get()
     if recording is None:
         return
+    recording.fails = fails
     in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
     plain = {name: key for name, key in statistics.items() if name not in in_units}
     if plain:
@@ -203,14 +205,6 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str]) -> None:
         assert recording.scale is not None
         values = measure(tensor, list(in_units.values()), is_opaque=recording.is_opaque)
         recording.add(list(in_units), values / recording.scale)
-
-
-def record_check(tensor: Tensor, statistic: str, on_failure: OnFailure) -> None:
-    """Report a count that is a failure unless it is 0."""
-    record_statistics(tensor, {statistic: statistic})
-    recording = _recording.get()
-    if recording is not None:
-        recording.fails = on_failure
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from gradrewrite.tracing import Traced
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A node with one or more records."""
+    """A node with one or more records; ``skips`` if all of them are counts of checks that skip."""
 
     addresses: tuple[str, ...]
     node: fx.Node
@@ -44,7 +44,7 @@ class Reports:
         """Take what a traced action returns beside the replacement; returns the addresses of its records."""
         addresses: list[str] = []
         for names, node in zip(traced.records, extras, strict=False):
-            new = tuple(self._address(name, where) for name in names)
+            new = tuple(self.addresses(names, where))
             addresses += new
             self.records.append(Report(new, node, site.kind == "activation", traced.fails == "skip"))
         self.kept += [(site, node) for node in extras[len(traced.records) :]]
@@ -55,12 +55,16 @@ class Reports:
             self.bounds.append((f"bound{'.' + suffix if suffix else ''}@{where}", traced.bound))
         return addresses
 
-    def _address(self, name: str, where: str) -> str:
-        address, number = f"{name}@{where}", 2
-        while address in self.taken:
-            address, number = f"{name}.{number}@{where}", number + 1
-        self.taken.add(address)
-        return address
+    def addresses(self, names: Iterable[str], where: str) -> list[str]:
+        """Addresses of new records; a name used before is numbered."""
+        new = []
+        for name in names:
+            address, number = f"{name}@{where}", 2
+            while address in self.taken:
+                address, number = f"{name}.{number}@{where}", number + 1
+            self.taken.add(address)
+            new.append(address)
+        return new
 
     def pack_into(self, graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
         """Pack the records; returns the packs and all new nodes."""
@@ -84,7 +88,7 @@ class Reports:
         """What leaves the graph, for the run time; after ``pack_into``."""
         return Carried(
             packs=tuple(addresses for addresses, _ in self._packs),
-            num_skips=tuple(sum(r.skips for r in reports) for _, reports in self._packs),
+            num_skips=tuple(sum(len(r.addresses) for r in reports if r.skips) for _, reports in self._packs),
             kept=tuple(s for s, _ in self.kept),
             logs=tuple(self.logs),
             groups=tuple(self.groups),

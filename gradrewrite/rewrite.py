@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,29 +12,21 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch, edit
 from gradrewrite.errors import PolicyError
-from gradrewrite.joint import Edit, JointGraph, Markers, number_of, read_markers, value_of
-from gradrewrite.policy import AdaptingAction, GroupAction, Policy, ask
-from gradrewrite.probes import Value, name_values, shape_of
+from gradrewrite.joint import Edit, JointGraph, number_of, value_of
+from gradrewrite.places import Leaf, Place, find_places
+from gradrewrite.policy import AdaptingAction, GroupAction, MeasuringAction, Policy, ask
+from gradrewrite.probes import Value
 from gradrewrite.recipe import Given, Recipe
 from gradrewrite.records import Carried, Check
 from gradrewrite.reports import Report, Reports
 from gradrewrite.sites import Kind, Site
-from gradrewrite.statistics import measure
+from gradrewrite.statistics import IN_UNITS, measure, measure_all
 from gradrewrite.tracing import Mode, Traced, Tracer, action_key, check_dense, trace_function
 
 ScaleOf = Callable[[torch.device], Tensor]
 
 # From this many measured sites on, statistics of errors and activations are opaque too: see docs/design.md.
 MANY = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A differentiable input of the Dynamo graph: a parameter (with a reference to it), or an argument."""
-
-    is_parameter: bool
-    name: str
-    ref: weakref.ref[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +50,6 @@ class Rewritten:
     live: Mapping[str, Tensor]
     out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
     recipe: Recipe | None
-
-
-@dataclass
-class _Place:
-    """Where a site stands in the graph, and how to let the graph read something else there."""
-
-    site: Site
-    node: fx.Node
-    before: fx.Node
-    order: int
-    marker: fx.Node | None = None
-    output: int | None = None
 
 
 def rewrite(
@@ -100,11 +79,12 @@ def rewrite(
         CallbackError: A tensor function breaks its contract.
     """
     rewriter = _Rewriter(graph, scale_of)
-    places = rewriter.find_places(values, leaves)
+    places, out_of_reach = find_places(graph, values, leaves)
     answers = [ask(policy, place.site) for place in places]
     rewriter.num_measured = sum(any(isinstance(a, AdaptingAction) for a in actions) for actions in answers)
     for place, actions in zip(places, answers, strict=True):
         rewriter.insert(place, [a for a in actions if not isinstance(a, GroupAction)])
+    rewriter.insert_measured()
     rewriter.insert_groups([(p, a) for p, actions in zip(places, answers, strict=True) for a in actions])
     recipe = rewriter.note_recipe(places, given or {})
     carriers = rewriter.carry_out()
@@ -112,9 +92,9 @@ def rewrite(
     live = edit.live_tensors(graph)
     if live or recipe is not None:
         _torch.stop_folding()
-    lost = [(site, ask(policy, site)) for site in rewriter.out_of_reach]
+    lost = [(site, ask(policy, site)) for site in out_of_reach]
     return Rewritten(
-        sites=(*(p.site for p in places), *rewriter.out_of_reach),
+        sites=(*(p.site for p in places), *out_of_reach),
         edits=tuple(rewriter.edits),
         carriers=carriers,
         carried=rewriter.reports.carried(),
@@ -148,79 +128,84 @@ class _Rewriter:
         self.graph = graph
         self.num_measured = 0
         self._scale_of = scale_of
-        self._order = {node: number for number, node in enumerate(graph.nodes)}
         self.edits: list[Edit] = []
-        self.out_of_reach: list[Site] = []
         self.reports = Reports()
         self._tracer = Tracer()
+        self._measured: list[tuple[Place, MeasuringAction, int]] = []  # with the numbers of their edits
 
-    def find_places(self, values: Sequence[Value], leaves: Mapping[int, Leaf]) -> list[_Place]:
-        """All sites of the graph: values in execution order, then parameters, then inputs."""
-        markers = read_markers(self.graph)
-        outputs = _torch.gradient_outputs(self.graph)
-        if not outputs:
-            return []
-        places = []
-        for number, site in name_values(values).items():
-            places += self._places_of_value(markers, number, site)
-            value = values[number]
-            if value.is_returned and value.fake.requires_grad and number not in markers.errors:
-                self.out_of_reach.append(site("error"))
-        returned = edit.outputs_of(self.graph.output_node())
-        for kind_is_parameter in (True, False):
-            for position, leaf_position in outputs:
-                node, leaf = returned[position], leaves.get(leaf_position)
-                if isinstance(node, fx.Node) and leaf is not None and leaf.is_parameter == kind_is_parameter:
-                    places.append(self._place_of_leaf(node, leaf, position))
-        return places
-
-    def _places_of_value(self, markers: Markers, number: int, site: Callable[[Kind], Site]) -> list[_Place]:
-        places = []
-        marker = markers.activations.get(number)
-        if marker is not None:
-            activation = site("activation")
-            if activation.dtype.is_floating_point or activation.dtype.is_complex:
-                places.append(_Place(activation, _marked(marker), marker, self._order[marker]))
-        marker = markers.errors.get(number)
-        if marker is not None:
-            places.append(_Place(site("error"), _marked(marker), marker, self._order[marker], marker=marker))
-        return places
-
-    def _place_of_leaf(self, node: fx.Node, leaf: Leaf, position: int) -> _Place:
-        value = value_of(node)
-        site = Site(
-            kind="gradient" if leaf.is_parameter else "input",
-            name=leaf.name,
-            module=leaf.name.rpartition(".")[0] if leaf.is_parameter else "",
-            shape=shape_of(value),
-            dtype=value.dtype,
-            device=value.device,
-        )
-        return _Place(site, node, self.graph.output_node(), self._order[node], output=position)
-
-    def insert(self, place: _Place, actions: Sequence[Any]) -> None:
+    def insert(self, place: Place, actions: Sequence[Any]) -> None:
         """Insert the actions of one site, in order."""
         current = place.node
-        for action in actions:
+        now, later = self._split(place, actions)
+        for action in now:
             traced = self._tracer.trace(action, place.site, value_of(current), self._mode(place.site))
             seen = current
             (current, *extras), new = self._splice(traced, [current], place)
             self.edits.append(Edit(place.site, action, tuple(n.name for n in new)))
             addresses = self.reports.add(str(place.site), place.site, traced, extras)
             if traced.fails is not None:
-                check = Check(place.site, traced.fails, addresses[-1], place.order, seen.name)
-                self.reports.checks.append(check)
+                self._check(place, traced.fails, addresses[-1], seen)
         if current is not place.node:
             self._replace(place, current)
+        for action, measuring in later:
+            self._measured.append((place, measuring, len(self.edits)))
+            self.edits.append(Edit(place.site, action, ()))
+
+    def _split(self, place: Place, actions: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, MeasuringAction]]]:
+        """The actions of a gradient that only measure it at the end: those of all gradients are one operation."""
+        now = list(actions)
+        later: list[tuple[Any, MeasuringAction]] = []
+        while now and (measuring := self._measuring(place, now[-1])) is not None:
+            later.insert(0, (now.pop(), measuring))
+        return now, later
+
+    def _measuring(self, place: Place, action: Any) -> MeasuringAction | None:
+        """What an action measures at a gradient, if that can be put off."""
+        value = value_of(place.node)
+        if place.output is None or value.layout is not torch.strided or value.is_complex():
+            return None
+        found = action.at(place.site) if isinstance(action, AdaptingAction) else action
+        if not isinstance(found, MeasuringAction):
+            return None
+        is_scaled = self._mode(place.site).scale is not None and IN_UNITS.intersection(found.measures.values())
+        return None if is_scaled else found
+
+    def insert_measured(self) -> None:
+        """Measure the gradients that were put off, with one operation for each kind of measurement."""
+        groups: dict[Hashable, list[tuple[Place, MeasuringAction, int]]] = defaultdict(list)
+        for member in self._measured:
+            place, action, _ = member
+            if action.measures:
+                groups[tuple(action.measures.items()), action.fails, place.site.device].append(member)
+        for members in groups.values():
+            self._insert_measured(members)
+
+    def _insert_measured(self, members: Sequence[tuple[Place, MeasuringAction, int]]) -> None:
+        first, action, number = members[0]
+        nodes = [place.node for place, _, _ in members]
+        keys = list(action.measures.values())
+        graph = _torch.trace(lambda *xs: [measure_all(xs, keys)], [value_of(n) for n in nodes])
+        (figures,), new = edit.splice(graph, self.graph, nodes, self.graph.output_node(), "is_backward")
+        self.edits[number] = Edit(first.site, self.edits[number].action, tuple(n.name for n in new))
+        addresses: list[str] = []
+        for place, _, _ in members:
+            own = self.reports.addresses(action.measures, str(place.site))
+            addresses += own
+            if action.fails is not None:
+                self._check(place, action.fails, own[-1], place.node)
+        self.reports.records.append(Report(tuple(addresses), figures, False, action.fails == "skip"))
+
+    def _check(self, place: Place, fails: Any, address: str, seen: fx.Node) -> None:
+        self.reports.checks.append(Check(place.site, fails, address, place.order, seen.name))
 
     def _mode(self, site: Site) -> Mode:
         is_opaque = site.kind in ("gradient", "input") or self.num_measured > MANY
         has_scale = self._scale_of is not None and site.kind != "activation"
         return Mode(is_opaque, self._scale_of(site.device) if has_scale and self._scale_of is not None else None)
 
-    def insert_groups(self, answers: Sequence[tuple[_Place, Any]]) -> None:
+    def insert_groups(self, answers: Sequence[tuple[Place, Any]]) -> None:
         """Insert the group actions; the sites of a group are treated together."""
-        groups: dict[tuple[type, Hashable], dict[int, tuple[_Place, GroupAction]]] = defaultdict(dict)
+        groups: dict[tuple[type, Hashable], dict[int, tuple[Place, GroupAction]]] = defaultdict(dict)
         for place, action in answers:
             if isinstance(action, GroupAction):
                 members = groups[type(action), action.group]
@@ -230,7 +215,7 @@ class _Rewriter:
             first = next(iter(members.values()))
             self._insert_group([place for place, _ in members.values()], first[1])
 
-    def _insert_group(self, places: list[_Place], action: GroupAction) -> None:
+    def _insert_group(self, places: list[Place], action: GroupAction) -> None:
         sites = [p.site for p in places]
         nodes = [p.node for p in places]
         for place in places:
@@ -246,14 +231,14 @@ class _Rewriter:
         for place, result in zip(places, results, strict=True):
             self._replace(place, result)
 
-    def _splice(self, traced: Traced, nodes: list[fx.Node], place: _Place) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _splice(self, traced: Traced, nodes: list[fx.Node], place: Place) -> tuple[list[fx.Node], list[fx.Node]]:
         if place.site.kind == "activation":
             tag = "is_forward"
         else:
             tag = "must_be_in_backward" if traced.has_live else "is_backward"
         return edit.splice(traced.graph, self.graph, nodes, place.before, tag)
 
-    def _replace(self, place: _Place, result: fx.Node) -> None:
+    def _replace(self, place: Place, result: fx.Node) -> None:
         if place.marker is not None:
             edit.reroute(place.marker, result)
         elif place.output is not None:
@@ -268,7 +253,7 @@ class _Rewriter:
             new.append(edit.hold(self.graph, held))
         return tuple(n.name for n in new)
 
-    def note_recipe(self, places: Sequence[_Place], given: Mapping[int, Given]) -> Recipe | None:
+    def note_recipe(self, places: Sequence[Place], given: Mapping[int, Given]) -> Recipe | None:
         """Count what comes into a checked graph, and keep a copy of the graph for a replay."""
         if not self.reports.checks:
             return None
@@ -303,18 +288,12 @@ class _Rewriter:
         (count,), _ = edit.splice(graph, self.graph, [node], before, tag)
         self.reports.records.append(Report((f"nonfinite@{where}",), count, is_forward))
 
-    def _sites_by_value(self, places: Sequence[_Place], kind: Kind) -> dict[int, Site]:
+    def _sites_by_value(self, places: Sequence[Place], kind: Kind) -> dict[int, Site]:
         numbers = {p.before: p.site for p in places if p.site.kind == kind}
         return {number_of(node): site for node, site in numbers.items()}
 
 
-def _marked(marker: fx.Node) -> fx.Node:
-    node = marker.args[0]
-    assert isinstance(node, fx.Node)
-    return node
-
-
-def _check_same(first: tuple[_Place, GroupAction], other: tuple[_Place, GroupAction]) -> None:
+def _check_same(first: tuple[Place, GroupAction], other: tuple[Place, GroupAction]) -> None:
     if action_key(first[1]) != action_key(other[1]):
         raise PolicyError(
             f"{other[0].site}: {other[1]!r} and {first[1]!r} at {first[0].site} are in one group {first[1].group!r}, "

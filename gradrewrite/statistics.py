@@ -18,7 +18,7 @@ from gradrewrite import _torch
 Statistic = Callable[[Tensor], Tensor]
 
 _LIBRARY = torch.library.Library("gradrewrite", "FRAGMENT")
-_LIBRARY.define("measure(Tensor x, str[] names) -> Tensor")
+_LIBRARY.define("measure(Tensor[] xs, str[] names) -> Tensor")
 _LIBRARY.define("pack(Tensor[] values) -> Tensor")
 
 
@@ -92,12 +92,34 @@ STATISTICS: Mapping[str, Statistic] = {
 IN_UNITS = frozenset(("max_abs", "mean_abs", "norm", "min", "max"))
 
 
-def _measure(x: Tensor, names: Sequence[str]) -> Tensor:
-    return torch.stack([STATISTICS[name](x).to(_dtype(x)) for name in names])
+def _wide_norm(x: Tensor) -> Tensor:
+    if x.dtype in (torch.float64, torch.complex128):
+        return norm_of(x)
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return norm
 
 
-def _fake_measure(x: Tensor, names: Sequence[str]) -> Tensor:
-    return x.new_empty(len(names), dtype=_dtype(x))
+# The same figures in few operations: run eagerly, it is their number that costs.
+_EAGERLY: Mapping[str, Statistic] = {
+    "max_abs": _or_nan(lambda x: torch.linalg.vector_norm(x, math.inf)),
+    "norm": _wide_norm,
+    "nan": lambda x: torch.count_nonzero(x != x),
+    "nonfinite": lambda x: torch.count_nonzero(x - x),  # an infinity less itself is NaN
+}
+
+
+def _measure(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+    functions = [_EAGERLY.get(name, STATISTICS[name]) for name in names]
+    dtype = _widest(xs)
+    return torch.stack([function(x).to(dtype) for x in xs for function in functions])
+
+
+def _fake_measure(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+    return xs[0].new_empty(len(xs) * len(names), dtype=_widest(xs))
+
+
+def _widest(xs: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(_dtype(x) == torch.float64 for x in xs) else torch.float32
 
 
 def _pack(values: Sequence[Tensor]) -> Tensor:
@@ -130,7 +152,15 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
         names: Keys of ``STATISTICS``.
         is_opaque: One operation that the compiler does not look into, instead of nodes that it fuses.
     """
-    return torch.ops.gradrewrite.measure(x, list(names)) if is_opaque else _measure(x, names)
+    if is_opaque:
+        return measure_all([x], names)
+    return torch.stack([STATISTICS[name](x).to(_dtype(x)) for name in names])
+
+
+def measure_all(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+    """The same statistics of several tensors of one device, tensor after tensor, by one opaque operation."""
+    values: Tensor = torch.ops.gradrewrite.measure(list(xs), list(names))
+    return values
 
 
 def pack(*values: Tensor) -> Tensor:

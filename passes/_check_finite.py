@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, get_args
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite.passes._settings import short_repr
 from gradrewrite.policy import ANYWHERE
-from gradrewrite.records import OnFailure, record_check
+from gradrewrite.records import OnFailure, record_statistics
 from gradrewrite.sites import Kind, Site
 
 
@@ -56,7 +57,18 @@ class CheckFinite:
         """Count only NaN where the program itself writes infinities."""
         return replace(self, nan_only=True) if site.kind == "activation" and site.may_be_infinite else self
 
+    @property
+    def measures(self) -> Mapping[str, str]:
+        """The count."""
+        name = "nan" if self.nan_only else "nonfinite"
+        return {name: name}
+
+    @property
+    def fails(self) -> OnFailure:
+        """``on_failure``."""
+        return self.on_failure
+
     def apply(self, tensor: Tensor) -> Tensor:
         """Count; see the class."""
-        record_check(tensor, "nan" if self.nan_only else "nonfinite", self.on_failure)
+        record_statistics(tensor, self.measures, fails=self.fails)
         return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,6 +81,14 @@ class _Observation:
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
     has_units: ClassVar[bool] = False
 
+    @property
+    def measures(self) -> Mapping[str, str]:
+        return dict(self.statistics)
+
+    @property
+    def fails(self) -> None:
+        return None
+
     def apply(self, tensor: Tensor) -> Tensor:
         unordered = [name for name, key in self.statistics if key in _REAL]
         if tensor.is_complex() and unordered:
@@ -87,5 +96,5 @@ class _Observation:
                 f"Observe({unordered[0]!r}) needs real numbers and the tensor is {tensor.dtype}; use 'max_abs'"
             )
         if self.statistics:
-            record_statistics(tensor, dict(self.statistics))
+            record_statistics(tensor, self.measures)
         return tensor

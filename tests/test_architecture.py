@@ -23,7 +23,7 @@ RANK = {
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
             ("edit", "tracing", "recipe"),
-            ("witness",),
+            ("witness", "places"),
             ("replay",),
             ("failure",),
             ("rows",),

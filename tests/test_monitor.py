@@ -139,6 +139,17 @@ def test_jsonl_loses_nothing_when_the_buffer_is_small(tmp_path: Path) -> None:
     assert model.monitor.dropped == 0
 
 
+def test_reading_in_between_keeps_no_row_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    model = watched(gr.Monitor(every=4))
+    model.monitor.to_jsonl(path)
+    for value in range(10):
+        run(model, value)
+        assert model.monitor.history(SEEN)[-1] == value
+    model.monitor.to_jsonl(path)
+    assert [line["step"] for line in lines(path)] == list(range(10))
+
+
 def test_unfinished_line_is_taken_off(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0, "records": {}}\n{"step": 1, "rec')

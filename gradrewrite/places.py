@@ -1,0 +1,103 @@
+"""Where the sites of a joint graph stand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from gradrewrite import _torch, edit
+from gradrewrite.joint import Markers, read_markers, value_of
+from gradrewrite.probes import Value, name_values, shape_of
+from gradrewrite.sites import Kind, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A differentiable input of the Dynamo graph: a parameter (with a reference to it), or an argument."""
+
+    is_parameter: bool
+    name: str
+    ref: weakref.ref[Tensor] | None = None
+
+
+@dataclass
+class Place:
+    """Where a site stands in the graph, and how to let the graph read something else there.
+
+    Attributes:
+        site: The site.
+        node: Its value, as the actions so far have left it.
+        before: New nodes stand before this one.
+        order: Place in the order of execution.
+        marker: The marker of an error.
+        output: Place of a gradient among the outputs.
+    """
+
+    site: Site
+    node: fx.Node
+    before: fx.Node
+    order: int
+    marker: fx.Node | None = None
+    output: int | None = None
+
+
+def find_places(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]) -> tuple[list[Place], list[Site]]:
+    """All sites of a marked graph, and those that are outside of it.
+
+    Values come in execution order, then parameters, then inputs.
+    """
+    outputs = _torch.gradient_outputs(graph)
+    if not outputs:
+        return [], []
+    markers, order = read_markers(graph), {node: number for number, node in enumerate(graph.nodes)}
+    places: list[Place] = []
+    outside: list[Site] = []
+    for number, site in name_values(values).items():
+        places += _places_of_value(markers, order, number, site)
+        value = values[number]
+        if value.is_returned and value.fake.requires_grad and number not in markers.errors:
+            outside.append(site("error"))
+    returned = edit.outputs_of(graph.output_node())
+    for kind_is_parameter in (True, False):
+        for position, leaf_position in outputs:
+            node, leaf = returned[position], leaves.get(leaf_position)
+            if isinstance(node, fx.Node) and leaf is not None and leaf.is_parameter == kind_is_parameter:
+                place = Place(_site_of_leaf(node, leaf), node, graph.output_node(), order[node], output=position)
+                places.append(place)
+    return places, outside
+
+
+def _places_of_value(
+    markers: Markers, order: Mapping[fx.Node, int], number: int, site: Callable[[Kind], Site]
+) -> list[Place]:
+    places = []
+    marker = markers.activations.get(number)
+    if marker is not None:
+        activation = site("activation")
+        if activation.dtype.is_floating_point or activation.dtype.is_complex:
+            places.append(Place(activation, _marked(marker), marker, order[marker]))
+    marker = markers.errors.get(number)
+    if marker is not None:
+        places.append(Place(site("error"), _marked(marker), marker, order[marker], marker=marker))
+    return places
+
+
+def _site_of_leaf(node: fx.Node, leaf: Leaf) -> Site:
+    value = value_of(node)
+    return Site(
+        kind="gradient" if leaf.is_parameter else "input",
+        name=leaf.name,
+        module=leaf.name.rpartition(".")[0] if leaf.is_parameter else "",
+        shape=shape_of(value),
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def _marked(marker: fx.Node) -> fx.Node:
+    node = marker.args[0]
+    assert isinstance(node, fx.Node)
+    return node
