@@ -101,7 +101,6 @@ def _wide_norm(x: Tensor) -> Tensor:
 
 # The same figures in few operations: run eagerly, it is their number that costs.
 _EAGERLY: Mapping[str, Statistic] = {
-    "max_abs": _or_nan(lambda x: torch.linalg.vector_norm(x, math.inf)),
     "norm": _wide_norm,
     "nan": lambda x: torch.count_nonzero(x != x),
     "nonfinite": lambda x: torch.count_nonzero(x - x),  # an infinity less itself is NaN
