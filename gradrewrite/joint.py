@@ -23,8 +23,9 @@ class Edit:
     Attributes:
         site: Where.
         action: The action or tensor function, as the policy answered it.
-        nodes: Names of the inserted fx nodes in execution order. What a group shares (the total norm)
-            stands with the group's first site. An action that inserts nothing (an identity) has none.
+        nodes: Names of the inserted fx nodes in execution order. What several sites share (the total norm of a
+            group, the one measurement of all gradients) stands with the first of them. An action that inserts nothing
+            (an identity) has none.
     """
 
     site: Site
