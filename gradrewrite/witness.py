@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,12 +18,11 @@ _MOST_RUNS = 16  # forwards of one graph before a backward; a run that saved onl
 _LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):  # one is made for every parameter at every step
     """A value, or a weak reference to one that belongs to the model, and the version it had."""
 
-    _value: Any
-    _version: int
+    value: Any
+    version: int
 
     @classmethod
     def of(cls, value: Any, *, is_weak: bool = False) -> Held:
@@ -33,15 +32,15 @@ class Held:
 
     def get(self) -> Any:
         """The value; RuntimeError if it is gone with its model."""
-        value = self._value() if isinstance(self._value, weakref.ref) else self._value
-        if value is None and isinstance(self._value, weakref.ref):
+        value = self.value() if isinstance(self.value, weakref.ref) else self.value
+        if value is None and isinstance(self.value, weakref.ref):
             raise RuntimeError("the model is gone")
         return value
 
     def is_overwritten(self) -> bool:
         """Whether the tensor was changed in place since."""
         value = self.get()
-        return isinstance(value, Tensor) and value._version != self._version
+        return isinstance(value, Tensor) and value._version != self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,9 @@ class Witness:
     missing: str = ""
 
 
+_Begun = tuple[tuple[Held, ...], RandomState | None]
+
+
 class Forwards:
     """The runs of one forward graph whose backward has not run yet."""
 
@@ -112,16 +114,20 @@ class Forwards:
         """Whether a forward graph is given just the inputs of the joint graph."""
         return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
 
-    def begin(self, args: Sequence[Any]) -> tuple[tuple[Held, ...], RandomState | None]:
+    def begin(self, args: Sequence[Any]) -> _Begun:
         """Note the inputs of a run, before it begins."""
         self._runs = [run for run in self._runs if not run.is_over()][1 - _MOST_RUNS :]
         random = RandomState.now(args) if self._recipe.is_random else None
         return tuple(Held.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
 
-    def end(self, begun: tuple[tuple[Held, ...], RandomState | None], names: Sequence[str], outputs: Any) -> None:
+    def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
         """Note what a run returned: by its storage the backward is known."""
-        tensors = [(n, t) for n, t in zip(names, outputs, strict=False) if isinstance(t, Tensor)][-_KEYS:]
-        keys = {name: StorageWeakRef(t.untyped_storage()) for name, t in tensors}
+        keys: dict[str, StorageWeakRef] = {}
+        for name, value in zip(reversed(names), reversed(outputs), strict=False):
+            if isinstance(value, Tensor) and len(keys) < _KEYS:
+                keys[name] = StorageWeakRef(value.untyped_storage())
+            elif len(keys) == _KEYS:
+                break
         self._runs.append(ForwardRun(*begun, keys))
 
     def witness(self, args: Mapping[str, Any]) -> Witness:
