@@ -21,7 +21,12 @@ from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -130,9 +135,11 @@ def source_name(node: fx.Node) -> str:
     return source.name if source is not None else ""
 
 
-def has_infinity(tensor: Tensor) -> bool:
-    """Whether an element of a real tensor is infinite; False for a fake one."""
-    return not isinstance(tensor, FakeTensor) and bool(torch.isinf(tensor).any())
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a real tensor holds -inf and nothing else that is not finite; False for a fake one."""
+    if isinstance(tensor, FakeTensor) or not tensor.is_floating_point():
+        return False
+    return bool(torch.isneginf(tensor).any()) and not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -290,6 +297,15 @@ def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
     placeholders = graph.find_nodes(op="placeholder")
     descs = {node: node.meta.get("desc") for node in placeholders}
     return {node: desc.idx for node, desc in descs.items() if isinstance(desc, PlainAOTInput)}
+
+
+def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
+    """What a joint graph returns to the model's caller."""
+    output = graph.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, list | tuple)
+    pairs = zip(returned, output.meta.get("desc") or (), strict=False)
+    return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:

@@ -192,10 +192,19 @@ def _compile(
         )
     session.names.enter_frame(gm, local, global_)
     is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
-    given = _given(session, gm, inputs)
-    job = Job(session, frame, is_whole, _leaves(given, inputs, is_whole), given, engine == "inductor")
+    given = _given(session, gm, inputs, "value" if _is_resumed(frame) else "input")
+    job = Job(
+        session,
+        frame,
+        is_whole,
+        _leaves(given, inputs, is_whole),
+        given,
+        is_compiled=engine == "inductor",
+        is_last=broken is None,
+    )
     try:
-        job.values = place(gm, session.names, _infinite_buffers(gm, inputs, given))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        job.values = place(gm, session.names, [placeholders[n] for n, known in given.items() if known.is_mask])
         gm.recompile()
         with tracing(job.values):
             run = _compile_rewritten(gm, inputs, engine, options, job)
@@ -209,8 +218,10 @@ def _compile(
         job.values = ()  # fake tensors, of no use any more
 
 
-def _given(session: Session, gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, Given]:
-    """What the tensor inputs of a Dynamo graph are, by position."""
+def _given(
+    session: Session, gm: fx.GraphModule, inputs: Sequence[Any], role: Literal["input", "value"]
+) -> dict[int, Given]:
+    """What the tensor inputs of a Dynamo graph are, by position; behind a graph break they are values of another."""
     given = {}
     for position, (node, tensor) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         if not isinstance(tensor, Tensor):
@@ -218,10 +229,12 @@ def _given(session: Session, gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[
         parameter, buffer = session.names.parameter(tensor), session.names.buffers.get(id(tensor))
         if parameter is not None:
             given[position] = Given("parameter", parameter)
-        elif buffer is not None:
-            given[position] = Given("buffer", buffer)
+            continue
+        is_mask = not tensor.requires_grad and _torch.is_mask(tensor)
+        if buffer is not None:
+            given[position] = Given("buffer", buffer, is_mask)
         else:
-            given[position] = Given("input", session.inputs.name(_torch.source_name(node) or node.name))
+            given[position] = Given(role, session.inputs.name(_torch.source_name(node) or node.name), is_mask)
     return given
 
 
@@ -236,13 +249,3 @@ def _leaves(given: Mapping[int, Given], inputs: Sequence[Any], is_whole: bool) -
         elif is_whole or tensor.is_leaf:  # behind a graph break, values of the graph before are no inputs
             leaves[position] = Leaf(False, known.name, None)
     return leaves
-
-
-def _infinite_buffers(gm: fx.GraphModule, inputs: Sequence[Any], given: Mapping[int, Given]) -> list[fx.Node]:
-    """Placeholders of buffers that hold infinities (an attention mask): the program wrote them on purpose."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [
-        placeholders[position]
-        for position, known in given.items()
-        if known.role == "buffer" and inputs[position].is_floating_point() and _torch.has_infinity(inputs[position])
-    ]

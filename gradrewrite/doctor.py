@@ -144,6 +144,8 @@ def _cause(site: str, *, recovered: bool) -> tuple[str, str, str]:
     advice = (
         'Use gr.on("gradient:*", CheckFinite()): a failed step is replayed, and the error names the op and its line.'
     )
+    if site.startswith("output:"):
+        return "non-finite", "The forward was not looked at, and what it returns is not finite:", advice
     if recovered:
         advice = "The last step is finite again: with a GradScaler such steps are skipped; otherwise clip by norm."
     return "non-finite", "The first value that is not finite is at", advice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -51,6 +52,7 @@ class Hooks:
         return tuple(read)
 
 
+_identity_lock = threading.Lock()
 _identity_forward = nn.Identity.forward
 
 
@@ -65,11 +67,17 @@ def _show_identities() -> None:
     The class is changed, not the modules: a hook that is there only while the tracer looks would be guarded on, and
     every call would be traced anew.
     """
-    nn.Identity.forward = _shown_forward  # type: ignore[method-assign]
+    global _identity_forward
+    with _identity_lock:
+        if nn.Identity.forward is not _shown_forward:
+            _identity_forward = nn.Identity.forward
+            nn.Identity.forward = _shown_forward  # type: ignore[method-assign]
 
 
 def _hide_identities() -> None:
-    nn.Identity.forward = _identity_forward  # type: ignore[method-assign]
+    with _identity_lock:
+        if nn.Identity.forward is _shown_forward:
+            nn.Identity.forward = _identity_forward  # type: ignore[method-assign]
 
 
 class Entry:

@@ -147,7 +147,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
             before = ", ".join(f"{w.site} ({w.smallest:.3g} to {w.largest:.3g})" for w in self.window)
             text += f"; just before it, in absolute values: {before}"
         if self.others:
-            text += f"; {len(self.others)} other sites were not finite"
+            count = len(self.others)
+            text += f"; {count} other sites were not finite" if count > 1 else "; 1 other site was not finite"
         return f"{text}; {self.note}" if self.note else text
 
 

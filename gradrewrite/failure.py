@@ -13,6 +13,9 @@ from gradrewrite.sites import Site
 from gradrewrite.witness import Witness
 
 _WINDOW = 5
+_DID_NOT_FAIL = (
+    "a replay op by op did not fail: compiled code may round elsewhere, or something that the step read has changed"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,11 @@ def find_failure(
     if not replays:
         return _from_checks(step, runs, modes, "")
     try:
-        evidence = [_replay(run, [c.node for c in run.failed(modes)]) for run in runs]
+        evidence = [_replay(run, {c.node: c.site for c in run.failed(modes)}) for run in runs]
+        return _from_evidence(step, runs, modes, evidence)
     except Exception as err:  # whatever stops a replay, the failed check has to be reported
         reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
         return _from_checks(step, runs, modes, f"the step could not be replayed: {reason}")
-    return _from_evidence(step, runs, modes, evidence)
 
 
 def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | None:
@@ -57,11 +60,11 @@ def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | Non
     Raises:
         RuntimeError: The step cannot be replayed.
     """
-    evidence = [_replay(run, ()) for run in runs]
+    evidence = [_replay(run, {}) for run in runs]
     return _from_evidence(step, runs, (), evidence) if any(e.roots for e in evidence) else None
 
 
-def _replay(run: CheckedRun, failed: Collection[str]) -> Evidence:
+def _replay(run: CheckedRun, failed: Mapping[str, Site]) -> Evidence:
     if run.witness is None and run.carried.checks:
         raise RuntimeError("its inputs have been let go, or were never known")
     if run.witness is None:
@@ -97,38 +100,53 @@ def _from_evidence(
     def place(number: int, item: Root | Seen) -> tuple[bool, int, int]:
         return (not item.is_forward, last - number if item.is_forward else number, item.order)
 
-    roots = sorted(
-        ((place(n, r), n, r) for n, e in enumerate(evidence) for r in e.roots if _counts(r, n, last)),
-        key=lambda entry: entry[0],
-    )
-    overwritten = roots[0][2].overwritten if roots else next((e.overwritten for e in evidence if e.overwritten), "")
+    roots = sorted(((place(n, r), n, r) for n, e in enumerate(evidence) for r in e.roots), key=lambda entry: entry[0])
+    roots = [entry for entry in roots if _counts(entry[2], entry[1], last)] or roots
+    if roots:
+        overwritten = roots[0][2].overwritten or _changed_unseen(roots[0][2], runs[roots[0][1]])
+    else:
+        overwritten = next((e.overwritten for e in evidence if e.overwritten), "")
     if overwritten:
         note = f"the step could not be replayed: {overwritten} was overwritten since the forward"
         return _from_checks(step, runs, modes, note)
     if not roots:
-        return _from_checks(step, runs, modes, "a replay op by op did not fail (compiled code rounds elsewhere)")
+        return _from_checks(step, runs, modes, _DID_NOT_FAIL)
     _, number, root = roots[0]
     seen = sorted(((place(n, s), n, s) for n, e in enumerate(evidence) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
-    first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), bad[0])
+    first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), None)
+    if first is None:  # what failed is no site of its own, or other actions have hidden it since
+        error = _from_checks(step, runs, modes, "")
+        error.op, error.source, error.cause = root.op, root.source, root.came_in
+        return error
     before = [s for _, n, s in seen if place(n, s) < place(*first)]
+    stale = next((e.overwritten for e in evidence if e.overwritten), "")
     return NonFiniteError(
         first[1].site,
         percent=first[1].percent,
         op=root.op,
         source=root.source,
         step=step,
-        others=[s.site for n, s in bad if place(n, s) > place(*first)],
+        others=[s.site for n, s in bad if s is not first[1]],
         window=[Window(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
         cause=root.came_in,
+        note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
     )
 
 
 def _counts(root: Root, number: int, last: int) -> bool:
     """Whether a root can be the first: what comes from another graph of the step was made there."""
-    if not root.came_in or root.came_in_role == "parameter":
+    if not root.came_in or (root.given is not None and root.given.role == "parameter"):
         return True
     return number == last if root.is_forward else number == 0
+
+
+def _changed_unseen(root: Root, run: CheckedRun) -> str:
+    """An input that was finite when the step ran and is not now, though its version says nothing (numpy)."""
+    if root.given is None or root.given.role != "input":
+        return ""
+    was_finite = run.values.get(f"nonfinite@data:{root.given.name}") == 0
+    return f"input {root.given.name}" if was_finite else ""
 
 
 def _name(site: Site) -> str:

@@ -16,7 +16,7 @@ LISTED = 5  # sites named in one finding
 COUNTS = ("nonfinite", "nan", "inf")
 MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
 BACKWARD = frozenset(("outside", "error", "input", "gradient", "group"))
-_EXECUTION = ("data", "activation", "outside", "error", "input", "gradient", "group")
+_EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group")
 
 
 @dataclass(frozen=True, slots=True)

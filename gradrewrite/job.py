@@ -43,6 +43,7 @@ class Job:
     leaves: Mapping[int, Leaf]
     given: Mapping[int, Given]
     is_compiled: bool
+    is_last: bool
     values: Sequence[Value] = ()
     carried: Carried = field(default_factory=Carried)
     live: Mapping[str, Tensor] = field(default_factory=dict)
@@ -57,7 +58,8 @@ class Job:
             return
         scale = self.session.loss_scale
         scale_of = None if scale is None else scale.on
-        result = rewrite(graph, self.values, self.leaves, self.session.policy, given=self.given, scale_of=scale_of)
+        values, leaves, policy = self.values, self.leaves, self.session.policy
+        result = rewrite(graph, values, leaves, policy, given=self.given, scale_of=scale_of, is_last=self.is_last)
         self.carried, self.live = result.carried, result.live
         if result.recipe is not None:
             if self.is_compiled and result.recipe.is_random:
@@ -136,6 +138,9 @@ class Job:
         tensors = [self.live[name] for name, _ in lifted]
         carried, session, watch = self.carried, self.session, _Accumulation(self.clipped)
         forwards = self.forwards
+        owned = [leaf.ref for leaf in self.leaves.values() if leaf.ref is not None]
+        if forwards is not None:
+            forwards.note_saved(names)
 
         def run(args: list[Any]) -> Any:
             if not session.has_model:
@@ -154,7 +159,7 @@ class Job:
             packs, kept = outputs[-count:][: len(carried.packs)], outputs[-count:][len(carried.packs) :]
             # What is kept may be a gradient itself, which belongs to autograd; a CUDA graph overwrites all of it.
             extras = [*(t.clone() if self.copies else t for t in packs), *(t.clone() for t in kept)]
-            again = session.monitor.collect(carried, extras, witness)
+            again = session.monitor.collect(carried, extras, witness, owned)
             if again and self.is_whole:
                 session.say_once("again", _AGAIN.format(", ".join(again)))
                 session.say_now()

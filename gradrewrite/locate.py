@@ -55,21 +55,17 @@ def locate(
     session = Session(policy, None, original)
     entry = Entry(session, Backend(session, "op by op"), original, {"fullgraph": True, "dynamic": False})
     buffers = [(b, b.detach().clone(), b._version) for b in original.buffers()]
-    gradients = [(p, p.grad) for p in original.parameters()]
+    leaves = [t for t in (*original.parameters(), *tensors_in((args, kwargs))) if t.requires_grad and t.is_leaf]
     try:
         with torch.enable_grad(), kept_random_state():
-            for parameter, _ in gradients:
-                parameter.grad = None
             loss = _loss(entry(args, kwargs), loss_fn)
             with contextlib.suppress(NonFiniteError):  # the policy's own checks: what follows says more
-                loss.backward()
+                torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
         with torch.no_grad():
             for buffer, before, version in buffers:
                 if buffer._version != version:
                     buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
     return session.monitor.failure(anywhere=True)
 
 

@@ -16,11 +16,13 @@ class LossScale:
 
         Raises:
             TypeError: ``source`` is neither.
-            ValueError: The tensor has not exactly one real element.
+            ValueError: The tensor has not exactly one real element, or it is not > 0 now.
         """
         if isinstance(source, Tensor):
             if source.numel() != 1 or source.is_complex():
                 raise ValueError(f"loss_scale as a tensor has one real element, got shape {tuple(source.shape)}")
+            if not float(source) > 0:
+                raise ValueError(f"loss_scale must be > 0, got {float(source)!r}")
         elif not isinstance(source, torch.amp.GradScaler):
             raise TypeError(f"loss_scale is a torch.amp.GradScaler or a tensor, got {type(source).__name__}")
         self._source = source

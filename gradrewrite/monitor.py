@@ -20,7 +20,7 @@ from gradrewrite.doctor import diagnose
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.failure import find_anywhere, find_failure
 from gradrewrite.history import Finding, Step
-from gradrewrite.records import Carried, OnFailure
+from gradrewrite.records import Carried, Check, OnFailure
 from gradrewrite.rows import Row, Run
 from gradrewrite.sinks import JsonLines, Sink, TensorBoard
 from gradrewrite.sites import Site
@@ -39,8 +39,13 @@ class Guard(Protocol):
         """A backward begins."""
         ...
 
-    def note(self, bad: Tensor) -> None:
+    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
         """Take the verdict of one graph: 0-d float32 on its device, 1 if a check that skips failed."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its optimizer is still there."""
         ...
 
     @property
@@ -79,12 +84,13 @@ class Monitor:
         self._open: dict[int, Row] = {}  # by backward: one may run inside another, or on another thread
         self._rows: deque[Row] = deque()
         self._num_rows = 0
-        self._num_read = 0
         self._num_dropped = 0
         self._voice = Voice()
         self._sinks: list[Sink] = []
-        self._next: dict[str, int] = {}  # by the name of a sink: the first step that it has not had
-        self._guards: list[weakref.ref[Guard]] = []
+        self._next: dict[object, int] = {}  # by the key of a sink: the first step that it has not had
+        self._guards: list[Guard] = []
+        self._num_groups = 0
+        self._last_skip: Check | None = None
 
     @property
     def dropped(self) -> int:
@@ -95,7 +101,7 @@ class Monitor:
     def skipped(self) -> int:
         """How many updates ``gr.guard`` has skipped; waits for the device."""
         with self._lock:
-            return sum(guard.skipped for guard in self._alive())
+            return sum(guard.skipped for guard in self._guards)
 
     def latest(self) -> dict[str, float]:
         """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
@@ -130,7 +136,7 @@ class Monitor:
         parts = [f"{len(rows)} of {self._num_rows} steps"]
         if self._num_dropped:
             parts.append(f"{self._num_dropped} were dropped unread (capacity {self.capacity})")
-        if any(True for _ in self._alive()):
+        if self._guards:
             parts.append(f"{self.skipped} updates skipped")
         return table_of([row.values() for row in rows], ", ".join(parts))
 
@@ -141,8 +147,8 @@ class Monitor:
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Append the rows to a file, one JSON object a line, and the later ones as they come.
 
-        Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), when this is called
-        again, and when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
+        Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), by ``flush``, and when
+        the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
         ``"-Infinity"``. If a later row cannot be written (a full disk), a warning says so and training goes on
         without the file.
 
@@ -150,21 +156,34 @@ class Monitor:
             OSError: The file cannot be written now.
         """
         with self._lock:
-            known = next((s for s in self._sinks if isinstance(s, JsonLines) and str(s.path) == os.fspath(path)), None)
+            known = next((s for s in self._sinks if s.key == os.path.abspath(path)), None)
             self._attach(known or JsonLines(path))
 
     def to_tensorboard(self, writer: Any) -> None:
-        """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does."""
+        """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
+
+        Raises:
+            TypeError: ``writer`` has no ``add_scalar``.
+        """
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"Monitor.to_tensorboard takes a SummaryWriter, got {type(writer).__name__}")
         with self._lock:
-            known = next((s for s in self._sinks if isinstance(s, TensorBoard) and s.writer is writer), None)
+            known = next((s for s in self._sinks if s.key == id(writer)), None)
             self._attach(known or TensorBoard(writer))
 
-    def watch(self, guard: Guard) -> None:
-        """Tell a guard of every check that skips (called by ``gr.guard``)."""
+    def flush(self) -> None:
+        """Write the rows that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
-            self._guards.append(weakref.ref(guard))
+            self._write(self._read())
 
-    def add(self, figures: dict[str, float | Tensor]) -> None:
+    def watch(self, guard: Guard, num_groups: int) -> int:
+        """Tell a guard of every check that skips (called by ``gr.guard``); returns the number of its first group."""
+        with self._lock:
+            self._guards.append(guard)
+            self._num_groups += num_groups
+            return self._num_groups - num_groups
+
+    def add(self, figures: dict[str, float]) -> None:
         """Add figures to the last row (called by ``gr.guard``)."""
         with self._lock:
             if self._rows:
@@ -196,17 +215,24 @@ class Monitor:
                 error = find_failure(row.step, row.checked_runs(), ("skip",), replays=True)
                 if error is not None:
                     return error
-            check = next(c for run in self._rows[-1].runs for c in run.carried.checks if c.on_failure == "skip")
-            step, note = self._rows[-1].step, f"the row that says where has left the buffer (capacity {self.capacity})"
-            return NonFiniteError(check.site, step=step, note=note)
+            assert self._last_skip is not None
+            note = f"the row that says where is not in the buffer (capacity {self.capacity}); this is the first check"
+            return NonFiniteError(self._last_skip.site, step=self._num_rows - 1, note=note)
 
-    def collect(self, carried: Carried, tensors: Sequence[Tensor], witness: Witness | None = None) -> list[str]:
+    def collect(
+        self,
+        carried: Carried,
+        tensors: Sequence[Tensor],
+        witness: Witness | None = None,
+        parameters: Sequence[weakref.ref[Tensor]] = (),
+    ) -> list[str]:
         """Take what one backward graph reported (called by the run time, inside ``backward``).
 
         Args:
             carried: What the tensors are.
             tensors: The packed records, then what is kept.
             witness: What a replay needs, where something is checked.
+            parameters: Those whose gradients the graph computes.
 
         Returns:
             The groups that an earlier graph of the same backward had clipped already.
@@ -227,15 +253,14 @@ class Monitor:
             row.kept.update(zip(carried.kept, tensors[len(carried.packs) :], strict=True))
             for pack, count in zip(row.runs[-1].packs, carried.num_skips, strict=True):
                 if count:
-                    self._note_bad((pack[:count].amax() > 0).to(torch.float32))
+                    bad = (pack[:count].amax() > 0).to(torch.float32)
+                    self._last_skip = next(c for c in carried.checks if c.on_failure == "skip")
+                    for guard in self._alive():
+                        guard.note(bad, parameters)
             return again
 
-    def _note_bad(self, bad: Tensor) -> None:
-        for guard in self._alive():
-            guard.note(bad)
-
     def _alive(self) -> list[Guard]:
-        return [guard for guard in (ref() for ref in self._guards) if guard is not None]
+        return [guard for guard in self._guards if guard.is_alive]
 
     def _close(self, task: int) -> None:
         with self._lock:
@@ -249,7 +274,7 @@ class Monitor:
             finally:
                 self._append(row)
             self._voice.warn(self.capacity)  # of the steps before
-            self._voice.add(row)
+            self._voice.add(row, is_guarded=bool(self._alive()))
             self._voice.log(self.capacity)
         if row.has(lambda carried: any(c.on_failure == "raise" for c in carried.checks)):
             row.fetch()
@@ -258,35 +283,33 @@ class Monitor:
                 raise error
 
     def _append(self, row: Row) -> None:
+        if not self._num_rows:
+            atexit.register(_flush, weakref.ref(self))
         row.close()
         if len(self._rows) == self.capacity:
             lost = self._rows.popleft()
-            if lost.step >= self._num_done():
+            if lost.step >= self._num_written() if self._sinks else not lost.was_read:
                 self._num_dropped += 1
                 if self._num_dropped == 1 and self._sinks:
                     warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
         self._rows.append(row)
         self._num_rows += 1
 
-    def _num_done(self) -> int:
-        """How many rows nobody waits for: all files have them, or without a file the host has read them."""
-        if not self._sinks:
-            return self._num_read
-        return min(self._next.get(str(sink), 0) for sink in self._sinks)
+    def _num_written(self) -> int:
+        """How many rows all files have."""
+        return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
 
     def _write_if_due(self) -> None:
         """Write what has arrived, and begin to copy what is due; the last row may still grow."""
         every = self.every or (min(100, max(1, self.capacity // 2)) if self._sinks else None)
         if every is None or not self._rows:
             return
-        waiting = list(itertools.islice(self._rows, max(0, self._num_done() - self._rows[0].step), None))
+        waiting = list(itertools.islice(self._rows, max(0, self._num_written() - self._rows[0].step), None))
         if self._num_rows % every == 0:
             for row in waiting:
                 row.start_copy()
-        arrived = list(itertools.takewhile(Row.is_here, waiting))
-        if arrived:
-            self._num_read = max(self._num_read, arrived[-1].step + 1)
-            self._write(arrived)
+                row.was_read = True
+        self._write(list(itertools.takewhile(Row.is_here, waiting)))
 
     def _read(self, last: int | None = None) -> list[Row]:
         """The rows of the buffer, on the host."""
@@ -296,38 +319,36 @@ class Monitor:
             rows = list(self._rows)[-last:] if last is not None else list(self._rows)
             for row in rows:
                 row.fetch()
-            if last is None and rows:
-                self._num_read = rows[-1].step + 1
+                row.was_read = True
             return rows
 
     def _attach(self, sink: Sink) -> None:
         if all(known is not sink for known in self._sinks):
-            if not self._sinks:
-                atexit.register(_flush, weakref.ref(self))
             self._sinks.append(sink)
         self._write(self._read(), raises=True)
 
     def _write(self, rows: Sequence[Row], *, raises: bool = False) -> None:
         """Give each sink the rows that it has not had."""
         for sink in list(self._sinks):
-            name = str(sink)
             try:
                 for row in rows:
-                    if row.step >= self._next.get(name, 0):
+                    if row.step >= self._next.get(sink.key, 0):
                         sink.write(row.step, row.values() | row.bounds())
-                        self._next[name] = row.step + 1
-            except OSError as err:
+                        self._next[sink.key] = row.step + 1
+            except Exception as err:  # a writer's failure must not end training
                 self._sinks.remove(sink)
-                step = self._next.get(name, 0)
-                text = f"{name}: step {step} could not be written ({err.strerror}); records are no longer written there"
-                if raises:
+                reason = getattr(err, "strerror", None) or f"{type(err).__name__}: {err}"
+                step = self._next.get(sink.key, 0)
+                text = f"{sink}: step {step} could not be written ({reason}); records are no longer written there"
+                if raises and isinstance(err, OSError):
                     raise OSError(err.errno, text) from err
-                warn(f"{text}. Free space and call to_jsonl again: rows still in the buffer are written then")
+                if raises:
+                    raise
+                warn(f"{text}. Mend that and attach it again: rows still in the buffer are written then")
 
 
 def _flush(ref: weakref.ref[Monitor]) -> None:
-    """Write what is left when the program ends."""
+    """Write and say what is left when the program ends."""
     monitor = ref()
     if monitor is not None:
-        with monitor._lock:
-            monitor._write(monitor._read())
+        monitor.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -28,9 +28,10 @@ def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips
 
     A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
     device, through ``found_inf``, and nothing waits; any other costs one host read a step. A failed micro-batch spoils
-    the whole step, whatever came after it; ``zero_grad`` begins anew. A GradScaler's own ``found_inf`` and
-    ``grad_scale`` hold beside it. Each step's learning rates become records ``lr@optimizer:<group>`` of the last
-    backward. Every 100th skipped step is logged as a warning; ``monitor.skipped`` counts all.
+    the whole step, whatever came after it; ``optimizer.zero_grad`` begins anew. A GradScaler's own ``found_inf`` and
+    ``grad_scale`` hold beside it; an update that it does not ask for counts as skipped too. Learning rates become
+    records ``lr@optimizer:<group>`` of the last backward (tensors on a device excepted); groups of several guarded
+    optimizers are numbered through. Every 100th skipped step is logged as a warning; ``monitor.skipped`` counts all.
 
     Args:
         optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision.
@@ -64,7 +65,6 @@ def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips
         raise ValueError(f"gr.guard: max_consecutive_skips is a whole number >= 1, got {number!r}")
     watching = Guard(optimizer, monitor, number)
     optimizer.__dict__[_NAME] = watching
-    monitor.watch(watching)
     _replace(optimizer, "step", watching.step)
     _replace(optimizer, "zero_grad", watching.zero_grad)
     return optimizer
@@ -104,28 +104,49 @@ class Guard:
         self._counts: Tensor | None = None  # [in all, in a row], float64
         self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
         self._reported = 0
+        self._spoiled: dict[int, weakref.ref[Tensor]] = {}  # parameters of the graphs that the verdict is about
+        self._first_group = monitor.watch(self, len(optimizer.param_groups))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer is still there."""
+        return self._optimizer() is not None
 
     @property
     def skipped(self) -> int:
-        """How many updates were skipped; waits for the device."""
+        """How many updates did not happen after a failed check; waits for the device."""
         return int(self._counts[0]) if self._counts is not None else 0
 
     def begin(self) -> None:
-        """A backward begins: where no gradient is left, no verdict is left either."""
-        optimizer = self._optimizer()
-        if self._bad and optimizer is not None:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            if all(p.grad is None for p in parameters):
-                self._bad.clear()
+        """A backward begins: where none of the gradients is left, no verdict on them is left either."""
+        left = (ref() for ref in self._spoiled.values())
+        if self._bad and self._spoiled and all(p is None or p.grad is None for p in left):
+            self._give_up()
 
-    def note(self, bad: Tensor) -> None:
-        """Take the verdict of one graph."""
+    def _give_up(self) -> None:
+        """The update never came: a GradScaler did not call ``step``, or the gradients were thrown away."""
+        optimizer = self._optimizer()
+        bad = self._verdict(optimizer) if optimizer is not None else None
+        if bad is not None:
+            self._count(bad)
+
+    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
+        """Take the verdict of one graph, if the optimizer has one of its parameters, or it has none."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        refs = {id(p): ref for ref in parameters if (p := ref()) is not None and id(p) in own}
+        if parameters and not refs:
+            return
+        self._spoiled |= refs
         known = self._bad.get(bad.device)
         self._bad[bad.device] = bad if known is None else torch.maximum(known, bad)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict with them."""
-        self._bad.clear()
+        if self._bad:
+            self._give_up()
+            self._look_at_counts()
         return inner(*args, **kwargs)
 
     def step(
@@ -136,7 +157,7 @@ class Guard:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._monitor.add(_learning_rates(optimizer))
+        self._monitor.add(_learning_rates(optimizer, self._first_group))
         bad = self._verdict(optimizer)
         if bad is None:
             result = inner(**kwargs)
@@ -152,8 +173,11 @@ class Guard:
             return None
         device = next((p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._bad), None)
         device = device or next(iter(self._bad))
+        if self._counts is not None:
+            device = self._counts.device
         verdicts = [bad.to(device, non_blocking=True) for bad in self._bad.values()]
         self._bad.clear()
+        self._spoiled.clear()
         return torch.stack(verdicts).amax()
 
     def _count(self, bad: Tensor) -> None:
@@ -228,10 +252,13 @@ def _used(group: dict[str, Any]) -> list[Tensor]:
     return [p for p in group["params"] if p.grad is not None]
 
 
-def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float | Tensor]:
-    rates: dict[str, float | Tensor] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        if "lr" in group:
-            rate = group["lr"]
-            rates[f"lr@optimizer:{number}"] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
+def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[str, float]:
+    """Numbers, and tensors in host memory; reading one on a device would wait for it."""
+    rates: dict[str, float] = {}
+    for number, group in enumerate(optimizer.param_groups, first):
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and rate.device.type == "cpu":
+            rates[f"lr@optimizer:{number}"] = floats_of(rate.detach().to(torch.float64).reshape(1))[0]
+        elif isinstance(rate, int | float):
+            rates[f"lr@optimizer:{number}"] = float(rate)
     return rates

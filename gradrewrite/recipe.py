@@ -14,10 +14,11 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What an input of a Dynamo graph is."""
+    """What an input of a Dynamo graph is; a mask holds -inf on purpose."""
 
-    role: Literal["parameter", "buffer", "input"]
+    role: Literal["parameter", "buffer", "input", "value"]
     name: str
+    is_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Recording:
         kept: Tensors that are kept.
         logs: Whether the action logs.
         fails: What a finite check does; its value is the last one.
-        bound: The bound of a norm clip.
+        bound: The bound of a norm clip, if it is a number.
         device: Where numbers become tensors.
         is_opaque: Whether statistics are one opaque operation.
         scale: The loss scale that the action sees through, if any.
@@ -39,7 +39,7 @@ class Recording:
     kept: list[Tensor] = field(default_factory=list)
     logs: bool = False
     fails: OnFailure | None = None
-    bound: float | Tensor | None = None
+    bound: float | None = None
     device: torch.device | None = None
     is_opaque: bool = False
     scale: Tensor | None = None
@@ -104,7 +104,7 @@ class Carried:
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
-        bounds: Bounds of norm clips, by address ``bound@site``.
+        bounds: Bounds of norm clips that are numbers, by address ``bound@site``.
     """
 
     packs: tuple[tuple[str, ...], ...] = ()
@@ -113,7 +113,7 @@ class Carried:
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
-    bounds: tuple[tuple[str, float | Tensor], ...] = ()
+    bounds: tuple[tuple[str, float], ...] = ()
 
 
 _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
@@ -171,10 +171,12 @@ def record_clip(before: Tensor, after: Tensor) -> None:
 
 
 def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
-    """Report the norm that a clip bounds; the bound itself costs nothing: the host knows it."""
+    """Report the norm that a clip bounds, and a bound that is a tensor; one that is a number the host knows."""
     record(name, norm)
     recording = _recording.get()
-    if recording is not None:
+    if isinstance(bound, Tensor):
+        record("bound", bound.detach().to(norm.device))
+    elif recording is not None:
         recording.bound = bound
 
 

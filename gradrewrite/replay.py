@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite import _torch, markers
-from gradrewrite.intended import has_infinite_literal
+from gradrewrite.intended import hands_on, has_infinite_literal, is_added
 from gradrewrite.joint import number_of
-from gradrewrite.recipe import Recipe
+from gradrewrite.recipe import Given, Recipe
 from gradrewrite.sites import Site
 from gradrewrite.statistics import OPAQUE
 from gradrewrite.witness import Witness
@@ -58,7 +58,7 @@ class Root:
         op: ``module/op`` of the op that was run, forward or backward; ``""`` for what came in.
         source: Line of that op.
         came_in: What came into the graph already non-finite, in words; ``""`` for an op.
-        came_in_role: What that is: a parameter, a buffer, an input, the loss.
+        given: What that is; None for an op, and for the loss.
         reached: Names of the non-finite values that it leads to.
         overwritten: An input that was overwritten meanwhile and on which it depends; ``""`` if there is none.
     """
@@ -68,7 +68,7 @@ class Root:
     op: str
     source: str
     came_in: str
-    came_in_role: str
+    given: Given | None
     reached: frozenset[str]
     overwritten: str
 
@@ -91,12 +91,12 @@ class _State:
     overwritten: str = ""
 
 
-def replay(witness: Witness, failed: Collection[str]) -> Evidence:
+def replay(witness: Witness, failed: Mapping[str, Site]) -> Evidence:
     """Run a step again, op by op, and look at every value; nothing of the user's is changed.
 
     Args:
         witness: The step.
-        failed: Names of nodes whose values failed a check.
+        failed: Sites at which a check failed, by the name of the node that it looked at.
 
     Returns:
         What was seen. Roots are left out that lead neither to one of ``failed`` nor to what leaves the graph: the
@@ -115,8 +115,11 @@ class _Replay:
         self._states: dict[fx.Node, _State] = {}
         self._evidence = Evidence()
         self._records: set[fx.Node] = set()
+        self._failed: Mapping[str, Site] = {}
 
-    def run(self, witness: Witness, failed: Collection[str]) -> Evidence:
+    def run(self, witness: Witness, failed: Mapping[str, Site]) -> Evidence:
+        self._failed = failed
+        places = self._places()
         last_use = {read: node for node in self._nodes for read in node.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         given = self._given(witness)
@@ -135,12 +138,29 @@ class _Replay:
                     self._states[node] = _State(is_intended=is_written)
                 else:
                     values[node] = self._call(node, values)
+                if node.name in failed and isinstance(values[node], Tensor):
+                    site = failed[node.name]
+                    order = places.get(site, self._order[node])
+                    self._look_at(site, node, values[node], order, is_forward=site.kind == "activation")
                 for read in node.all_input_nodes:
                     if last_use[read] is node:
                         values.pop(read, None)
         self._evidence.seen.sort(key=lambda seen: (not seen.is_forward, seen.order))
-        self._evidence.roots = self._find_roots(given, failed)
+        self._evidence.roots = self._find_roots(failed)
         return self._evidence
+
+    def _places(self) -> dict[Site, int]:
+        """Where sites stand in the order of execution."""
+        returned = self._output.args[0]
+        assert isinstance(returned, list | tuple)
+        places = {site: self._order[returned[at]] for at, site in self._recipe.gradients.items()}
+        for node in self._nodes:
+            if node.target in (markers.mark_activation, markers.mark_error):
+                is_forward = node.target is markers.mark_activation
+                site = (self._recipe.activations if is_forward else self._recipe.errors).get(number_of(node))
+                if site is not None:
+                    places[site] = self._order[node]
+        return places
 
     def _given(self, witness: Witness) -> dict[fx.Node, tuple[Any, str]]:
         """Values of the placeholders, and what was overwritten."""
@@ -163,7 +183,7 @@ class _Replay:
         if _is_finite(value):
             return _State(overwritten=overwritten)
         known = self._recipe.given.get(node.name)
-        is_intended = known is not None and known.role == "buffer" and not _has_nan(value)
+        is_intended = known is not None and known.role != "parameter" and _torch.is_mask(value) and is_added(node)
         return _State(not is_intended, is_intended, overwritten)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -182,11 +202,10 @@ class _Replay:
         needed = [self._states[n] for n in _torch.nodes_that_matter(node) if n in self._states]
         state = _State(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
         if not _is_finite(result):
-            writes = has_infinite_literal(node) or any(s.is_intended for s in reads)
-            if writes and not _has_nan(result) and not any(s.is_bad for s in reads):
-                state.is_intended = True
-            else:
-                state.is_bad = True
+            masks = [values[n] for n in node.all_input_nodes if n in self._states and self._states[n].is_intended]
+            is_written = has_infinite_literal(node) or hands_on(node, result, masks)
+            state.is_intended = is_written and not _has_nan(result) and not any(s.is_bad for s in reads)
+            state.is_bad = not state.is_intended
         self._states[node] = state
         return result
 
@@ -194,7 +213,7 @@ class _Replay:
         number = number_of(marker)
         is_forward = marker.target is markers.mark_activation
         site = (self._recipe.activations if is_forward else self._recipe.errors).get(number)
-        if site is not None:
+        if site is not None and site not in self._failed.values():
             self._look_at(site, marker.all_input_nodes[0], value, self._order[marker], is_forward=is_forward)
 
     def _look_at_gradients(self, values: Mapping[fx.Node, Any]) -> None:
@@ -202,13 +221,14 @@ class _Replay:
         assert isinstance(returned, list | tuple)
         for position, site in self._recipe.gradients.items():
             node = returned[position]
-            if isinstance(node, fx.Node):
+            if isinstance(node, fx.Node) and site not in self._failed.values():
                 self._look_at(site, node, values[node], self._order[node], is_forward=False)
 
     def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int, *, is_forward: bool) -> None:
         if not value.is_floating_point() and not value.is_complex():
             return
-        bad = 0 if self._states[node].is_intended else int(torch.isfinite(value).logical_not().sum())
+        at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
+        bad = 0 if self._states[node].is_intended else int(at_fault.sum())
         size = value.detach().abs()
         finite = size[torch.isfinite(size)]
         smallest = float(finite.amin()) if finite.numel() else float("nan")
@@ -216,7 +236,7 @@ class _Replay:
         percent = 100.0 * bad / max(value.numel(), 1)
         self._evidence.seen.append(Seen(site, order, is_forward, percent, smallest, largest, node.name))
 
-    def _find_roots(self, given: Mapping[fx.Node, Any], failed: Collection[str]) -> list[Root]:
+    def _find_roots(self, failed: Mapping[str, Site]) -> list[Root]:
         bad = {node for node, state in self._states.items() if state.is_bad}
         targets = {node for node in bad if node.name in failed} | (bad & set(self._output.all_input_nodes))
         leads: set[fx.Node] = set()
@@ -239,10 +259,9 @@ class _Replay:
                 reached.add(at.name)
                 todo += [user for user in at.users if user in bad]
         is_forward = node.name not in self._recipe.backward and node.name not in self._recipe.tangents
-        op, source, came_in, role = "", "", "", ""
+        op, source, came_in = "", "", ""
         if node.op == "placeholder":
-            known = self._recipe.given.get(node.name)
-            came_in, role = self._describe_given(node), known.role if known is not None else "loss"
+            came_in = self._describe_given(node)
         elif node.name in self._recipe.actions:
             edit = self._recipe.actions[node.name]
             op = f"{edit.site.name}: {edit.action!r}"
@@ -255,7 +274,7 @@ class _Replay:
             op=op,
             source=source,
             came_in=came_in,
-            came_in_role=role,
+            given=self._recipe.given.get(node.name),
             reached=frozenset(reached),
             overwritten=self._states[node].overwritten,
         )
@@ -268,6 +287,8 @@ class _Replay:
             return "a value that came into the graph was not finite already"
         if known.role == "parameter":
             return f"the parameter {known.name} was not finite already: an earlier update made it so"
+        if known.role == "value":
+            return f"the value {known.name} from before a graph break was not finite already"
         return f"the {known.role} {known.name} was not finite already"
 
     def _op_of(self, node: fx.Node, *, is_forward: bool) -> Site | None:
@@ -307,7 +328,12 @@ def _consumer_of(node: fx.Node, order: Mapping[fx.Node, int]) -> int | None:
 def _apart(witness: Witness, values: Sequence[Any]) -> Iterator[None]:
     """Run with the random state of the step, and leave that of the program as it is."""
     devices = sorted({v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        for kind in {"cpu", *("cuda" for _ in devices)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))  # the graph has its casts
         warnings.simplefilter("ignore")  # torch said them when the step ran
         if witness.random is not None:
             witness.random.restore()

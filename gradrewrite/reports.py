@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gradrewrite import _torch, edit
 from gradrewrite.joint import value_of
@@ -36,7 +36,7 @@ class Reports:
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
-    bounds: list[tuple[str, float | Tensor]] = field(default_factory=list)
+    bounds: list[tuple[str, float]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     _packs: list[tuple[tuple[str, ...], list[Report]]] = field(default_factory=list)
 

@@ -60,6 +60,7 @@ def rewrite(
     *,
     given: Mapping[int, Given] | None = None,
     scale_of: ScaleOf | None = None,
+    is_last: bool = True,
 ) -> Rewritten:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
@@ -70,6 +71,7 @@ def rewrite(
         policy: The policy.
         given: What all inputs of the Dynamo graph are, by position.
         scale_of: The loss scale on a device; None if there is none.
+        is_last: Whether the gradients of its outputs come from outside of the model, not from behind a graph break.
 
     Returns:
         The sites, the edits, and what leaves the graph beside the gradients.
@@ -86,7 +88,7 @@ def rewrite(
         rewriter.insert(place, [a for a in actions if not isinstance(a, GroupAction)])
     rewriter.insert_measured()
     rewriter.insert_groups([(p, a) for p, actions in zip(places, answers, strict=True) for a in actions])
-    recipe = rewriter.note_recipe(places, given or {})
+    recipe = rewriter.note_recipe(places, given or {}, is_last=is_last)
     carriers = rewriter.carry_out()
     edit.erase_markers(graph)
     live = edit.live_tensors(graph)
@@ -253,7 +255,7 @@ class _Rewriter:
             new.append(edit.hold(self.graph, held))
         return tuple(n.name for n in new)
 
-    def note_recipe(self, places: Sequence[Place], given: Mapping[int, Given]) -> Recipe | None:
+    def note_recipe(self, places: Sequence[Place], given: Mapping[int, Given], *, is_last: bool) -> Recipe | None:
         """Count what comes into a checked graph, and keep a copy of the graph for a replay."""
         if not self.reports.checks:
             return None
@@ -263,13 +265,7 @@ class _Rewriter:
             if position in given and isinstance(node.meta.get("val"), Tensor)
         }
         tangents = _torch.tangents(self.graph)
-        first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        for node, name in (
-            *((n, f"data:{g.name}") for n, g in inputs.items() if g.role == "input"),
-            *((n, f"outside:{number}") for number, n in enumerate(tangents)),
-        ):
-            if value_of(node).dtype.is_floating_point:
-                self._count(node, name, first, is_forward=node not in tangents)
+        self._count_what_comes_and_goes(inputs, tangents if is_last else [])
         return Recipe(
             graph=edit.copy_of_nodes(self.graph),
             activations=self._sites_by_value(places, "activation"),
@@ -282,11 +278,26 @@ class _Rewriter:
             is_random=any(_torch.is_random(node) for node in self.graph.nodes),
         )
 
-    def _count(self, node: fx.Node, where: str, before: fx.Node, *, is_forward: bool) -> None:
-        graph = _torch.trace(lambda x: [measure(x, ["nonfinite"], is_opaque=True)], [value_of(node)])
+    def _count_what_comes_and_goes(self, inputs: Mapping[fx.Node, Given], tangents: Sequence[fx.Node]) -> None:
+        """Count in inputs, outputs and gradients from outside: what tells a faulty input from a faulty loss."""
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        for node, known in inputs.items():
+            if known.role == "input":
+                self._count(node, f"data:{known.name}", first, True, "nan" if known.is_mask else "nonfinite")
+        if tangents:
+            for number, node in enumerate(_torch.forward_outputs(self.graph)):
+                self._count(node, f"output:{number}", self.graph.output_node(), True)
+        for number, node in enumerate(tangents):
+            self._count(node, f"outside:{number}", first, False)
+
+    def _count(self, node: fx.Node, where: str, before: fx.Node, is_forward: bool, name: str = "nonfinite") -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.dtype.is_floating_point or value.layout is not torch.strided:
+            return
+        graph = _torch.trace(lambda x: [measure(x, [name], is_opaque=True)], [value])
         tag = "is_forward" if is_forward else "is_backward"
         (count,), _ = edit.splice(graph, self.graph, [node], before, tag)
-        self.reports.records.append(Report((f"nonfinite@{where}",), count, is_forward))
+        self.reports.records.append(Report((f"{name}@{where}",), count, is_forward))
 
     def _sites_by_value(self, places: Sequence[Place], kind: Kind) -> dict[int, Site]:
         numbers = {p.before: p.site for p in places if p.site.kind == kind}

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradrewrite.failure import CheckedRun
 from gradrewrite.records import Carried
 from gradrewrite.sites import Site
+from gradrewrite.statistics import COUNTS
 from gradrewrite.witness import Witness
 
 
@@ -39,14 +40,16 @@ class Row:
         runs: Its graphs, in the order in which their backwards ran.
         kept: Tensors that are kept.
         groups: Groups that were clipped.
-        extra: Figures that the host knows or that live elsewhere (learning rates).
+        extra: Figures that the host knows (learning rates).
+        was_read: Whether somebody has asked for it.
     """
 
     step: int = -1
     runs: list[Run] = field(default_factory=list)
     kept: dict[Site, Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)
-    extra: dict[str, float | Tensor] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
+    was_read: bool = False
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
     _values: dict[str, float] | None = None
@@ -85,16 +88,24 @@ class Row:
             run.on_device = []
 
     def values(self) -> dict[str, float]:
-        """All records in the order of the sites of the forward; the last report of a site stands; the copy is here."""
+        """All records in the order of the sites of the forward; the copy is here.
+
+        Where a site reported several times, counts of elements add up; of all else the last report stands.
+        """
         if self._values is None:
             # Behind a graph break the later graph's backward runs first.
-            self._values = {name: value for run in reversed(self.runs) for name, value in run.values().items()}
-            self._values |= {name: value for run in self.runs for name, value in run.values().items()}
-        return self._values | {name: _number(value) for name, value in self.extra.items()}
+            values = dict.fromkeys(name for run in reversed(self.runs) for pack in run.carried.packs for name in pack)
+            known: dict[str, float] = {}
+            for run in self.runs:
+                for name, value in run.values().items():
+                    is_count = name.partition("@")[0].partition(".")[0] in COUNTS
+                    known[name] = known[name] + value if is_count and name in known else value
+            self._values = {name: known[name] for name in values}
+        return self._values | self.extra
 
     def bounds(self) -> dict[str, float]:
-        """Bounds of norm clips, by address; those of tensors as they are now."""
-        return {name: _number(value) for run in self.runs for name, value in run.carried.bounds}
+        """Bounds of norm clips that are numbers, by address; those that are tensors are records."""
+        return {name: value for run in self.runs for name, value in run.carried.bounds}
 
     def has(self, wanted: Callable[[Carried], bool]) -> bool:
         """Whether a graph carries something."""
@@ -114,10 +125,6 @@ def floats_of(pack: Tensor) -> Sequence[float]:
     """Values of a flat float tensor in host memory, read where they lie: no tensor operation that could wait."""
     number = ctypes.c_double if pack.dtype == torch.float64 else ctypes.c_float
     return list((number * pack.numel()).from_address(pack.data_ptr())) if pack.numel() else []
-
-
-def _number(value: float | Tensor) -> float:
-    return float(value)
 
 
 def _copy_to_host(pack: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ class Session:
     ) -> None:
         """Begin with nothing compiled; PolicyError if ``policy`` is none."""
         check_policy(policy)
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise TypeError(f"monitor is a gr.Monitor, got {type(monitor).__name__}")
         self.policy = policy
         self.monitor = Monitor() if monitor is None else monitor
         self.loss_scale = loss_scale

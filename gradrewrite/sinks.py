@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,9 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+_BEGIN = b'{"step"'
+_BLOCK = 1 << 16
+
 
 class Sink(Protocol):
-    """Takes the rows of a run, each once, in order."""
+    """Takes the rows of a run, each once, in order; two sinks with one key are one."""
+
+    @property
+    def key(self) -> object:
+        """What tells it from others."""
+        ...
 
     def write(self, step: int, records: Mapping[str, float]) -> None:
         """Write one row; OSError if that fails."""
@@ -28,6 +37,7 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open for appending; OSError if that fails."""
         self.path = Path(path)
+        self.key = os.path.abspath(self.path)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._mend()
 
@@ -45,15 +55,18 @@ class JsonLines:
             raise
 
     def _mend(self) -> None:
-        size = os.lseek(self._file, 0, os.SEEK_END)
-        at = size
-        while at > 0:  # a line is short, so this ends soon
-            at -= 1
-            if os.pread(self._file, 1, at) == b"\n":
-                at += 1
-                break
-        if at != size:
-            os.ftruncate(self._file, at)
+        """Take off a line that an earlier run did not finish; OSError if the file is none of ours."""
+        at = size = os.lseek(self._file, 0, os.SEEK_END)
+        tail = b""
+        while at > 0 and b"\n" not in tail:
+            block = min(at, _BLOCK)
+            at -= block
+            tail = os.pread(self._file, block, at) + tail
+        unfinished = tail.rpartition(b"\n")[2]
+        if unfinished and not (unfinished.startswith(_BEGIN) or _BEGIN.startswith(unfinished)):
+            raise OSError(errno.EINVAL, f"{self.path} is no file of JSON lines; give another path")
+        if unfinished:
+            os.ftruncate(self._file, size - len(unfinished))
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -69,6 +82,7 @@ class TensorBoard:
     def __init__(self, writer: Any) -> None:
         """Write with this writer."""
         self.writer = writer
+        self.key = id(writer)
 
     def write(self, step: int, records: Mapping[str, float]) -> None:
         """Add one scalar a record."""

@@ -20,16 +20,20 @@ class Voice:
     def __init__(self) -> None:
         """Begin silent."""
         self._to_log: deque[Row] = deque()
-        self._to_warn: deque[Row] = deque()
+        self._to_warn: deque[tuple[Row, tuple[str, ...]]] = deque()
 
-    def add(self, row: Row) -> None:
-        """Take a row, and begin to copy it, if it may have something to say."""
+    def add(self, row: Row, *, is_guarded: bool) -> None:
+        """Take a row, and begin to copy it, if it may have something to say.
+
+        Without a guard nobody would hear of a check that skips: it then warns.
+        """
         if logger.isEnabledFor(logging.INFO) and row.has(lambda carried: bool(carried.logs)):
             row.start_copy()
             self._to_log.append(row)
-        if row.has(lambda carried: any(c.on_failure == "warn" for c in carried.checks)):
+        modes = ("warn",) if is_guarded else ("warn", "skip")
+        if row.has(lambda carried: any(c.on_failure in modes for c in carried.checks)):
             row.start_copy()
-            self._to_warn.append(row)
+            self._to_warn.append((row, modes))
 
     def log(self, patience: int = 0) -> None:
         """Log the clips that acted; waits for rows beyond ``patience``."""
@@ -44,12 +48,15 @@ class Voice:
 
     def warn(self, patience: int = 0) -> None:
         """Warn of checks that failed; waits for rows beyond ``patience``."""
-        while self._to_warn and (len(self._to_warn) > patience or self._to_warn[0].is_here()):
-            row = self._to_warn.popleft()
+        while self._to_warn and (len(self._to_warn) > patience or self._to_warn[0][0].is_here()):
+            row, modes = self._to_warn.popleft()
             row.fetch()
             error = find_failure(row.step, row.checked_runs(), ("warn",), replays=False)
             if error is not None:
                 warn(str(error))
+            unheard = None if error is not None else find_failure(row.step, row.checked_runs(), modes, replays=False)
+            if unheard is not None:
+                warn(f"{unheard}; CheckFinite('skip') skips nothing without gr.guard(optimizer, model)")
 
 
 def warn(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Held(NamedTuple):  # one is made for every parameter at every step
     @classmethod
     def of(cls, value: Any, *, is_weak: bool = False) -> Held:
         """Note the version of a tensor."""
-        version = value._version if isinstance(value, Tensor) else 0
+        version = _version(value)
         return cls(weakref.ref(value) if is_weak else value, version)
 
     def get(self) -> Any:
@@ -40,7 +40,11 @@ class Held(NamedTuple):  # one is made for every parameter at every step
     def is_overwritten(self) -> bool:
         """Whether the tensor was changed in place since."""
         value = self.get()
-        return isinstance(value, Tensor) and value._version != self.version
+        return _version(value) != self.version
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +67,32 @@ class RandomState:
             torch.cuda.set_rng_state(state, index)
 
 
+class _Key(NamedTuple):
+    """By what a tensor is known again, without keeping it alive."""
+
+    storage: StorageWeakRef
+    place: tuple[int, torch.Size]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Key:
+        return cls(StorageWeakRef(tensor.untyped_storage()), (tensor.data_ptr(), tensor.shape))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        other = _Key.of(tensor)
+        return self.storage.cdata == other.storage.cdata and self.place == other.place
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardRun:
     """One run of a forward graph: its inputs, and by what its backward will know it."""
 
     inputs: tuple[Held, ...]
     random: RandomState | None
-    keys: Mapping[str, StorageWeakRef]
+    keys: Mapping[str, _Key]
 
-    def is_over(self) -> bool:
-        """Whether what it saved for the backward is gone."""
-        return bool(self.keys) and all(key.expired() for key in self.keys.values())
+    def is_over(self, saved: Collection[str]) -> bool:
+        """Whether something that it saved for the backward is gone."""
+        return any(key.storage.expired() for name, key in self.keys.items() if name in saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +127,13 @@ class Forwards:
         placeholders = [n.name for n in recipe.graph.graph.find_nodes(op="placeholder")]
         names = [name for name in placeholders if name not in recipe.tangents]
         known = [recipe.given.get(name) for name in names]
-        self._of_model = [k is not None and k.role != "input" for k in known]
+        self._of_model = [k is not None and k.role in ("parameter", "buffer") for k in known]
+        self._inputs = frozenset(names)
+        self._saved: Collection[str] = ()
+
+    def note_saved(self, names: Collection[str]) -> None:
+        """Learn what the backward is given, when that is compiled; inputs live on by themselves."""
+        self._saved = frozenset(names) - self._inputs
 
     def fits(self, forward: fx.GraphModule) -> bool:
         """Whether a forward graph is given just the inputs of the joint graph."""
@@ -116,16 +141,16 @@ class Forwards:
 
     def begin(self, args: Sequence[Any]) -> _Begun:
         """Note the inputs of a run, before it begins."""
-        self._runs = [run for run in self._runs if not run.is_over()][1 - _MOST_RUNS :]
+        self._runs = [run for run in self._runs if not run.is_over(self._saved)][1 - _MOST_RUNS :]
         random = RandomState.now(args) if self._recipe.is_random else None
         return tuple(Held.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
         """Note what a run returned: by its storage the backward is known."""
-        keys: dict[str, StorageWeakRef] = {}
+        keys: dict[str, _Key] = {}
         for name, value in zip(reversed(names), reversed(outputs), strict=False):
             if isinstance(value, Tensor) and len(keys) < _KEYS:
-                keys[name] = StorageWeakRef(value.untyped_storage())
+                keys[name] = _Key.of(value)
             elif len(keys) == _KEYS:
                 break
         self._runs.append(ForwardRun(*begun, keys))
@@ -147,10 +172,13 @@ class Forwards:
     def _find(self, args: Mapping[str, Any]) -> ForwardRun | None:
         for run in reversed(self._runs):
             known = [n for n in run.keys if isinstance(args.get(n), Tensor)]
-            if known and all(run.keys[n].cdata == StorageWeakRef(args[n].untyped_storage()).cdata for n in known):
+            if known and all(run.keys[n].is_of(args[n]) for n in known):
                 self._runs.remove(run)
                 return run
-        return self._runs.pop() if len(self._runs) == 1 else None
+        unknown = [run for run in self._runs if not any(isinstance(args.get(n), Tensor) for n in run.keys)]
+        if len(unknown) == len(self._runs) == 1:  # it saved nothing but inputs
+            return self._runs.pop()
+        return None
 
 
 def names_of_outputs(gm: fx.GraphModule) -> list[str]:

@@ -14,7 +14,7 @@ from gradrewrite.records import record_statistics
 from gradrewrite.sites import Kind, Site
 
 _KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros", "saturated")
-_SATURATING = frozenset(("tanh", "sigmoid"))
+_SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
 _REAL = frozenset(("min", "max", "saturated_tanh", "saturated_sigmoid"))
 
 
@@ -64,7 +64,7 @@ class Observe:
             if name != "saturated":
                 chosen.append((name, name))
             elif site.kind == "activation" and site.op in _SATURATING:
-                chosen.append((name, f"saturated_{site.op}"))
+                chosen.append((name, f"saturated_{_SATURATING[site.op]}"))
         return _Observation(tuple(chosen))
 
     def apply(self, tensor: Tensor) -> Tensor:

@@ -120,4 +120,5 @@ def test_overflow_that_only_rounding_makes_is_said() -> None:
     err = gr.locate(model, torch.full((4,), 500.0, dtype=torch.float16))
     assert err is not None  # op by op 200 * 500 is no float16
     assert err.op == "/mul"
-    assert recorded in (0.0, 4.0)
+    # Compiled code checks what it has rounded to float16 too, wherever it rounds.
+    assert recorded == 4.0
