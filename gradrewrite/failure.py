@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradrewrite.errors import NonFiniteError, Window
+from gradrewrite.evidence import Evidence, Root, Seen
 from gradrewrite.records import Carried, Check
-from gradrewrite.replay import Evidence, Root, Seen, replay
+from gradrewrite.replay import replay
 from gradrewrite.sites import Site
 from gradrewrite.witness import Witness
 

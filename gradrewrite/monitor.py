@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from gradrewrite import _torch
 from gradrewrite.doctor import diagnose
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.failure import find_anywhere, find_failure
+from gradrewrite.guards import Guard
 from gradrewrite.history import Finding, Step
 from gradrewrite.records import Carried, Check, OnFailure
 from gradrewrite.rows import Row, Run
@@ -32,33 +33,11 @@ from gradrewrite.witness import Witness
 _MAX_OPEN = 1000
 
 
-class Guard(Protocol):
-    """What watches an optimizer (``gr.guard``)."""
-
-    def begin(self) -> None:
-        """A backward begins."""
-        ...
-
-    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        """Take the verdict of one graph: 0-d float32 on its device, 1 if a check that skips failed."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its optimizer is still there."""
-        ...
-
-    @property
-    def skipped(self) -> int:
-        """How many updates were skipped."""
-        ...
-
-
 class Monitor:
     """What the backwards of a rewritten model reported.
 
     A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
-    (the model was called twice), its last report stands. The last ``capacity`` rows stay on their device; nothing
+    (the model was called twice), counts of elements add up and of all else the last report stands. The last ``capacity`` rows stay on their device; nothing
     waits for the device before the host asks, or the interval is over. Reading is safe from any thread.
 
     Attributes:

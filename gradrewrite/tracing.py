@@ -90,13 +90,7 @@ def trace_function(
     """Trace a function of tensors that returns their replacements; check all of it before any edit."""
     has_units = not isinstance(action, Action | GroupAction) or action.has_units
     given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
-    refused = CallbackError(
-        f"{sites[0]}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
-    )
-    leaving = CallbackError(
-        f"{sites[0]}: {_show(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
-        "there cannot become part of the graph. Compute with torch operations"
-    )
+    refused, leaving = _refusals(sites[0], action)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale) as reported:
 
         def whole(*tensors: Tensor) -> list[Tensor]:
@@ -135,6 +129,18 @@ def trace_function(
         bound=reported.bound,
         has_live=live,
     )
+
+
+def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
+    """What is said to a function that changes what it closes over, or takes a tensor out of torch."""
+    refused = CallbackError(
+        f"{site}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
+    )
+    leaving = CallbackError(
+        f"{site}: {_show(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
+        "there cannot become part of the graph. Compute with torch operations"
+    )
+    return refused, leaving
 
 
 def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:

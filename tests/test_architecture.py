@@ -18,12 +18,12 @@ RANK = {
     name: rank
     for rank, names in enumerate(
         [
-            ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history"),
+            ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history", "guards"),
             ("errors", "markers", "statistics", "loss_scale", "trends", "habits"),
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
             ("edit", "tracing", "recipe"),
-            ("witness", "places"),
+            ("witness", "places", "evidence"),
             ("replay",),
             ("failure",),
             ("rows",),
