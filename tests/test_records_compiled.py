@@ -81,7 +81,7 @@ def test_check_of_gradients_adds_no_kernel() -> None:
 
 
 class TimesZero(nn.Module):
-    """Inductor up to 2.13 folds ``x * 0`` to 0; in eager code it is NaN where x is infinite."""
+    """Folded to 0, the product would hide that it is NaN where x is infinite."""
 
     def __init__(self) -> None:
         super().__init__()

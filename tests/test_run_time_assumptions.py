@@ -114,17 +114,3 @@ def test_random_numbers_of_compiled_code_are_drawn_from_seeds(mode: str) -> None
     all_seeds = _torch.run_node(seeds, (1, torch.device("cpu")), {})
     got = _torch.run_node(node, ([5, 7], all_seeds[0], mode), {})
     assert torch.equal(got, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fold", [True, False])
-def test_18_constant_folding_hides_a_nan(fold: bool) -> None:
-    """Up to torch 2.13; without it nothing is hidden, which is how checked graphs are compiled."""
-
-    def times_zero(x: Tensor) -> Tensor:
-        return x * 0.0
-
-    with torch._inductor.config.patch(joint_graph_constant_folding=fold):
-        result = torch.compile(times_zero)(torch.full((3,), torch.inf))
-    is_old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
-    assert result.isnan().all() == (not (fold and is_old))
