@@ -37,8 +37,9 @@ class Monitor:
     """What the backwards of a rewritten model reported.
 
     A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
-    (the model was called twice), counts of elements add up and of all else the last report stands. The last ``capacity`` rows stay on their device; nothing
-    waits for the device before the host asks, or the interval is over. Reading is safe from any thread.
+    (the model was called twice), counts of elements add up and of all else the last report stands. The last
+    ``capacity`` rows stay on their device; nothing waits for the device before the host asks, or the interval is over.
+    Reading is safe from any thread.
 
     Attributes:
         capacity: How many rows are kept.
