@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from gradrewrite.errors import NonFiniteError, Window
 from gradrewrite.evidence import Evidence, Root, Seen
-from gradrewrite.records import Carried, Check
+from gradrewrite.records import Carried, Check, OnFailure
 from gradrewrite.replay import replay
 from gradrewrite.sites import Site
 from gradrewrite.witness import Witness
@@ -62,7 +63,7 @@ def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | Non
         RuntimeError: The step cannot be replayed.
     """
     evidence = [_replay(run, {}) for run in runs]
-    return _from_evidence(step, runs, (), evidence) if any(e.roots for e in evidence) else None
+    return _from_evidence(step, runs, get_args(OnFailure), evidence) if any(e.roots for e in evidence) else None
 
 
 def _replay(run: CheckedRun, failed: Mapping[str, Site]) -> Evidence:
@@ -79,6 +80,8 @@ def _from_checks(step: int, runs: Sequence[CheckedRun], modes: Collection[str], 
     """Only what the checks say: the first that failed."""
     forward = [(run, c) for run in reversed(runs) for c in run.failed(modes) if c.site.kind == "activation"]
     backward = [(run, c) for run in runs for c in run.failed(modes) if c.site.kind != "activation"]
+    if not forward and not backward:  # only find_anywhere asks without a failed check
+        raise RuntimeError(note or "the op at fault leads to no site")
     (run, check), *rest = forward + backward
     size = math.prod(math.nan if s is None else s for s in check.site.shape)
     is_activation = check.site.kind == "activation"

@@ -88,8 +88,8 @@ STATISTICS: Mapping[str, Statistic] = {
     "saturated_tanh": _share(lambda x: x.abs() >= 0.99),
     "saturated_sigmoid": _share(lambda x: (x <= 0.01) | (x >= 0.99)),
 }
-# What grows with the gradient: in units of the unscaled loss where there is a loss scale.
 COUNTS = frozenset(("nan", "inf", "nonfinite"))
+# What grows with the gradient: in units of the unscaled loss where there is a loss scale.
 IN_UNITS = frozenset(("max_abs", "mean_abs", "norm", "min", "max"))
 
 

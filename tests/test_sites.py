@@ -326,3 +326,14 @@ def test_in_place_values_have_their_own_errors() -> None:
     kept = {str(site): tensor[:, 0].tolist() for site, tensor in model.monitor.kept().items() if tensor.dim()}
 
     assert kept == {"error:fc": [0.0, 3.0], "error:/mul_": [0.0, 1.0], "error:/setitem": [1.0, 1.0]}
+
+
+def test_pass_through_modules_are_traced_once() -> None:
+    model = gr.transform(
+        nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3)), gr.on("error:1", lambda g: g * 0.5)
+    )
+    for _ in range(12):  # torch gives up at the ninth compilation
+        model(torch.ones(2, 3)).sum().backward()
+
+    assert len(model.explain().graphs) == 1
+    assert nn.Identity.forward.__name__ == "forward"
