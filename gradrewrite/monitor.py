@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import math
 import os
 import threading
@@ -19,11 +18,12 @@ from gradrewrite import _torch
 from gradrewrite.doctor import diagnose
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.failure import find_anywhere, find_failure
-from gradrewrite.guards import Guard
+from gradrewrite.guards import Guard, Guards
 from gradrewrite.history import Finding, Step
+from gradrewrite.outlets import Outlets
 from gradrewrite.records import Carried, Check, OnFailure
-from gradrewrite.rows import Row, Run
-from gradrewrite.sinks import JsonLines, Sink, TensorBoard
+from gradrewrite.rows import Added, Row, Run, pack_of
+from gradrewrite.sinks import JsonLines, TensorBoard
 from gradrewrite.sites import Site
 from gradrewrite.suggest import nearest
 from gradrewrite.table import Table, table_of
@@ -66,10 +66,8 @@ class Monitor:
         self._num_rows = 0
         self._num_dropped = 0
         self._voice = Voice()
-        self._sinks: list[Sink] = []
-        self._next: dict[object, int] = {}  # by the key of a sink: the first step that it has not had
-        self._guards: list[Guard] = []
-        self._num_groups = 0
+        self._outlets = Outlets()
+        self._guards = Guards()
         self._last_skip: Check | None = None
 
     @property
@@ -81,15 +79,15 @@ class Monitor:
     def skipped(self) -> int:
         """How many updates ``gr.guard`` has skipped; waits for the device."""
         with self._lock:
-            return sum(guard.skipped for guard in self._guards)
+            return self._guards.skipped
 
     def latest(self) -> dict[str, float]:
         """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
 
         Waits for the device. Values are float32 (float64 if a source was), NaN and infinities as they were.
         """
-        rows = self._read(last=1)
-        return dict(rows[-1].values()) if rows else {}
+        rows = self._values(last=1)
+        return rows[-1] if rows else {}
 
     def history(self, address: str) -> list[float]:
         """One record over the rows in the buffer, oldest first; NaN where a row lacks it. Waits for the device.
@@ -97,7 +95,7 @@ class Monitor:
         Raises:
             KeyError: There are rows, and none has that record.
         """
-        rows = [row.values() for row in self._read()]
+        rows = self._values()
         if rows and not any(address in row for row in rows):
             known = list(dict.fromkeys(name for row in rows for name in row))
             raise KeyError(f"no record {address!r}; nearest: {', '.join(nearest(address, known)) or 'there are none'}")
@@ -112,17 +110,55 @@ class Monitor:
 
     def table(self) -> Table:
         """All records over the rows in the buffer; ``print`` shows it. Waits for the device."""
-        rows = self._read()
+        rows = self._values()
         parts = [f"{len(rows)} of {self._num_rows} steps"]
         if self._num_dropped:
             parts.append(f"{self._num_dropped} were dropped unread (capacity {self.capacity})")
         if self._guards:
             parts.append(f"{self.skipped} updates skipped")
-        return table_of([row.values() for row in rows], ", ".join(parts))
+        return table_of(rows, ", ".join(parts))
 
     def diagnose(self) -> tuple[Finding, ...]:
         """Plain answers from the rows in the buffer, the gravest first; ``()`` if nothing is found."""
-        return diagnose([Step(row.step, row.values() | row.bounds()) for row in self._read()])
+        return diagnose(self.steps())
+
+    def steps(self) -> list[Step]:
+        """The rows in the buffer, oldest first, with the bounds of norm clips. Waits for the device."""
+        with self._lock:
+            return [Step(row.step, row.values() | row.bounds()) for row in self._read()]
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Add a scalar of your own, such as the loss, to the row of the last backward; nothing waits for the device.
+
+        Its address is ``name@run``. Logged again before the next backward is over, the last value stands. NaN and
+        infinities are kept as they are. What is logged after ``flush`` or ``to_jsonl`` has written the row is in
+        the monitor and not in the file; a warning says so once.
+
+        Args:
+            name: Any text without ``@``.
+            value: A real number, or a real tensor with one element on any device: detached, and copied at once
+                (float64 if it is that or no floating point, else float32).
+
+        Raises:
+            RuntimeError: No backward has been recorded yet.
+            TypeError: ``name`` is no string, or ``value`` no real number.
+            ValueError: ``name`` is empty or has an ``@``, or ``value`` has not exactly one element.
+
+        Example:
+            >>> import gradrewrite as gr
+            >>> from gradrewrite.passes import Observe
+            >>> model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:*", Observe("norm")))
+            >>> loss = model(torch.zeros(1, 2)).sum() * 0
+            >>> loss.backward()
+            >>> model.monitor.log("loss", loss)
+            >>> model.monitor.latest()["loss@run"]
+            0.0
+        """
+        if not self.add_pack((f"{name}@run",), pack_of(name, value)):
+            raise RuntimeError(
+                f"monitor.log({name!r}, ...) adds to the last backward, and none has been recorded yet: call it after "
+                "loss.backward(), with a policy that records something (Observe, CheckFinite, a clip by norm)"
+            )
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Append the rows to a file, one JSON object a line, and the later ones as they come.
@@ -136,8 +172,7 @@ class Monitor:
             OSError: The file cannot be written now.
         """
         with self._lock:
-            known = next((s for s in self._sinks if s.key == os.path.abspath(path)), None)
-            self._attach(known or JsonLines(path))
+            self._outlets.attach(self._outlets.find(os.path.abspath(path)) or JsonLines(path), self._read())
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
@@ -148,26 +183,40 @@ class Monitor:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"Monitor.to_tensorboard takes a SummaryWriter, got {type(writer).__name__}")
         with self._lock:
-            known = next((s for s in self._sinks if s.key == id(writer)), None)
-            self._attach(known or TensorBoard(writer))
+            self._outlets.attach(self._outlets.find(id(writer)) or TensorBoard(writer), self._read())
 
     def flush(self) -> None:
         """Write the rows that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
-            self._write(self._read())
+            self._outlets.write(self._read())
 
     def watch(self, guard: Guard, num_groups: int) -> int:
         """Tell a guard of every check that skips (called by ``gr.guard``); returns the number of its first group."""
         with self._lock:
-            self._guards.append(guard)
-            self._num_groups += num_groups
-            return self._num_groups - num_groups
+            return self._guards.add(guard, num_groups)
 
     def add(self, figures: dict[str, float]) -> None:
         """Add figures to the last row (called by ``gr.guard``)."""
         with self._lock:
             if self._rows:
-                self._rows[-1].extra = self._rows[-1].extra | figures  # another thread may be reading the old one
+                self._rows[-1].extra |= figures
+
+    def add_pack(self, names: tuple[str, ...], pack: Tensor) -> bool:
+        """Add figures on a device to the last row; in place of those that were added under the same names.
+
+        Args:
+            names: Their addresses.
+            pack: Their values, flat float32 or float64; nobody changes it later.
+
+        Returns:
+            Whether there is a row.
+        """
+        with self._lock:
+            if not self._rows:
+                return False
+            self._rows[-1].added[names] = Added(names, pack)
+            self._outlets.note_late(self._rows[-1].step, names[0])
+            return True
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
         """What failed in the last row, as an error; None if nothing did. Waits for the device.
@@ -224,7 +273,7 @@ class Monitor:
                 self._open = {known: row for known, row in self._open.items() if known > task - _MAX_OPEN}
                 self._open[task] = Row()
                 _torch.at_end_of_backward(lambda: self._close(task))
-                for guard in self._alive():
+                for guard in self._guards.alive:
                     guard.begin()
             row = self._open[task]
             again = [group for group in carried.groups if group in row.groups]
@@ -235,12 +284,9 @@ class Monitor:
                 if count:
                     bad = (pack[:count].amax() > 0).to(torch.float32)
                     self._last_skip = next(c for c in carried.checks if c.on_failure == "skip")
-                    for guard in self._alive():
+                    for guard in self._guards.alive:
                         guard.note(bad, parameters)
             return again
-
-    def _alive(self) -> list[Guard]:
-        return [guard for guard in self._guards if guard.is_alive]
 
     def _close(self, task: int) -> None:
         with self._lock:
@@ -250,11 +296,13 @@ class Monitor:
                 self._rows[-1].forget_witnesses()
                 self._rows[-1].kept = {}
             try:
-                self._write_if_due()
+                every = self.every or (min(100, max(1, self.capacity // 2)) if self._outlets else None)
+                if every is not None and self._rows:
+                    self._outlets.write_due(self._rows, is_due=self._num_rows % every == 0)
             finally:
                 self._append(row)
             self._voice.warn(self.capacity)  # of the steps before
-            self._voice.add(row, is_guarded=bool(self._alive()))
+            self._voice.add(row, is_guarded=bool(self._guards.alive))
             self._voice.log(self.capacity)
         if row.has(lambda carried: any(c.on_failure == "raise" for c in carried.checks)):
             row.fetch()
@@ -268,28 +316,12 @@ class Monitor:
         row.close()
         if len(self._rows) == self.capacity:
             lost = self._rows.popleft()
-            if lost.step >= self._num_written() if self._sinks else not lost.was_read:
+            if lost.step >= self._outlets.num_written if self._outlets else not lost.was_read:
                 self._num_dropped += 1
-                if self._num_dropped == 1 and self._sinks:
+                if self._num_dropped == 1 and self._outlets:
                     warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
         self._rows.append(row)
         self._num_rows += 1
-
-    def _num_written(self) -> int:
-        """How many rows all files have."""
-        return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
-
-    def _write_if_due(self) -> None:
-        """Write what has arrived, and begin to copy what is due; the last row may still grow."""
-        every = self.every or (min(100, max(1, self.capacity // 2)) if self._sinks else None)
-        if every is None or not self._rows:
-            return
-        waiting = list(itertools.islice(self._rows, max(0, self._num_written() - self._rows[0].step), None))
-        if self._num_rows % every == 0:
-            for row in waiting:
-                row.start_copy()
-                row.was_read = True
-        self._write(list(itertools.takewhile(Row.is_here, waiting)))
 
     def _read(self, last: int | None = None) -> list[Row]:
         """The rows of the buffer, on the host."""
@@ -302,29 +334,10 @@ class Monitor:
                 row.was_read = True
             return rows
 
-    def _attach(self, sink: Sink) -> None:
-        if all(known is not sink for known in self._sinks):
-            self._sinks.append(sink)
-        self._write(self._read(), raises=True)
-
-    def _write(self, rows: Sequence[Row], *, raises: bool = False) -> None:
-        """Give each sink the rows that it has not had."""
-        for sink in list(self._sinks):
-            try:
-                for row in rows:
-                    if row.step >= self._next.get(sink.key, 0):
-                        sink.write(row.step, row.values() | row.bounds())
-                        self._next[sink.key] = row.step + 1
-            except Exception as err:  # a writer's failure must not end training
-                self._sinks.remove(sink)
-                reason = getattr(err, "strerror", None) or f"{type(err).__name__}: {err}"
-                step = self._next.get(sink.key, 0)
-                text = f"{sink}: step {step} could not be written ({reason}); records are no longer written there"
-                if raises and isinstance(err, OSError):
-                    raise OSError(err.errno, text) from err
-                if raises:
-                    raise
-                warn(f"{text}. Mend that and attach it again: rows still in the buffer are written then")
+    def _values(self, last: int | None = None) -> list[dict[str, float]]:
+        """Their records; under the lock, for the last row may still grow."""
+        with self._lock:
+            return [row.values() for row in self._read(last)]
 
 
 def _flush(ref: weakref.ref[Monitor]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from gradrewrite import _torch
 from gradrewrite.monitor import Monitor
 from gradrewrite.rows import floats_of
+from gradrewrite.update_ratios import Before, UpdateRatios, names_of, packs_of
+from gradrewrite.voice import warn
 
 logger = logging.getLogger("gradrewrite.optim")
 
@@ -23,7 +25,9 @@ _REPORT_EVERY = 100
 _NAME = "_gradrewrite_guard"
 
 
-def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips: int = 50) -> _Optimizer:
+def guard(
+    optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips: int = 50, update_ratios: bool = False
+) -> _Optimizer:
     """Let an optimizer skip its update when a ``CheckFinite("skip")`` failed since its last step.
 
     A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
@@ -31,13 +35,21 @@ def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips
     the whole step, whatever came after it; ``optimizer.zero_grad`` begins anew. A GradScaler's own ``found_inf`` and
     ``grad_scale`` hold beside it; an update that it does not ask for counts as skipped too. Learning rates become
     records ``lr@optimizer:<group>`` of the last backward (tensors on a device excepted); groups of several guarded
-    optimizers are numbered through. Every 100th skipped step is logged as a warning; ``monitor.skipped`` counts all.
+    optimizers are numbered through. ``skipped@optimizer:<first group>`` is 1 where the update after the last backward
+    was skipped, 0 where it was made after a check. Every 100th skipped step is logged as a warning; ``monitor.skipped``
+    counts all.
 
     Args:
         optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision.
         model_or_monitor: What ``transform`` or ``backend`` returned, or its monitor.
         max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step`` (with
             a fused optimizer on a GPU as soon as the count has arrived).
+        update_ratios: Record ``update_ratio@gradient:<name>``, the L2 length of the update over that of the parameter,
+            ``||w_after - w_before|| / ||w_before||``, in the row of the last backward: for each parameter of the
+            optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
+            a parameter was 0 before, NaN where it is not finite; complex numbers count by modulus. Nothing waits for
+            the device; each step copies the parameters (in float32 at least) and reads them three times. A policy
+            that records nothing has no rows: a warning says so once.
 
     Returns:
         The same optimizer.
@@ -45,7 +57,8 @@ def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips
     Raises:
         TypeError: ``optimizer`` is none, has a guard already, or evaluates its closure itself (LBFGS); or there is no
             monitor.
-        ValueError: ``max_consecutive_skips`` is not a whole number >= 1.
+        ValueError: ``max_consecutive_skips`` is not a whole number >= 1; or ``update_ratios`` with a bare monitor,
+            which knows no names.
 
     Example:
         >>> import gradrewrite as gr
@@ -63,7 +76,13 @@ def guard(optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips
     number = max_consecutive_skips
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"gr.guard: max_consecutive_skips is a whole number >= 1, got {number!r}")
-    watching = Guard(optimizer, monitor, number)
+    if update_ratios and isinstance(model_or_monitor, Monitor):
+        raise ValueError(
+            "gr.guard: a monitor knows no names of parameters, which update_ratios=True needs; give the model: "
+            "gr.guard(optimizer, model, update_ratios=True)"
+        )
+    ratios = UpdateRatios(names_of(model_or_monitor)) if update_ratios else None
+    watching = Guard(optimizer, monitor, number, ratios)
     optimizer.__dict__[_NAME] = watching
     _replace(optimizer, "step", watching.step)
     _replace(optimizer, "zero_grad", watching.zero_grad)
@@ -95,11 +114,19 @@ def _replace(optimizer: torch.optim.Optimizer, name: str, run: Callable[..., Any
 class Guard:
     """What one guarded optimizer knows: the verdict since its last step, and its counts, on the device."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, monitor: Monitor, max_consecutive_skips: int) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        monitor: Monitor,
+        max_consecutive_skips: int,
+        ratios: UpdateRatios | None = None,
+    ) -> None:
         """Begin with nothing skipped."""
         self._optimizer = weakref.ref(optimizer)
         self._monitor = monitor
         self._most = max_consecutive_skips
+        self._ratios = ratios
+        self._said_no_row = False
         self._bad: dict[torch.device, Tensor] = {}
         self._counts: Tensor | None = None  # [in all, in a row], float64
         self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
@@ -158,14 +185,26 @@ class Guard:
             with torch.enable_grad():
                 loss = closure()
         self._monitor.add(_learning_rates(optimizer, self._first_group))
+        before = self._ratios.before(optimizer) if self._ratios is not None else []
         bad = self._verdict(optimizer)
         if bad is None:
             result = inner(**kwargs)
         else:
             self._count(bad)
             result = self._decide(optimizer, inner, bad, kwargs)
+        self._add_ratios(before)
+        if bad is not None:
             self._look_at_counts()
         return loss if closure is not None else result
+
+    def _add_ratios(self, before: Sequence[Before]) -> None:
+        for names, ratios in packs_of(before):
+            if not self._monitor.add_pack(names, ratios) and not self._said_no_row:
+                self._said_no_row = True
+                warn(
+                    "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no row "
+                    'to go to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
+                )
 
     def _verdict(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
@@ -183,6 +222,7 @@ class Guard:
     def _count(self, bad: Tensor) -> None:
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
+        self._monitor.add_pack((f"skipped@optimizer:{self._first_group}",), bad.reshape(1))
         total, in_a_row = self._counts.unbind()
         self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
 

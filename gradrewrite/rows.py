@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -32,6 +33,57 @@ class Run:
 
 
 @dataclass
+class Added:
+    """Figures that a row got after its backward; they come to the host by themselves.
+
+    Attributes:
+        names: Their addresses.
+        pack: Their values, flat float32 or float64; complete on the current stream of their device.
+    """
+
+    names: tuple[str, ...]
+    pack: Tensor
+    _on_device: Tensor | None = None  # source of a copy under way, kept alive
+    _ready: torch.cuda.Event | None = None
+    _copied: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        """Note on the device that the figures are complete."""
+        if self.pack.device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self.pack.device))
+
+    def start_copy(self) -> None:
+        """Begin to copy; nothing waits."""
+        if self._on_device is not None or self.pack.device.type == "cpu":
+            return
+        self._on_device = self.pack
+        if self._ready is None:
+            self.pack = self.pack.cpu()
+            return
+        stream = torch.cuda.current_stream(self.pack.device)
+        stream.wait_event(self._ready)
+        self.pack = _copy_to_host(self.pack)
+        self._copied = torch.cuda.Event()
+        self._copied.record(stream)
+
+    def is_here(self) -> bool:
+        """Whether the copy has arrived."""
+        return self.pack.device.type == "cpu" and (self._copied is None or self._copied.query())
+
+    def fetch(self) -> None:
+        """Copy if that has not begun, and wait for it."""
+        self.start_copy()
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._on_device = None
+
+    def values(self) -> dict[str, float]:
+        """The figures; the copy is here."""
+        return dict(zip(self.names, floats_of(self.pack), strict=True))
+
+
+@dataclass
 class Row:
     """What one ``loss.backward()`` reported.
 
@@ -41,6 +93,7 @@ class Row:
         kept: Tensors that are kept.
         groups: Groups that were clipped.
         extra: Figures that the host knows (learning rates).
+        added: Figures that came after the backward, by their addresses.
         was_read: Whether somebody has asked for it.
     """
 
@@ -49,6 +102,7 @@ class Row:
     kept: dict[Site, Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)
     extra: dict[str, float] = field(default_factory=dict)
+    added: dict[tuple[str, ...], Added] = field(default_factory=dict)
     was_read: bool = False
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
@@ -62,6 +116,8 @@ class Row:
 
     def start_copy(self) -> None:
         """Begin to copy the records to the host; nothing waits."""
+        for added in self.added.values():
+            added.start_copy()
         if self._copied is not None:
             return
         self._copied = []
@@ -76,7 +132,9 @@ class Row:
 
     def is_here(self) -> bool:
         """Whether the copy has arrived."""
-        return self._copied is not None and all(event.query() for event in self._copied)
+        if self._copied is None or not all(event.query() for event in self._copied):
+            return False
+        return all(added.is_here() for added in self.added.values())
 
     def fetch(self) -> None:
         """Copy if that has not begun, and wait for it."""
@@ -86,6 +144,8 @@ class Row:
             event.synchronize()
         for run in self.runs:
             run.on_device = []
+        for added in self.added.values():
+            added.fetch()
 
     def values(self) -> dict[str, float]:
         """All records in the order of the sites of the forward; the copy is here.
@@ -101,7 +161,8 @@ class Row:
                     is_count = name.partition("@")[0].partition(".")[0] in COUNTS
                     known[name] = known[name] + value if is_count and name in known else value
             self._values = {name: known[name] for name in values}
-        return self._values | self.extra
+        later = {name: value for added in self.added.values() for name, value in added.values().items()}
+        return self._values | self.extra | later
 
     def bounds(self) -> dict[str, float]:
         """Bounds of norm clips that are numbers, by address; those that are tensors are records."""
@@ -125,6 +186,28 @@ def floats_of(pack: Tensor) -> Sequence[float]:
     """Values of a flat float tensor in host memory, read where they lie: no tensor operation that could wait."""
     number = ctypes.c_double if pack.dtype == torch.float64 else ctypes.c_float
     return list((number * pack.numel()).from_address(pack.data_ptr())) if pack.numel() else []
+
+
+def pack_of(name: str, value: float | Tensor) -> Tensor:
+    """One figure that a user gave, copied, as a flat float64 tensor, or float32 if it is a narrower float.
+
+    Raises:
+        TypeError: The name is no string, or the value no real number.
+        ValueError: The name is empty or has an ``@``, or the value has not exactly one element.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"monitor.log: name is a string, got {type(name).__name__}")
+    if not name or "@" in name:
+        raise ValueError(f"monitor.log: name is a text without '@', such as 'loss', got {name!r}")
+    if isinstance(value, Real):
+        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+    if not isinstance(value, Tensor) or value.is_complex():
+        got = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"monitor.log({name!r}, ...): wanted a real number or tensor, got {got}")
+    if value.numel() != 1:
+        raise ValueError(f"monitor.log({name!r}, ...): wanted one element, got shape {tuple(value.shape)}")
+    is_narrow = value.is_floating_point() and value.dtype != torch.float64
+    return value.detach().reshape(1).to(torch.float32 if is_narrow else torch.float64, copy=True)
 
 
 def _copy_to_host(pack: Tensor) -> Tensor:

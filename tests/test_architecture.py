@@ -19,7 +19,7 @@ RANK = {
     for rank, names in enumerate(
         [
             ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history", "guards"),
-            ("errors", "markers", "statistics", "loss_scale", "trends", "habits"),
+            ("errors", "markers", "statistics", "loss_scale", "update_ratios", "trends", "habits"),
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
             ("edit", "tracing", "recipe"),
@@ -28,6 +28,7 @@ RANK = {
             ("failure",),
             ("rows",),
             ("voice",),
+            ("outlets",),
             ("monitor",),
             ("reports", "session", "optim"),
             ("rewrite",),
