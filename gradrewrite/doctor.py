@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from gradrewrite.habits import clips_always, clips_never, dead, saturated
-from gradrewrite.history import (
-    BACKWARD,
-    COUNTS,
-    MAGNITUDES,
-    MIN_STEPS,
-    Address,
-    Finding,
-    Run,
-    Step,
-    as_executed,
-    kind_of,
-    last_run,
-    words,
-)
+from gradrewrite.history import Finding, Run, Step, last_run, words
+from gradrewrite.nonfinite import BadStep, bad_steps, intended
 from gradrewrite.trends import growth_over_layers, growth_over_steps
 
 
@@ -60,14 +46,6 @@ def _paragraph(finding: Finding) -> str:
     return f"{finding.kind}: {finding.text}\n  figures: {figures}\n  suggestion: {finding.suggestion}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Bad:
-    """A step that is not finite, with its bad sites in the order of execution."""
-
-    step: Step
-    sites: list[str]
-
-
 def _non_finite(run: Run) -> Finding | None:
     bad = _bad_steps(run)
     if not bad:
@@ -89,41 +67,11 @@ def _non_finite(run: Run) -> Finding | None:
     return Finding(kind, site, step, text, figures, suggestion)
 
 
-def _bad_steps(run: Run) -> list[_Bad]:
+def _bad_steps(run: Run) -> list[BadStep]:
     """Steps that are not finite, without the sites that are meant to be so."""
-    bad = [_Bad(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
-    harmless: Counter[str] = Counter()
-    for one in bad:
-        if _is_harmless(run, one):
-            harmless.update(s for s in one.sites if s.startswith("data:") or not _has_nan(one.step.records, s))
-    meant = {site for site, times in harmless.items() if times >= MIN_STEPS}
-    return [_Bad(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in meant])]
-
-
-def _bad_sites(run: Run, step: Step) -> list[str]:
-    addresses = ((run.series[address].at, value) for address, value in step.records.items())
-    return as_executed(at.site for at, value in addresses if _is_bad(at, value, step.records))
-
-
-def _is_bad(at: Address, value: float, records: Mapping[str, float]) -> bool:
-    if at.record in COUNTS:
-        return value > 0
-    if at.record not in MAGNITUDES or math.isfinite(value):
-        return False
-    is_empty = any(records.get(f"{name}@{at.site}") == 0 for name in ("nonfinite", "nan", "norm"))
-    return not (math.isnan(value) and is_empty)
-
-
-def _is_harmless(run: Run, bad: _Bad) -> bool:
-    """Whether the backward was recorded and is finite."""
-    addresses = [run.series[address].at for address in bad.step.records]
-    is_recorded = any(at.kind in BACKWARD and at.record in (*COUNTS, *MAGNITUDES) for at in addresses)
-    return is_recorded and not any(kind_of(site) in BACKWARD for site in bad.sites)
-
-
-def _has_nan(records: Mapping[str, float], site: str) -> bool:
-    values = (records.get(f"{name}@{site}", 0.0) for name in MAGNITUDES)
-    return records.get(f"nan@{site}", 0.0) > 0 or any(math.isnan(v) for v in values)
+    bad = bad_steps(run)
+    meant = intended(run, bad)
+    return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in meant])]
 
 
 def _count(records: Mapping[str, float], site: str) -> float | None:

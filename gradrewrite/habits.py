@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from gradrewrite.history import LISTED, MIN_STEPS, Finding, Run, Series, listed
+from gradrewrite.clips import Clip, clips_of
+from gradrewrite.history import LISTED, MIN_STEPS, Finding, Run, listed
 
 LAST_STEPS = 20  # how units behave now, not at the start
 SATURATED = 0.5  # a fresh tanh or sigmoid layer saturates at a few percent
@@ -130,34 +131,16 @@ def clips_never(run: Run) -> Finding | None:
 
 def _clips(run: Run) -> list[_Clip]:
     """Clips that were recorded in enough steps."""
-    by_norm = [_norm_clip(run, one) for one in run.series.values() if one.at.record == "bound"]
-    found = [clip for clip in by_norm if clip is not None]
-    known = {clip.site for clip in found}
-    for one in run.series.values():
-        if one.at.record == "clipped" and one.at.site not in known:
-            sizes = _first_of(run, [f"max_abs{one.at.number}@{one.at.site}", f"max_abs@{one.at.site}"])
-            finite = [v for v in sizes.values if math.isfinite(v)] if sizes is not None else []
-            found.append(_Clip(one.at.site, one.steps[0], [v > 0 for v in one.values], finite, math.nan))
-    return [clip for clip in found if len(clip.acted) >= MIN_CLIP_STEPS]
+    found = [_habit(clip) for clip in clips_of(run)]
+    return [clip for clip in found if clip is not None]
 
 
-def _norm_clip(run: Run, bound: Series) -> _Clip | None:
-    """The clip that a bound belongs to; only steps with a finite norm and a finite bound count.
-
-    A bound has the number of its norm.
-    """
-    site, number = bound.at.site, bound.at.number
-    names = [f"{name}{n}@{site}" for n in (number, "") for name in ("norm", "total_norm")]
-    norms = _first_of(run, names)
-    if norms is None:
+def _habit(clip: Clip) -> _Clip | None:
+    """Of a clip by norm only steps with a finite norm and a finite bound count."""
+    rows = list(zip(clip.steps, clip.sizes, clip.bounds, clip.acted, strict=True))
+    if clip.record != "max_abs":
+        rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
+    if len(rows) < MIN_CLIP_STEPS:
         return None
-    bounds = dict(zip(bound.steps, bound.values, strict=True))
-    rows = [(s, v, bounds.get(s, math.nan)) for s, v in zip(norms.steps, norms.values, strict=True)]
-    rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
-    if not rows:
-        return None
-    return _Clip(site, rows[0][0], [v > b for _, v, b in rows], [v for _, v, _ in rows], rows[-1][2])
-
-
-def _first_of(run: Run, addresses: Sequence[str]) -> Series | None:
-    return next((run.series[address] for address in addresses if address in run.series), None)
+    sizes = [size for _, size, _, _ in rows if math.isfinite(size)]
+    return _Clip(clip.site, rows[0][0], [acted for *_, acted in rows], sizes, rows[-1][2])

@@ -19,6 +19,7 @@ RANK = {
     for rank, names in enumerate(
         [
             ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history", "guards"),
+            ("clips", "nonfinite"),
             ("errors", "markers", "statistics", "loss_scale", "update_ratios", "trends", "habits"),
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
