@@ -308,6 +308,12 @@ def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
 
 
+def output_positions(graph: fx.Graph) -> list[int]:
+    """Where among the outputs of a joint graph those of the model stand."""
+    descs = graph.output_node().meta.get("desc") or ()
+    return [position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)]
+
+
 def tangents(graph: fx.Graph) -> list[fx.Node]:
     """Placeholders of a joint graph that are gradients of its outputs."""
     placeholders = graph.find_nodes(op="placeholder")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from gradrewrite import _torch, markers
+from gradrewrite.origins import Meaning
 from gradrewrite.sites import Site
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
@@ -43,6 +44,7 @@ class JointGraph:
         edits: What was inserted, by site in the same order; group actions last.
         carriers: Names of the inserted nodes that carry records out of the graph.
         before: The same graph without the rewrite; None for such a graph itself.
+        meaning: What its parts mean: lanes, ops and modules of nodes, where sites stand.
     """
 
     graph_module: fx.GraphModule = field(repr=False)
@@ -50,6 +52,7 @@ class JointGraph:
     edits: tuple[Edit, ...] = ()
     carriers: tuple[str, ...] = ()
     before: JointGraph | None = None
+    meaning: Meaning = field(default_factory=Meaning, repr=False)
 
     @property
     def code(self) -> str:

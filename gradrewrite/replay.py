@@ -20,6 +20,7 @@ from gradrewrite import _torch, markers
 from gradrewrite.evidence import Evidence, Root, Seen
 from gradrewrite.intended import hands_on, has_infinite_literal, is_added
 from gradrewrite.joint import number_of
+from gradrewrite.owners import owners
 from gradrewrite.recipe import Recipe
 from gradrewrite.sites import Site
 from gradrewrite.statistics import OPAQUE
@@ -55,6 +56,7 @@ class _Replay:
         self._graph = recipe.graph.graph
         self._nodes = list(self._graph.nodes)
         self._order = {node: number for number, node in enumerate(self._nodes)}
+        self._owners = owners(self._graph, recipe.backward)
         self._output = self._graph.output_node()
         self._states: dict[fx.Node, _State] = {}
         self._evidence = Evidence()
@@ -210,7 +212,7 @@ class _Replay:
             edit = self._recipe.actions[node.name]
             op = f"{edit.site.name}: {edit.action!r}"
         else:
-            site = self._op_of(node, is_forward=is_forward)
+            site = self._recipe.activations.get(self._owners.get(node, -1))
             op, source = (f"{site.module}/{site.op}", site.source) if site is not None else (str(node.target), "")
         return Root(
             order=self._order[node],
@@ -234,38 +236,6 @@ class _Replay:
         if known.role == "value":
             return f"the value {known.name} from before a graph break was not finite already"
         return f"the {known.role} {known.name} was not finite already"
-
-    def _op_of(self, node: fx.Node, *, is_forward: bool) -> Site | None:
-        """The torch-level op that an ATen node belongs to."""
-        if is_forward:  # AOTAutograd ran op after op: the next mark ends the op
-            for later in self._nodes[self._order[node] :]:
-                if later.target is markers.mark_activation:
-                    return self._recipe.activations.get(number_of(later))
-            return None
-        todo = [node]
-        for at in todo:  # a factor that the backward computes from forward values alone is met by an error later
-            number = _consumer_of(at, self._order)
-            if number is not None:
-                return self._recipe.activations.get(number)
-            todo += sorted(at.users, key=self._order.__getitem__)
-        return None
-
-
-def _consumer_of(node: fx.Node, order: Mapping[fx.Node, int]) -> int | None:
-    """Number of the value whose op's backward a node belongs to: the nearest error that it is computed from."""
-    found: dict[int, int] = {}
-    seen: set[fx.Node] = set()
-    todo = list(node.all_input_nodes)
-    while todo:
-        at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        if at.target is markers.mark_error:
-            found[order[at]] = number_of(at)
-        else:
-            todo += at.all_input_nodes
-    return found[max(found)] if found else None
 
 
 @contextlib.contextmanager

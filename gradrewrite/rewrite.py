@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite import _torch, edit
+from gradrewrite import _torch, edit, markers
 from gradrewrite.errors import PolicyError
 from gradrewrite.joint import Edit, JointGraph, number_of, value_of
+from gradrewrite.origins import Anchor
+from gradrewrite.owners import read_origins, with_edits
 from gradrewrite.places import Leaf, Place, find_places
 from gradrewrite.policy import AdaptingAction, GroupAction, MeasuringAction, Policy, ask
 from gradrewrite.probes import Value
@@ -37,6 +39,7 @@ class Rewritten:
         sites: All sites.
         edits: What was inserted.
         carriers: Names of the nodes that carry records out.
+        anchors: Where the sites of the graph stand.
         carried: What leaves the graph beside the gradients.
         live: The tensors that the graph reads at every backward, by name.
         out_of_reach: Sites at which the policy answered but which are outside the graph, with the answers.
@@ -46,6 +49,7 @@ class Rewritten:
     sites: tuple[Site, ...]
     edits: tuple[Edit, ...]
     carriers: tuple[str, ...]
+    anchors: Mapping[Site, Anchor]
     carried: Carried
     live: Mapping[str, Tensor]
     out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
@@ -82,6 +86,7 @@ def rewrite(
     """
     rewriter = _Rewriter(graph, scale_of)
     places, out_of_reach = find_places(graph, values, leaves)
+    anchors = {place.site: _anchor(place) for place in places}
     answers = [ask(policy, place.site) for place in places]
     rewriter.num_measured = sum(any(isinstance(a, AdaptingAction) for a in actions) for actions in answers)
     for place, actions in zip(places, answers, strict=True):
@@ -99,6 +104,7 @@ def rewrite(
         sites=(*(p.site for p in places), *out_of_reach),
         edits=tuple(rewriter.edits),
         carriers=carriers,
+        anchors=anchors,
         carried=rewriter.reports.carried(),
         live=live,
         out_of_reach=tuple((site, actions) for site, actions in lost if actions),
@@ -116,13 +122,17 @@ def show(
     scale_of: ScaleOf | None = None,
 ) -> JointGraph:
     """Rewrite a joint graph and show it beside the graph as it was."""
+    meaning = read_origins(gm.graph, values, leaves, given or {})
     before = edit.copy_of(gm)
     edit.erase_markers(before.graph)
     before.recompile()
     result = rewrite(gm.graph, values, leaves, policy, given=given, scale_of=scale_of)
     gm.graph.lint()
     gm.recompile()
-    return JointGraph(gm, result.sites, result.edits, result.carriers, JointGraph(before, result.sites))
+    carriers = [node for node in gm.graph.nodes if node.name in result.carriers]
+    meaning = with_edits(meaning, result.anchors, result.edits, carriers)
+    plain = JointGraph(before, result.sites, meaning=meaning)
+    return JointGraph(gm, result.sites, result.edits, result.carriers, plain, meaning)
 
 
 class _Rewriter:
@@ -132,6 +142,7 @@ class _Rewriter:
         self._scale_of = scale_of
         self.edits: list[Edit] = []
         self.reports = Reports()
+        self.counters: list[str] = []  # nodes that count in what comes and goes
         self._tracer = Tracer()
         self._measured: list[tuple[Place, MeasuringAction, int]] = []  # with the numbers of their edits
 
@@ -253,7 +264,7 @@ class _Rewriter:
         held = packs + [node for _, node in self.reports.kept]
         if held:
             new.append(edit.hold(self.graph, held))
-        return tuple(n.name for n in new)
+        return (*self.counters, *(n.name for n in new))
 
     def note_recipe(self, places: Sequence[Place], given: Mapping[int, Given], *, is_last: bool) -> Recipe | None:
         """Count what comes into a checked graph, and keep a copy of the graph for a replay."""
@@ -296,12 +307,20 @@ class _Rewriter:
             return
         graph = _torch.trace(lambda x: [measure(x, [name], is_opaque=True)], [value])
         tag = "is_forward" if is_forward else "is_backward"
-        (count,), _ = edit.splice(graph, self.graph, [node], before, tag)
+        (count,), new = edit.splice(graph, self.graph, [node], before, tag)
+        self.counters += [n.name for n in new]
         self.reports.records.append(Report((f"{name}@{where}",), count, is_forward))
 
     def _sites_by_value(self, places: Sequence[Place], kind: Kind) -> dict[int, Site]:
         numbers = {p.before: p.site for p in places if p.site.kind == kind}
         return {number_of(node): site for node, site in numbers.items()}
+
+
+def _anchor(place: Place) -> Anchor:
+    node, marker = place.node, place.marker or (place.before if place.site.kind == "activation" else None)
+    while node.target is markers.mark_error:  # an error that passes through an op unchanged
+        node = node.all_input_nodes[0]
+    return Anchor(node.name, -1 if marker is None else number_of(marker))
 
 
 def _check_same(first: tuple[Place, GroupAction], other: tuple[Place, GroupAction]) -> None:
@@ -317,20 +336,23 @@ _SHARED = -1
 
 def _shares(new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[str, ...]]:
     """Which member of a group each new node belongs to; what several need belongs to the first."""
-    reads = {node: i for i, node in enumerate(inputs)}
+    reads: dict[fx.Node, int | None] = {node: i for i, node in enumerate(inputs)}
     for node in new:
         reads[node] = _joined(reads.get(a) for a in node.all_input_nodes)
-    feeds = {node: i for i, node in enumerate(results)}
+    feeds: dict[fx.Node, int | None] = {node: i for i, node in enumerate(results)}
     for node in reversed(new):
         feeds[node] = _joined([feeds.get(node), *(feeds.get(u) for u in node.users)])
+    owner: dict[fx.Node, int | None] = {}
+    for node in reversed(new):
+        known = [owner_ for owner_ in (feeds[node], reads[node]) if owner_ not in (None, _SHARED)]
+        owner[node] = known[0] if known else (reads[node] or _joined(owner.get(u) for u in node.users))
     shares: list[list[str]] = [[] for _ in inputs]
     for node in new:
-        owner = feeds[node] if feeds[node] != _SHARED else reads[node]
-        shares[max(owner, 0)].append(node.name)
+        shares[max(owner[node] or 0, 0)].append(node.name)
     return [tuple(names) for names in shares]
 
 
-def _joined(owners: Iterable[int | None]) -> int:
-    """The one owner among these, if there is just one."""
+def _joined(owners: Iterable[int | None]) -> int | None:
+    """The one owner among these; None if nobody owns them (a constant)."""
     known = {owner for owner in owners if owner is not None}
-    return known.pop() if len(known) == 1 else _SHARED
+    return known.pop() if len(known) == 1 else (_SHARED if known else None)

@@ -20,11 +20,12 @@ RANK = {
         [
             ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history", "guards"),
             ("clips", "nonfinite"),
-            ("errors", "markers", "statistics", "loss_scale", "update_ratios", "trends", "habits"),
+            ("errors", "markers", "statistics", "loss_scale", "update_ratios", "trends", "habits", "origins"),
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
             ("edit", "tracing", "recipe"),
             ("witness", "places", "evidence"),
+            ("owners",),
             ("replay",),
             ("failure",),
             ("rows",),

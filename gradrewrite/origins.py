@@ -1,0 +1,67 @@
+"""What the nodes of a joint graph belong to: a lane, a torch-level op, the modules around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradrewrite.sites import Site
+
+Lane = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What one node of a joint graph belongs to.
+
+    Attributes:
+        lane: Whether it runs in the forward or in the backward.
+        order: Number of the torch-level op in the order of the forward; the nodes of its backward share it. A
+            placeholder has that of its first use, what carries records has -1.
+        runs: The module runs around the op, outermost first: each a module's name and the number of the run.
+        op: Name of the op as the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``, ``"value"``
+            (from before a graph break) or ``"outside"`` (the gradient of an output).
+        name: What a placeholder stands for: a parameter's name; ``""`` for ops.
+        source: ``file:line "code"`` of the op; ``""`` where there is none.
+    """
+
+    lane: Lane
+    order: int
+    runs: tuple[tuple[str, int], ...] = ()
+    op: str = ""
+    name: str = ""
+    source: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the innermost module; ``""`` is the root."""
+        return self.runs[-1][0] if self.runs else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Where a site stands.
+
+    Attributes:
+        node: Name of the node that holds its value before anything acts on it.
+        order: Number of the torch-level op that it belongs to, as in ``Origin``.
+    """
+
+    node: str
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What the parts of a joint graph mean.
+
+    Attributes:
+        origins: By name of the node, inserted ones included.
+        anchors: Where the sites stand.
+        outputs: What the graph returns, by position: ``output:0``, ``gradient:w``, ``input:x``.
+    """
+
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    anchors: Mapping[Site, Anchor] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()

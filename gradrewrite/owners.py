@@ -1,0 +1,168 @@
+"""Reading a marked joint graph: which torch-level op each node belongs to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from gradrewrite import _torch, markers
+from gradrewrite.joint import Edit, number_of
+from gradrewrite.origins import Anchor, Lane, Meaning, Origin
+from gradrewrite.places import Leaf
+from gradrewrite.probes import Value
+from gradrewrite.recipe import Given
+from gradrewrite.sites import Site
+
+_MARKERS = (markers.mark_activation, markers.mark_error)
+
+
+def owners(graph: fx.Graph, backward: Collection[str]) -> dict[fx.Node, int]:
+    """The torch-level op that each node belongs to, as the number of the value that the op makes.
+
+    AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
+    nearest error that it is computed from: to the backward of the op that made that value. A factor that the backward
+    computes from forward values alone belongs to its first user. Nodes before any error have no owner.
+
+    Args:
+        graph: A joint graph with its markers.
+        backward: Names of the nodes of the backward.
+    """
+    nodes = list(graph.nodes)
+    nearest = _nearest_errors(nodes, backward)
+    found = {node: number_of(nodes[at]) for node, at in nearest.items()}
+    waiting: list[fx.Node] = []
+    for node in nodes:
+        if node.target is markers.mark_activation:
+            found.update(dict.fromkeys(waiting, number_of(node)))
+            waiting = []
+        elif node.op == "call_function" and node.name not in backward:
+            waiting.append(node)
+    return found
+
+
+def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str]) -> dict[fx.Node, int]:
+    """By node of the backward the place of the last marker of an error that it is computed from."""
+    order = {node: number for number, node in enumerate(nodes)}
+    nearest: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.target is markers.mark_error:
+            nearest[node] = order[node]
+        elif node.name in backward:
+            read = [nearest[n] for n in node.all_input_nodes if n in nearest]
+            if read:
+                nearest[node] = max(read)
+    for node in reversed(nodes):
+        if node.name in backward and node not in nearest:
+            user = min((u for u in node.users if u in nearest), key=order.__getitem__, default=None)
+            if user is not None:
+                nearest[node] = nearest[user]
+    return nearest
+
+
+def read_origins(
+    graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf], given: Mapping[int, Given]
+) -> Meaning:
+    """Read what the nodes of a marked joint graph belong to.
+
+    Args:
+        graph: The joint graph, before the rewrite.
+        values: What the probes stand behind, by their number.
+        leaves: The differentiable inputs of the Dynamo graph, by position.
+        given: What all inputs of the Dynamo graph are, by position.
+
+    Returns:
+        Origins and outputs; the anchors come from the rewrite.
+    """
+    backward = {n.name for n in graph.nodes if n.op == "call_function" and _torch.is_backward(n)}
+    owner, ops = owners(graph, backward), _ops(values)
+    last = max(ops, default=0)
+    origins = {}
+    for node in graph.nodes:
+        if node.op in ("call_function", "get_attr") and node.target not in _MARKERS:
+            op = ops.get(owner.get(node, last), Origin("forward", last))
+            origins[node.name] = replace(op, lane="backward" if node.name in backward else "forward")
+    origins |= _of_placeholders(graph, origins, given, last)
+    return Meaning(origins, outputs=_outputs(graph, leaves))
+
+
+def with_edits(
+    meaning: Meaning, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], carriers: Iterable[fx.Node]
+) -> Meaning:
+    """Add what a rewrite inserted: a node belongs where its site stands.
+
+    Args:
+        meaning: What the graph meant before.
+        anchors: Where sites stand; those of parameters and inputs, whose order is -1, belong where their node does.
+        edits: What was inserted.
+        carriers: The inserted nodes that carry records.
+    """
+    known = {
+        site: anchor if anchor.order >= 0 else Anchor(anchor.node, meaning.origins[anchor.node].order)
+        for site, anchor in anchors.items()
+    }
+    by_order: dict[int, Origin] = {}
+    for origin in meaning.origins.values():  # those of ops come before those of placeholders
+        by_order.setdefault(origin.order, origin)
+    origins = dict(meaning.origins)
+    for edit in edits:
+        lane: Lane = "forward" if edit.site.kind == "activation" else "backward"
+        origins.update(dict.fromkeys(edit.nodes, replace(by_order[known[edit.site].order], lane=lane)))
+    origins.update((node.name, Origin(_lane(node), -1, op="records")) for node in carriers)
+    return Meaning(origins, known, meaning.outputs)
+
+
+def _lane(node: fx.Node) -> Lane:
+    return "backward" if _torch.is_backward(node) else "forward"
+
+
+def _ops(values: Sequence[Value]) -> dict[int, Origin]:
+    """The torch-level ops by the number of their value; runs of a module are counted."""
+    numbers: dict[tuple[str, str, str], int] = {}
+    counts: Counter[str] = Counter()
+    ops = {}
+    for number, value in enumerate(values):
+        if value.same_as is not None:
+            continue
+        runs = []
+        for run in value.runs:
+            if run not in numbers:
+                numbers[run] = counts[run[0]]
+                counts[run[0]] += 1
+            if run[0]:
+                runs.append((run[0], numbers[run]))
+        ops[number] = Origin("forward", number, tuple(runs), value.op, source=value.source)
+    return ops
+
+
+def _of_placeholders(
+    graph: fx.Graph, origins: Mapping[str, Origin], given: Mapping[int, Given], last: int
+) -> dict[str, Origin]:
+    inputs, tangents = _torch.plain_inputs(graph), _torch.tangents(graph)
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        users = [origins[u.name] for u in node.users if u.name in origins]
+        first = min(users, key=lambda o: (o.lane == "backward", o.order), default=Origin("forward", last))
+        known = given.get(inputs.get(node, -1))
+        if node in tangents:
+            found[node.name] = replace(first, lane="backward", op="outside", source="")
+        elif known is None:
+            found[node.name] = replace(first, lane="forward", op="input", name=node.name, source="")
+        else:
+            found[node.name] = replace(first, lane="forward", op=known.role, name=known.name, source="")
+    return found
+
+
+def _outputs(graph: fx.Graph, leaves: Mapping[int, Leaf]) -> tuple[str, ...]:
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    names = [""] * len(returned)
+    for number, position in enumerate(_torch.output_positions(graph)):
+        names[position] = f"output:{number}"
+    for position, leaf_position in _torch.gradient_outputs(graph):
+        leaf = leaves.get(leaf_position)
+        if leaf is not None:
+            names[position] = f"{'gradient' if leaf.is_parameter else 'input'}:{leaf.name}"
+    return tuple(names)
