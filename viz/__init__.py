@@ -1,1 +1,7 @@
-"""Drawing of rewritten graphs; nothing is drawn yet."""
+"""Pictures of rewritten graphs and of runs: ``draw``, ``plot``, and exports."""
+
+from gradrewrite.viz._curves import Curves as Curves
+from gradrewrite.viz._curves import plot as plot
+from gradrewrite.viz._draw import Drawing as Drawing
+from gradrewrite.viz._draw import DrawingWarning as DrawingWarning
+from gradrewrite.viz._draw import draw as draw

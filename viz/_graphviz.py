@@ -1,0 +1,54 @@
+"""Running Graphviz in a child process: it can hang, and it can crash."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+TIME_LIMIT = 20.0  # seconds; a sketch of one screen takes a fraction of one
+
+_CHILD = """
+import sys, pygraphviz
+graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
+sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
+"""
+
+
+class GraphvizError(RuntimeError):
+    """Graphviz is not there, hung, crashed, or refused its input."""
+
+
+def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
+    """Lay out DOT source and return it in another format (``svg``, ``png``, ``pdf``, ``json``).
+
+    Raises:
+        GraphvizError: Graphviz is not there, did not end in time, or failed.
+    """
+    command = find_graphviz(form)
+    if command is None:
+        raise GraphvizError("Graphviz was found neither on PATH nor in pygraphviz; pip install pygraphviz")
+    # Without fonts Graphviz says so on its error stream and goes on: only the exit status counts.
+    try:
+        done = subprocess.run(command, input=source.encode(), capture_output=True, timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        raise GraphvizError(f"Graphviz did not end within {time_limit:g} s") from None
+    except OSError as err:
+        raise GraphvizError(f"{command[0]} does not start: {err.strerror}") from None
+    if done.returncode < 0:
+        raise GraphvizError(f"Graphviz crashed (signal {-done.returncode})")
+    if done.returncode or not done.stdout:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise GraphvizError(f"Graphviz failed (status {done.returncode}): {said[-1] if said else 'it said nothing'}")
+    return done.stdout
+
+
+def find_graphviz(form: str) -> list[str] | None:
+    """The command that draws: ``dot`` on PATH, else the library that the wheels of pygraphviz bring."""
+    program = shutil.which("dot")
+    if program is not None:
+        return [program, f"-T{form}"]
+    if importlib.util.find_spec("pygraphviz") is None:
+        return None
+    return [sys.executable, "-c", _CHILD, form]

@@ -1,0 +1,160 @@
+"""The neighbourhood of one site, before and after the rewrite side by side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from gradrewrite.errors import NoSuchSiteError
+from gradrewrite.sites import Pattern, Site
+from gradrewrite.suggest import nearest
+from gradrewrite.viz._ladder import action_name
+from gradrewrite.viz._net import Net, contracted, describe, hidden_reshapes
+from gradrewrite.viz._sketch import Item, Link, Sketch
+
+MOST = 30  # boxes a side that were not inserted
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side of the picture."""
+
+    name: str
+    net: Net
+    edges: Sequence[tuple[str, str]]
+    names: Sequence[str]
+    more: int
+
+
+def find_site(sites: Sequence[Site], wanted: Site | str) -> Site:
+    """The one site that is meant.
+
+    Raises:
+        NoSuchSiteError: None is.
+        ValueError: Several are.
+    """
+    if isinstance(wanted, Site):
+        if wanted not in sites:
+            raise NoSuchSiteError(str(wanted), nearest(str(wanted), [str(s) for s in sites]))
+        return wanted
+    named = [site for site in sites if str(site) == wanted]
+    pattern = Pattern.parse(wanted)
+    found = named or [site for site in sites if pattern.matches(site)]
+    if not found:
+        raise NoSuchSiteError(wanted, nearest(wanted, [str(s) for s in sites]))
+    if len(found) > 1:
+        names = ", ".join(str(s) for s in found[:5])
+        raise ValueError(f"{wanted!r} names {len(found)} sites; give one of them: {names}{', ...' * (len(found) > 5)}")
+    return found[0]
+
+
+def sketch_site(
+    before: Net, after: Net, site: Site, hops: int, *, blamed: Collection[str] = (), records: Mapping[str, float]
+) -> Sketch:
+    """Show what stands around a site.
+
+    Args:
+        before: The graph as it was.
+        after: The rewritten graph.
+        site: The site.
+        hops: How many edges away.
+        blamed: Nodes of the op that made the first non-finite value.
+        records: What the site reported last, by name.
+    """
+    anchor = before.anchors[site]
+    own = [number for number, edit in enumerate(after.edits) if edit.site == site]
+    inserted = [name for number in own for name in after.edits[number].nodes]
+    sides = [_side("before", before, [anchor], hops), _side("after", after, [anchor, *inserted], hops)]
+    kept = set(sides[1].edges)
+    cut = {edge for edge in sides[0].edges if edge[0] == anchor and edge not in kept}
+    items: list[Item] = []
+    links: list[Link] = []
+    for side in sides:
+        items += _items(side, anchor, blamed)
+        shown = set(side.names)
+        pairs = [edge for edge in side.edges if edge[0] in shown and edge[1] in shown]
+        for a, b in pairs:
+            is_saved = side.net.nodes[a].origin.lane != side.net.nodes[b].origin.lane
+            kind = "cut" if side.name == "before" and (a, b) in cut else ("saved" if is_saved else "")
+            links.append(Link(f"{side.name} {a}", f"{side.name} {b}", kind))
+    empty = [number for number in own if not after.edits[number].nodes]
+    items += [_empty_item(after, number, len(items)) for number in empty]
+    caption = _caption(after, site, own, sides, records)
+    return Sketch(str(site), ("before", "after"), items, links, caption, is_grid=False)
+
+
+def _side(name: str, net: Net, seeds: Sequence[str], hops: int) -> _Side:
+    hidden = hidden_reshapes(net) - set(seeds)
+    edges = contracted(net, hidden)
+    graph = nx.DiGraph(edges)
+    graph.add_nodes_from(seeds)
+    distance: dict[str, int] = {}
+    for one_way in (graph, graph.reverse(copy=False)):  # what reads the site, and what it is computed from
+        for seed in seeds:
+            for other, far in nx.single_source_shortest_path_length(one_way, seed, cutoff=hops).items():
+                distance[other] = min(far, distance.get(other, far))
+    order = {n: number for number, n in enumerate(net.nodes)}
+    others = sorted((n for n in distance if n not in seeds), key=lambda n: (distance[n], order[n]))
+    names = [*seeds, *others[:MOST]]
+    return _Side(name, net, edges, sorted(names, key=order.__getitem__), max(0, len(others) - MOST))
+
+
+def _items(side: _Side, anchor: str, blamed: Collection[str]) -> list[Item]:
+    rows = _depths(side)
+    items = []
+    for name in side.names:
+        node = side.net.nodes[name]
+        text = f"{node.origin.op}: {node.aten}" if node.role == "op" else f"{node.origin.op} {node.origin.name}"
+        small = node.module or "(model)"
+        classes: tuple[str, ...] = ("anchor",) if name == anchor else ()
+        data = {"node": name}
+        if node.edit >= 0:
+            edit = side.net.edits[node.edit]
+            text, small = f"{action_name(edit.action)}: {node.aten}", str(edit.site)
+            data |= {"edit": str(node.edit), "site": str(edit.site), "action": repr(edit.action)}
+            classes = (*classes, "inserted")
+        elif node.mark:
+            text, small, classes = f"records: {node.aten}", "", (*classes, "records")
+        if name in blamed:
+            classes = (*classes, "blamed")
+        badge = "the value of the site" if name == anchor else ""
+        title = describe(side.net, node)
+        key = f"{side.name} {name}"
+        items.append(Item(key, side.name, rows[name], text, small, badge, classes, title, {**data, "side": side.name}))
+    return items
+
+
+def _empty_item(net: Net, number: int, row: int) -> Item:
+    edit = net.edits[number]
+    data = {"edit": str(number), "site": str(edit.site), "action": repr(edit.action), "side": "after"}
+    title = f"{edit.action!r} at {edit.site}: no nodes of its own"
+    return Item(
+        f"after edit {number}", "after", row, action_name(edit.action), "no nodes", classes=("inserted",), title=title, data=data
+    )
+
+
+def _depths(side: _Side) -> dict[str, int]:
+    """Rows for our own layout: below all that is read."""
+    shown = set(side.names)
+    reads: dict[str, list[str]] = defaultdict(list)
+    for a, b in side.edges:
+        if a in shown and b in shown:
+            reads[b].append(a)
+    depth: dict[str, int] = {}
+    for name in side.names:  # in execution order
+        depth[name] = max((depth[r] + 1 for r in reads[name]), default=0)
+    return depth
+
+
+def _caption(net: Net, site: Site, own: Iterable[int], sides: Sequence[_Side], records: Mapping[str, float]) -> list[str]:
+    sizes = ", ".join("?" if size is None else str(size) for size in site.shape)
+    lines = [f"[{sizes}] {str(site.dtype).removeprefix('torch.')}"]
+    if site.source:
+        lines.append(site.source)
+    lines += [f"edit: {net.edits[n].action!r}, {len(net.edits[n].nodes)} nodes" for n in own] or ["no edit stands here"]
+    lines += [f"{name} = {value:.6g}" for name, value in records.items()]
+    lines += [f"{side.name}: {side.more} more nodes are not shown" for side in sides if side.more]
+    return lines
