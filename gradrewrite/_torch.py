@@ -28,6 +28,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -312,6 +313,12 @@ def output_positions(graph: fx.Graph) -> list[int]:
     """Where among the outputs of a joint graph those of the model stand."""
     descs = graph.output_node().meta.get("desc") or ()
     return [position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)]
+
+
+def note_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured log (``TORCH_TRACE``), which ``tlparse`` shows; it is made only if there is one."""
+    metadata = {"name": name, "encoding": "string"}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:

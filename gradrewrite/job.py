@@ -61,6 +61,9 @@ class Job:
         values, leaves, policy = self.values, self.leaves, self.session.policy
         result = rewrite(graph, values, leaves, policy, given=self.given, scale_of=scale_of, is_last=self.is_last)
         self.carried, self.live = result.carried, result.live
+        assert graph.owning_module is not None
+        shown = JointGraph(graph.owning_module, result.sites, result.edits, result.carriers)
+        _torch.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
         if result.recipe is not None:
             if self.is_compiled and result.recipe.is_random:
                 _torch.replace_random(result.recipe.graph)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import unified_diff
 from typing import Any
 
 from torch import Tensor, fx
@@ -11,9 +13,11 @@ from torch import Tensor, fx
 from gradrewrite import _torch, markers
 from gradrewrite.origins import Meaning
 from gradrewrite.sites import Site
+from gradrewrite.table import plain_table
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
-_OWN_LINE = re.compile(r"^\s*#.* in gradrewrite_entry_\d+")  # no line of the user's
+_OWN_LINE = re.compile(r"^\s*# (?:.* in gradrewrite_entry_\d+|No stacktrace found)")  # no line of the user's
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DELETED = re.compile(r";  [\w, =]+ = None$")
 
 
@@ -32,6 +36,11 @@ class Edit:
     site: Site
     action: Any
     nodes: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The action as text, without addresses in memory: the same in every process."""
+        return _ADDRESS.sub("", repr(self.action))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,7 @@ class JointGraph:
     @property
     def code(self) -> str:
         """The graph as Python, each inserted line marked with its action and site."""
-        marks = {name: f"{edit.action!r} at {edit.site}" for edit in self.edits for name in edit.nodes}
+        marks = {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
         marks |= dict.fromkeys(self.carriers, "records")
         lines = []
         for line in self.graph_module.print_readable(print_output=False).splitlines():
@@ -69,10 +78,39 @@ class JointGraph:
             lines.append(f"{text}  # {mark}" if mark else text)
         return "\n".join(lines) + "\n"
 
+    def diff(self) -> str:
+        """What the rewrite changed: a unified diff of the code before and after, and a table of the edits by action.
+
+        Example:
+            >>> import torch, gradrewrite as gr
+            >>> graph = gr.transform(torch.nn.Linear(2, 2), []).trace(torch.ones(1, 2))
+            >>> graph.diff()
+            'no edits: the graph is as it was'
+        """
+        if not self.edits:
+            return "no edits: the graph is as it was"
+        assert self.before is not None
+        before, after = self.before.code.splitlines(), self.code.splitlines()
+        lines = unified_diff(before, after, "before", "after", lineterm="", n=2)
+        actions: dict[str, list[Edit]] = {}
+        for edit in self.edits:
+            actions.setdefault(edit.text, []).append(edit)
+        rows = [
+            (text, str(len(edits)), str(sum(len(e.nodes) for e in edits)), _first_and_last([str(e.site) for e in edits]))
+            for text, edits in actions.items()
+        ]
+        if self.carriers:
+            rows.append(("(carries records)", "", str(len(self.carriers)), ""))
+        return "\n".join([*lines, "", plain_table(("action", "edits", "nodes", "sites"), rows)])
+
     def __str__(self) -> str:
         """The sites that were edited, then the code."""
-        edits = "".join(f"# {e.site}: {e.action!r} -> {', '.join(e.nodes) or 'no nodes'}\n" for e in self.edits)
+        edits = "".join(f"# {e.site}: {e.text} -> {', '.join(e.nodes) or 'no nodes'}\n" for e in self.edits)
         return f"# {len(self.sites)} sites, {len(self.edits)} edits\n{edits}{self.code}"
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} {'...' if len(names) > 2 else 'and'} {names[-1]}"
 
 
 @dataclass(frozen=True, slots=True)

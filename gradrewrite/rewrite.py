@@ -125,14 +125,14 @@ def show(
     meaning = read_origins(gm.graph, values, leaves, given or {})
     before = edit.copy_of(gm)
     edit.erase_markers(before.graph)
-    before.recompile()
+    before.recompile()  # the copy had the markers
     result = rewrite(gm.graph, values, leaves, policy, given=given, scale_of=scale_of)
     gm.graph.lint()
-    gm.recompile()
-    carriers = [node for node in gm.graph.nodes if node.name in result.carriers]
+    after = edit.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
+    carriers = [node for node in after.graph.nodes if node.name in result.carriers]
     meaning = with_edits(meaning, result.anchors, result.edits, carriers)
     plain = JointGraph(before, result.sites, meaning=meaning)
-    return JointGraph(gm, result.sites, result.edits, result.carriers, plain, meaning)
+    return JointGraph(after, result.sites, result.edits, result.carriers, plain, meaning)
 
 
 class _Rewriter:

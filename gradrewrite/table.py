@@ -58,13 +58,32 @@ class Table:
 
     def __str__(self) -> str:
         """The table as plain text."""
-        from rich.console import Console
-
         widest = max((len(row.address) for row in self.rows), default=20)
-        console = Console(width=max(100, widest + 80), no_color=True, force_terminal=False)
-        with console.capture() as text:
-            console.print(self)
-        return text.get().rstrip("\n")
+        return _as_text(self, max(100, widest + 80))
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as plain text, as wide as it needs to be."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        is_number = bool(rows) and all(row[number].isdecimal() or not row[number] for row in rows)
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return _as_text(table, sum(max([len(name), *(len(row[n]) for row in rows)]) + 4 for n, name in enumerate(columns)))
+
+
+def _as_text(renderable: Any, width: int) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, no_color=True, force_terminal=False)
+    with console.capture() as text:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in text.get().rstrip("\n").splitlines())
 
 
 def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:

@@ -5,3 +5,7 @@ from gradrewrite.viz._curves import plot as plot
 from gradrewrite.viz._draw import Drawing as Drawing
 from gradrewrite.viz._draw import DrawingWarning as DrawingWarning
 from gradrewrite.viz._draw import draw as draw
+from gradrewrite.viz._export import export as export
+from gradrewrite.viz._export import to_networkx as to_networkx
+
+__all__ = ["Curves", "Drawing", "DrawingWarning", "draw", "export", "plot", "to_networkx"]

@@ -67,7 +67,7 @@ class _Filler:
         fill, title = PAPER, describe(net, node) if node is not None else spot.key
         if spot.edit >= 0:
             edit = net.edits[spot.edit]
-            data |= {"edit": str(spot.edit), "site": str(edit.site), "action": repr(edit.action)}
+            data |= {"edit": str(spot.edit), "site": str(edit.site), "action": edit.text}
             fill, title = INSERTED, title if node is not None else f"{action_name(edit.action)}: no nodes of its own"
         elif node is not None and node.mark:
             fill, data["records"] = RECORDS, "1"

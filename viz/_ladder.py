@@ -322,9 +322,9 @@ def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, tuple[str, str]])
         data["returned"] = spot.key
     if spot.edit >= 0:
         edit = net.edits[spot.edit]
-        data |= {"edit": str(spot.edit), "site": str(edit.site), "action": repr(edit.action)}
+        data |= {"edit": str(spot.edit), "site": str(edit.site), "action": edit.text}
         classes.append("inserted")
-        title = title if node is not None else f"{edit.action!r} at {edit.site}: no nodes of its own"
+        title = title if node is not None else f"{edit.text} at {edit.site}: no nodes of its own"
     fill, meaning = colours.get(spot.key, ("", ""))
     title = f"{title}\n{meaning}" if meaning else title
     text = spot.text.removeprefix("gradient:") if is_pill else spot.text

@@ -154,7 +154,7 @@ def describe(net: Net, node: Node) -> str:
         lines.append(f"[{node.shape}] {node.dtype}")
     if node.edit >= 0:
         edit = net.edits[node.edit]
-        lines.append(f"inserted: {edit.action!r} at {edit.site}")
+        lines.append(f"inserted: {edit.text} at {edit.site}")
     elif node.mark:
         lines.append("inserted: carries records")
     return plain("\n".join([*lines, *([origin.source] if origin.source else [])]))

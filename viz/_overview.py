@@ -138,7 +138,7 @@ def _item(net: Net, key: str, column: str, row: int, text: str, small: str, node
     inserted = [n.name for n in nodes if n.mark]
     edits = list(dict.fromkeys(n.edit for n in nodes if n.edit >= 0))
     empty = _empty_edits(net, nodes)
-    lines = [f"{net.edits[e].action!r} at {net.edits[e].site}" for e in [*edits, *empty]]
+    lines = [f"{net.edits[e].text} at {net.edits[e].site}" for e in [*edits, *empty]]
     title = "\n".join([text, f"{column}: {len(nodes)} nodes, {len(inserted)} inserted", *lines])
     data = {"inserted": " ".join(inserted), "edits": " ".join(map(str, [*edits, *empty]))} if inserted or empty else {}
     badge = f"+{len(inserted)} inserted" if inserted else (f"{len(empty)} edits without nodes" if empty else "")

@@ -174,7 +174,7 @@ def _nodes(graph: JointGraph, net: Net) -> dict[str, dict[str, Any]]:
 
 
 def _edit(edit: Any) -> dict[str, Any]:
-    return {"site": plain(str(edit.site)), "action": plain(repr(edit.action)), "nodes": list(edit.nodes)}
+    return {"site": plain(str(edit.site)), "action": plain(edit.text), "nodes": list(edit.nodes)}
 
 
 def _measurements(run: Run | None, metrics: Sequence[Measured]) -> dict[str, Any]:

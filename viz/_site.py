@@ -114,7 +114,7 @@ def _items(side: _Side, anchor: str, blamed: Collection[str]) -> list[Item]:
         if node.edit >= 0:
             edit = side.net.edits[node.edit]
             text, small = f"{action_name(edit.action)}: {node.aten}", str(edit.site)
-            data |= {"edit": str(node.edit), "site": str(edit.site), "action": repr(edit.action)}
+            data |= {"edit": str(node.edit), "site": str(edit.site), "action": edit.text}
             classes = (*classes, "inserted")
         elif node.mark:
             text, small, classes = f"records: {node.aten}", "", (*classes, "records")
@@ -129,8 +129,8 @@ def _items(side: _Side, anchor: str, blamed: Collection[str]) -> list[Item]:
 
 def _empty_item(net: Net, number: int, row: int) -> Item:
     edit = net.edits[number]
-    data = {"edit": str(number), "site": str(edit.site), "action": repr(edit.action), "side": "after"}
-    title = f"{edit.action!r} at {edit.site}: no nodes of its own"
+    data = {"edit": str(number), "site": str(edit.site), "action": edit.text, "side": "after"}
+    title = f"{edit.text} at {edit.site}: no nodes of its own"
     return Item(
         f"after edit {number}", "after", row, action_name(edit.action), "no nodes", classes=("inserted",), title=title, data=data
     )
@@ -154,7 +154,7 @@ def _caption(net: Net, site: Site, own: Iterable[int], sides: Sequence[_Side], r
     lines = [f"[{sizes}] {str(site.dtype).removeprefix('torch.')}"]
     if site.source:
         lines.append(site.source)
-    lines += [f"edit: {net.edits[n].action!r}, {len(net.edits[n].nodes)} nodes" for n in own] or ["no edit stands here"]
+    lines += [f"edit: {net.edits[n].text}, {len(net.edits[n].nodes)} nodes" for n in own] or ["no edit stands here"]
     lines += [f"{name} = {value:.6g}" for name, value in records.items()]
     lines += [f"{side.name}: {side.more} more nodes are not shown" for side in sides if side.more]
     return lines
