@@ -1,0 +1,189 @@
+"""``plot``: how training went, from the records of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from gradrewrite.history import Run, Step, last_run, read_jsonl
+from gradrewrite.monitor import Monitor
+from gradrewrite.viz._lettering import legible, style
+from gradrewrite.viz._panels import Panel, mark_steps, panels_of
+from gradrewrite.viz._series import Events
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Format = Literal["png", "svg", "pdf"]
+
+_WIDTH = 12.0  # inches; 1,000 columns of a map are more than 1,000 pixels
+_DPI = 150
+_HEAD = 0.7
+_WIDEST_TITLE = 100
+_METADATA: dict[Format, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Curves:
+    """A picture of a run; made by ``plot``.
+
+    Attributes:
+        run: What is drawn.
+        title: What stands above it.
+        num_runs: How many runs the source had; the last is drawn.
+    """
+
+    run: Run
+    title: str
+    num_runs: int = 1
+
+    @property
+    def panels(self) -> tuple[str, ...]:
+        """Names of the panels, from top to bottom: those that the run has records for."""
+        return tuple(panel.name for panel in panels_of(self.run)[0])
+
+    def figure(self) -> Figure:
+        """A new figure of matplotlib; nothing of pyplot is touched."""
+        with style():
+            return self._draw()
+
+    def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
+        """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
+
+        Args:
+            path: Where, without the extension.
+            format: ``"png"``, ``"svg"`` or ``"pdf"``.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: The format is none of these.
+            OSError: The file cannot be written; its folder must exist.
+        """
+        if format not in _METADATA:
+            raise ValueError(f"Curves.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
+        written = f"{os.fspath(path)}.{format}"
+        with style():
+            self._draw().savefig(written, format=format, dpi=_DPI, metadata=_METADATA[format])
+        return written
+
+    def _repr_svg_(self) -> str:
+        """The picture in a notebook."""
+        text = StringIO()
+        with style():
+            self._draw().savefig(text, format="svg", metadata=_METADATA["svg"])
+        return text.getvalue()
+
+    def _draw(self) -> Figure:
+        from matplotlib.figure import Figure
+
+        panels, seen = panels_of(self.run)
+        height = _HEAD + (sum(panel.height for panel in panels) or 1.5)
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        figure.suptitle(self._heading(seen), x=0.01, ha="left", fontsize=11).set_parse_math(False)
+        if panels:
+            _draw_panels(figure, panels, seen, self.run)
+            _fix_layout(figure)
+        else:
+            figure.text(0.5, 0.4, _why_empty(self.run), ha="center", va="center", fontsize=11).set_parse_math(False)
+        return figure
+
+    def _heading(self, seen: Events) -> str:
+        steps = self.run.steps
+        parts = [f"steps {steps[0].step} to {steps[-1].step}, {_count(len(steps), 'row')}" if steps else "no rows"]
+        if self.num_runs > 1:
+            parts.append(f"the last of {self.num_runs} runs in the file")
+        if len(seen.steps):
+            parts.append(f"{_count(len(seen.steps), 'step')} not finite (red)")
+        if len(seen.skipped):
+            parts.append(f"{_count(len(seen.skipped), 'update')} skipped")
+        return f"{legible(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}"
+
+
+def plot(source: Monitor | str | os.PathLike[str] | Sequence[Step], *, title: str = "") -> Curves:
+    """Show how training went, as far as it was recorded; over the steps, one panel below the other.
+
+    Loss (``monitor.log("loss", loss)``, or ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands); norms of
+    gradients and of errors, layer by step; what clips met, their bounds, and how often they acted; what was not finite;
+    ratios of update to weight (``gr.guard(..., update_ratios=True)``). What is not finite is marked, never left out.
+    Of several runs in one file the last is drawn.
+
+    Args:
+        source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, or steps.
+        title: What stands above; the name of the file, or "training run", if empty.
+
+    Returns:
+        A picture: ``render`` it into a file, or show it in a notebook.
+
+    Raises:
+        TypeError: ``source`` is none of these.
+        OSError: The file cannot be read.
+        ValueError: The file has a line that is none of the monitor's.
+
+    Example:
+        >>> from gradrewrite.history import Step
+        >>> plot([Step(0, {"loss@run": 2.0}), Step(1, {"loss@run": 1.5})]).panels
+        ('loss',)
+    """
+    steps = _steps_of(source)
+    if not title and isinstance(source, str | os.PathLike):
+        title = os.path.basename(os.fspath(source))
+    num_runs = 1 + sum(after.step <= before.step for before, after in pairwise(steps))
+    return Curves(last_run(steps), title or "training run", num_runs)
+
+
+def _steps_of(source: Monitor | str | os.PathLike[str] | Sequence[Step]) -> list[Step]:
+    if isinstance(source, Monitor):
+        return source.steps()
+    if isinstance(source, str | os.PathLike):
+        return read_jsonl(source)
+    steps = [step for step in source if isinstance(step, Step)] if isinstance(source, Sequence) else []
+    if not isinstance(source, Sequence) or len(steps) < len(source):
+        got = type(source).__name__
+        raise TypeError(f"viz.plot takes a Monitor, the path of its JSON lines, or a sequence of Step; got {got}")
+    return steps
+
+
+def _draw_panels(figure: Figure, panels: Sequence[Panel], seen: Events, run: Run) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    heights = [panel.height for panel in panels]
+    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+    first, last = run.steps[0].step, run.steps[-1].step
+    axes: list[Any] = []
+    for n, panel in enumerate(panels):
+        ax = figure.add_subplot(grid[n], sharex=axes[0] if axes else None)
+        panel.draw(ax)
+        if not panel.shows_events:
+            mark_steps(ax, seen.steps)
+        axes.append(ax)
+    axes[-1].set_xlim(first - 0.5, last + 0.5)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[-1].set_xlabel("step (number of the backward)")
+
+
+def _fix_layout(figure: Figure) -> None:
+    """Lay out now, and round: the solver's last digits differ from run to run, and SVG has names made of them."""
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    figure.set_layout_engine("none")
+    for ax in figure.axes:
+        left, bottom, width, height = (round(edge, 6) for edge in ax.get_position().bounds)
+        ax.set_position((left, bottom, width, height))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _why_empty(run: Run) -> str:
+    if not run.steps:
+        return "No rows: nothing was recorded."
+    wanted = "norms of gradients or errors, a loss, clips, or update ratios"
+    return f"Nothing here is drawn as a curve: the {len(run.series)} records are none of {wanted}."

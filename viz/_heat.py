@@ -1,0 +1,111 @@
+"""A magnitude of the gradients or the errors, layer by step, as one matrix."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradrewrite.history import Run, Series
+from gradrewrite.viz._series import Array, levels
+
+MAX_ROWS = 40  # more labels than that cannot be read
+MAX_COLUMNS = 1000  # each is more than one pixel wide
+_MIN_GROUPS = 10  # fewer groups of modules say too little
+_MEASURES = ("norm", "max_abs", "mean_abs")
+_NAME_ENDS = re.compile(r"[./]|$")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeatMap:
+    """One magnitude, layer by step.
+
+    Attributes:
+        kind: Kind of the sites.
+        measure: Name of the record.
+        rows: Names of the rows, in the order of the model.
+        values: ``[rows, columns]``, the largest of a cell; NaN where nothing was recorded, inf where a value was not
+            finite.
+        first: The first step.
+        width: How many steps a column covers.
+        num_sites: How many sites the rows cover.
+        num_left_out: How many sites of this kind recorded other measures alone.
+    """
+
+    kind: str
+    measure: str
+    rows: list[str]
+    values: Array
+    first: int
+    width: int
+    num_sites: int
+    num_left_out: int
+
+
+def heat_map(run: Run, kind: str) -> HeatMap | None:
+    """The map of one kind of site, in the measure that most of them recorded; None if there is none."""
+    by_measure = {measure: _series_of(run, kind, measure) for measure in _MEASURES}
+    measure = max(_MEASURES, key=lambda name: len(by_measure[name]))
+    chosen = by_measure[measure]
+    if not chosen:
+        return None
+    first, last = run.steps[0].step, run.steps[-1].step
+    width = -(-(last - first + 1) // MAX_COLUMNS)
+    values = np.full((len(chosen), (last - first) // width + 1), math.nan)
+    for row, one in enumerate(chosen):
+        at = (np.array(one.steps) - first) // width
+        np.fmax.at(values[row], at, levels(run, one.at, one.steps, one.values))
+    groups = group([one.at.site.partition(":")[2] for one in chosen], MAX_ROWS)
+    merged = np.stack([np.fmax.reduce(values[rows], axis=0) for _, rows in groups])
+    known = {one.at.site for part in by_measure.values() for one in part}
+    names = [name for name, _ in groups]
+    return HeatMap(kind, measure, names, merged, first, width, len(chosen), len(known) - len(chosen))
+
+
+def _series_of(run: Run, kind: str, measure: str) -> list[Series]:
+    """One series a site: the one with the lowest number, for that is what came in."""
+    found: dict[str, Series] = {}
+    for one in run.series.values():
+        if one.at.kind == kind and one.at.record == measure:
+            known = found.setdefault(one.at.site, one)
+            if _number(one) < _number(known):
+                found[one.at.site] = one
+    return list(found.values())
+
+
+def _number(series: Series) -> int:
+    return int(series.at.number[1:] or 0)
+
+
+def group(names: Sequence[str], limit: int) -> list[tuple[str, list[int]]]:
+    """Rows for names, at most ``limit``: by the finest prefix of modules that is coarse enough.
+
+    Where that leaves few rows (300 layers in one list), neighbours of the next finer prefix are put together.
+    """
+    if len(names) <= limit:
+        return [(name, [n]) for n, name in enumerate(names)]
+    by_depth = [_by_prefix(names, depth) for depth in range(1, 1 + max(len(_NAME_ENDS.findall(n)) for n in names))]
+    coarse = [groups for groups in by_depth if len(groups) <= limit]
+    finer = [groups for groups in by_depth if len(groups) > limit]
+    if coarse and (len(coarse[-1]) >= min(_MIN_GROUPS, limit) or not finer):
+        return [(names[rows[0]] if len(rows) == 1 else f"{prefix}*", rows) for prefix, rows in coarse[-1]]
+    size = -(-len(finer[0]) // limit)
+    chunks = [finer[0][n : n + size] for n in range(0, len(finer[0]), size)]
+    return [(_span([prefix for prefix, _ in chunk]), [n for _, rows in chunk for n in rows]) for chunk in chunks]
+
+
+def _span(prefixes: Sequence[str]) -> str:
+    first, last = (prefix.rstrip("./") for prefix in (prefixes[0], prefixes[-1]))
+    return first if len(prefixes) == 1 else f"{first} ... {last}"
+
+
+def _by_prefix(names: Sequence[str], depth: int) -> list[tuple[str, list[int]]]:
+    """Rows by the first ``depth`` parts of their names; a prefix that is no whole name ends in ``.`` or ``/``."""
+    groups: dict[str, list[int]] = {}
+    for n, name in enumerate(names):
+        ends = [match.end() for match in _NAME_ENDS.finditer(name)]
+        groups.setdefault(name[: ends[min(depth, len(ends)) - 1]], []).append(n)
+    return list(groups.items())

@@ -1,0 +1,207 @@
+"""The numbers that curves of a run are drawn from."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gradrewrite.clips import Clip, clips_of
+from gradrewrite.history import Address, Run, Series, as_executed, kind_of
+from gradrewrite.nonfinite import bad_steps, intended, is_bad
+
+Array = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+
+MAX_SITES = 30  # sites of events that are drawn
+_MAX_WINDOW = 50  # steps
+_MAX_GROUPS = 4  # of parameters, each with a panel of its own
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Line:
+    """One record over the steps; values may be NaN or infinite."""
+
+    label: str
+    steps: Steps
+    values: Array
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Clipping:
+    """What clips of one measure met, over all their sites.
+
+    Attributes:
+        label: What is clipped.
+        measure: Name of the record that is compared with the bound.
+        num_clips: How many clips these are.
+        steps: Steps that at least one of them reported.
+        largest: The largest size before clipping; inf if one was not finite, NaN if none is known.
+        low: The smallest bound; NaN where none is known or finite.
+        high: The largest.
+        rate: Share of the clips that acted, over the last ``window`` steps.
+        window: That many steps.
+    """
+
+    label: str
+    measure: str
+    num_clips: int
+    steps: Steps
+    largest: Array
+    low: Array
+    high: Array
+    rate: Array
+    window: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Events:
+    """What was not finite, and when.
+
+    Attributes:
+        sites: The first sites in the order of execution, each with its steps.
+        num_sites: How many there are in all.
+        meant: Those of ``sites`` that are meant to be infinite (a mask).
+        steps: Steps with a site that is not meant to be so.
+        skipped: Steps whose update was skipped.
+    """
+
+    sites: list[tuple[str, Steps]]
+    num_sites: int
+    meant: frozenset[str]
+    steps: Steps
+    skipped: Steps
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ratios:
+    """Ratios of update to weight, over the layers.
+
+    Attributes:
+        num_layers: How many parameters were measured.
+        steps: Steps in which one was.
+        median: NaN where no ratio is a number.
+        low: The smallest that is positive and finite; NaN where there is none.
+        high: The largest of these.
+        is_infinite: Steps in which a ratio is infinite or NaN.
+    """
+
+    num_layers: int
+    steps: Steps
+    median: Array
+    low: Array
+    high: Array
+    is_infinite: npt.NDArray[np.bool_]
+
+
+def losses(run: Run) -> list[Line]:
+    """Records named ``loss``; without any, ``max`` of the value that ``gr.tap(loss, "loss")`` named."""
+    found = [one for one in run.series.values() if one.at.record == "loss"]
+    if not found:
+        found = [one for one in run.series.values() if one.at.record == "max" and one.at.site == "activation:loss"]
+    return [
+        Line(f"{one.at.record}{one.at.number}@{one.at.site}", _ints(one.steps), np.array(one.values)) for one in found
+    ]
+
+
+def levels(run: Run, at: Address, steps: Sequence[int], values: Sequence[float]) -> Array:
+    """Magnitudes: inf where one is not finite; NaN where it is that of an empty tensor."""
+    sizes = np.abs(np.array(values, dtype=np.float64))
+    for n in np.flatnonzero(np.isnan(sizes)).tolist():
+        row = run.steps[bisect_left(run.steps, steps[n], key=lambda step: step.step)]
+        if is_bad(at, math.nan, row.records):
+            sizes[n] = math.inf
+    return sizes
+
+
+def clippings(run: Run) -> list[Clipping]:
+    """What clips met: by norm of a group, then by norm and by value, each kind of site by itself."""
+    kinds: dict[tuple[str, str], list[Clip]] = {}
+    for clip in clips_of(run):
+        kinds.setdefault((clip.record, kind_of(clip.site)), []).append(clip)
+    found = []
+    for (_, kind), clips in sorted(kinds.items(), key=lambda item: item[0] != ("total_norm", "group")):
+        parts = [[clip] for clip in clips] if len(clips) <= (_MAX_GROUPS if kind == "group" else 1) else [clips]
+        found += [_clipping(run, part) for part in parts]
+    return found
+
+
+def _clipping(run: Run, clips: Sequence[Clip]) -> Clipping:
+    steps = _ints(sorted({step for clip in clips for step in clip.steps}))
+    largest, low, high = (np.full(len(steps), math.nan) for _ in range(3))
+    acted, count = np.zeros(len(steps)), np.zeros(len(steps))
+    for clip in clips:
+        at = np.searchsorted(steps, clip.steps)
+        sizes = levels(run, Address(clip.record, "", clip.site, kind_of(clip.site)), clip.steps, clip.sizes)
+        bounds = np.where(np.isfinite(clip.bounds), clip.bounds, math.nan)
+        largest[at] = np.fmax(largest[at], sizes)
+        low[at], high[at] = np.fmin(low[at], bounds), np.fmax(high[at], bounds)
+        acted[at] += clip.acted
+        count[at] += 1
+    window = max(1, min(_MAX_WINDOW, len(steps) // 10))
+    label = clips[0].site if len(clips) == 1 else f"{len(clips)} sites of kind {kind_of(clips[0].site)}"
+    rate = _over_window(acted, window) / _over_window(count, window)
+    return Clipping(label, clips[0].record, len(clips), steps, largest, low, high, rate, window)
+
+
+def _over_window(values: Array, window: int) -> Array:
+    """Sums over the last ``window`` values, of fewer at the start."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(sums))
+    result: Array = sums[ends] - sums[np.maximum(ends - window, 0)]
+    return result
+
+
+def events(run: Run) -> Events:
+    """What was not finite, and which updates were skipped."""
+    bad = bad_steps(run)
+    meant = frozenset(intended(run, bad))
+    by_site: dict[str, list[int]] = {}
+    for one in bad:
+        for site in one.sites:
+            by_site.setdefault(site, []).append(one.step.step)
+    first = _in_order(run, by_site)[:MAX_SITES]
+    steps = [one.step.step for one in bad if any(site not in meant for site in one.sites)]
+    skipped = {
+        step
+        for one in run.series.values()
+        if one.at.record == "skipped" and one.at.kind == "optimizer"
+        for step, value in zip(one.steps, one.values, strict=True)
+        if value > 0
+    }
+    return Events(
+        [(site, _ints(by_site[site])) for site in first], len(by_site), meant, _ints(steps), _ints(sorted(skipped))
+    )
+
+
+def _in_order(run: Run, sites: dict[str, list[int]]) -> list[str]:
+    """Those sites in the order of execution."""
+    return as_executed(site for site in dict.fromkeys(one.at.site for one in run.series.values()) if site in sites)
+
+
+def update_ratios(run: Run) -> Ratios | None:
+    """Ratios of update to weight (``gr.guard(..., update_ratios=True)``)."""
+    found: list[Series] = [one for one in run.series.values() if one.at.record == "update_ratio"]
+    if not found:
+        return None
+    steps = _ints(sorted({step for one in found for step in one.steps}))
+    table = np.full((len(found), len(steps)), math.nan)
+    is_infinite = np.zeros(len(steps), dtype=np.bool_)
+    for row, one in enumerate(found):
+        at = np.searchsorted(steps, one.steps)
+        table[row, at] = one.values
+        is_infinite[at] |= ~np.isfinite(one.values)
+    median = np.full(len(steps), math.nan)
+    known = ~np.isnan(table).all(axis=0)
+    median[known] = np.nanmedian(table[:, known], axis=0)
+    positive = np.where((table > 0) & np.isfinite(table), table, math.nan)
+    low, high = np.fmin.reduce(positive, axis=0), np.fmax.reduce(positive, axis=0)
+    return Ratios(len(found), steps, median, low, high, is_infinite)
+
+
+def _ints(steps: Sequence[int]) -> Steps:
+    return np.array(steps, dtype=np.int64)
