@@ -110,6 +110,9 @@ def test_last_run_of_a_file() -> None:
     assert curves.run.steps == steps[2:]
     heading = curves.figure().get_suptitle()
     assert heading == "training run\nsteps 0 to 0, 1 row; the last of 2 runs in the file"
+    ax = curves.figure().axes[0]
+    left, right = ax.get_xlim()
+    assert [tick for tick in ax.get_xticks() if left <= tick <= right] == [0.0]
 
 
 def everything(names: Sequence[str]) -> list[Step]:

@@ -163,7 +163,7 @@ def _draw_panels(figure: Figure, panels: Sequence[Panel], seen: Events, run: Run
             mark_steps(ax, seen.steps)
         axes.append(ax)
     axes[-1].set_xlim(first - 0.5, last + 0.5)
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes[-1].set_xlabel("step (number of the backward)")
 
 
