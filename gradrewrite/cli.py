@@ -10,7 +10,16 @@ from pathlib import Path
 
 from gradrewrite._version import __version__
 from gradrewrite.doctor import diagnose, report
-from gradrewrite.history import read_jsonl
+from gradrewrite.errors import RewriteError
+from gradrewrite.history import Step, read_jsonl
+from gradrewrite.loading import LoadError, load_graph, one_line
+from gradrewrite.sites import Pattern
+from gradrewrite.suggest import nearest
+from gradrewrite.table import plain_table
+
+
+class _Refused(Exception):
+    """Something cannot be done; the message says what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,42 +31,168 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 2 with one line on the error stream that says what to do.
     """
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if options.command == "sites" and options.pattern is None and len(rest) == 1 and not rest[0].startswith("-"):
+        options.pattern, rest = rest[0], []  # argparse takes a pattern only right behind the model
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    commands = {"draw": _draw, "sites": _sites, "plot": _plot, "demo": _demo, "doctor": _doctor}
+    try:
+        commands[options.command](options)
+    except (_Refused, LoadError) as err:
+        return _fail(str(err))
+    except RewriteError as err:
+        return _fail(one_line(err))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"gradrewrite: {message}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradrewrite", description="A compiler for the backward pass of PyTorch models."
     )
     parser.add_argument("--version", action="version", version=f"gradrewrite {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    draw = commands.add_parser("draw", help="draw the rewritten backward graph of a model")
+    _add_model(draw)
+    draw.add_argument("--view", default="ladder", choices=("ladder", "overview", "site"), help="default: ladder")
+    draw.add_argument("--site", help="the site of --view site, as error:decoder.0")
+    draw.add_argument("--hops", type=int, default=3, help="edges around the site that are shown (default: 3)")
+    draw.add_argument(
+        "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colours and curves"
+    )
+    draw.add_argument("--color-by", choices=("clip rate", "largest error", "not finite"), help="what colours say")
+    endings = ".svg, .png, .pdf, .dot, .html, .json, .graphml or .model_explorer.json"
+    draw.add_argument("--out", type=Path, default=Path("backward.html"), help=f"{endings} (default: backward.html)")
+    sites = commands.add_parser("sites", help="list the sites of a model: where a policy can act")
+    _add_model(sites)
+    sites.add_argument("pattern", nargs="?", help="list only those that it matches, as 'error:decoder.*'")
+    sites.add_argument("--json", action="store_true", help="print a JSON list")
+    plot = commands.add_parser("plot", help="draw how training went, from its records")
+    plot.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
+    plot.add_argument("--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: curves.png)")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
-    demo.add_argument("--out", type=Path, default=Path(), help="folder for demo.json (default: the current one)")
+    demo.add_argument("--out", type=Path, default=Path(), help="folder for what it writes (default: the current one)")
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
     doctor.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
     doctor.add_argument("--json", action="store_true", help="print the findings as a JSON list")
-    options = parser.parse_args(argv)
-    if options.command == "doctor":
-        return _doctor(options.run, as_json=options.json)
-    return _demo(options.out)
+    return parser
 
 
-def _demo(out: Path) -> int:
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
+    command.add_argument("--input", required=True, metavar="module:inputs", help="makes the inputs, or is them")
+    command.add_argument("--policy", metavar="module:policy", help="the policy (default: none)")
+
+
+def _draw(options: argparse.Namespace) -> None:
+    from gradrewrite import viz
+
+    name, form = _split(options.out, ("svg", "png", "pdf", "dot", "html", "json", "graphml", "model_explorer.json"))
+    steps = _read(options.run) if options.run is not None else None
+    graph = load_graph(options.model, options.input, options.policy)
+    try:
+        if form in ("json", "graphml", "model_explorer.json"):
+            path = viz.export(graph, name, form.partition(".")[0])
+        else:
+            drawing = viz.draw(
+                graph,
+                options.view,
+                site=options.site,
+                hops=options.hops,
+                monitor=steps,
+                color_by=options.color_by,
+                title=options.model,
+            )
+            path = drawing.render(name, form)
+    except OSError as err:
+        raise _Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+    except ValueError as err:
+        raise _Refused(str(err)) from err
+    print(path)
+
+
+def _sites(options: argparse.Namespace) -> None:
+    try:
+        pattern = Pattern.parse(options.pattern) if options.pattern is not None else None
+    except ValueError as err:
+        raise _Refused(str(err)) from err
+    known = load_graph(options.model, options.input, options.policy).sites
+    found = [site for site in known if pattern is None or pattern.matches(site)]
+    if not found and pattern is not None:
+        names = ", ".join(nearest(options.pattern, [str(s) for s in known])) or "there are none"
+        raise _Refused(f"no site matches {options.pattern!r}; nearest: {names}")
+    rows = [
+        {
+            "site": str(site),
+            "kind": site.kind,
+            "name": site.name,
+            "call": site.call,
+            "module": site.module,
+            "op": site.op,
+            "output_of": list(site.output_of),
+            "shape": list(site.shape),
+            "dtype": str(site.dtype).removeprefix("torch."),
+            "source": site.source,
+        }
+        for site in found
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    sizes = [", ".join("?" if size is None else str(size) for size in site.shape) for site in found]
+    cells = [
+        (str(r["site"]), f"[{size}]", str(r["dtype"]), str(r["source"])) for r, size in zip(rows, sizes, strict=True)
+    ]
+    print(plain_table(("site", "shape", "dtype", "source"), cells))
+    print(f"{len(found)} of {len(known)} sites")
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from gradrewrite import viz
+
+    name, form = _split(options.out, ("png", "svg", "pdf"))
+    curves = viz.plot(_read(options.run), title=options.run.name)
+    try:
+        print(curves.render(name, form))
+    except OSError as err:
+        raise _Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+
+
+def _split(path: Path, formats: Sequence[str]) -> tuple[str, str]:
+    """A path without its ending, and the format that the ending names."""
+    text = str(path)
+    form = next((f for f in sorted(formats, key=len, reverse=True) if path.name.endswith(f".{f}")), None)
+    if form is None:
+        raise _Refused(f"--out {text}: the ending says the format; use one of {', '.join(f'.{f}' for f in formats)}")
+    return text[: -len(form) - 1], form
+
+
+def _demo(options: argparse.Namespace) -> None:
     from gradrewrite.demo import run
 
     try:
-        run(out)
+        run(options.out)
     except OSError as err:
-        print(f"gradrewrite: cannot write to {out}: {err.strerror}; choose another folder with --out", file=sys.stderr)
-        return 2
-    return 0
+        raise _Refused(f"cannot write to {options.out}: {err.strerror}; choose another folder with --out") from err
 
 
-def _doctor(path: Path, *, as_json: bool) -> int:
-    try:
-        steps = read_jsonl(path)
-    except OSError as err:
-        print(f"gradrewrite: cannot read {path}: {err.strerror}; give a file of monitor.to_jsonl", file=sys.stderr)
-        return 2
-    except ValueError as err:
-        print(f"gradrewrite: {err}; mend or remove the line, or give a file of monitor.to_jsonl", file=sys.stderr)
-        return 2
+def _doctor(options: argparse.Namespace) -> None:
+    steps = _read(options.run)
     found = diagnose(steps)
-    print(json.dumps([one.to_json() for one in found], indent=1, allow_nan=False) if as_json else report(found, steps))
-    return 0
+    as_json = [one.to_json() for one in found]
+    print(json.dumps(as_json, indent=1, allow_nan=False) if options.json else report(found, steps))
+
+
+def _read(path: Path) -> list[Step]:
+    try:
+        return read_jsonl(path)
+    except OSError as err:
+        raise _Refused(f"cannot read {path}: {err.strerror}; give a file of monitor.to_jsonl") from err
+    except ValueError as err:
+        raise _Refused(f"{err}; mend or remove the line, or give a file of monitor.to_jsonl") from err

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from gradrewrite.joint import Edit
+from gradrewrite.joint import Edit, JointGraph
 from gradrewrite.module import RewrittenModule, transform
+from gradrewrite.monitor import Monitor
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.policy import on
+from gradrewrite.viz import draw, plot
 
 SEEDS = range(8)
 REGRESSION_STEPS = 1000
@@ -42,10 +44,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class Part:
-    """One half of the demo: its runs and its edits."""
+    """One half of the demo: its runs, its edits, and what pictures are made of."""
 
     runs: list[Losses]
     edits: tuple[Edit, ...]
+    graph: JointGraph
+    monitor: Monitor
 
 
 class Regression(nn.Module):
@@ -101,7 +105,10 @@ class CharacterModel(nn.Module):
 
 
 def run(out: Path) -> Path:
-    """Run both halves, print what was inserted and what it did, write ``demo.json`` into ``out``.
+    """Run both halves, print what was inserted and what it did, write ``demo.json`` and pictures into ``out``.
+
+    The pictures of each half are a page (``regression.html``, ``text.html``), a ladder (``.svg``) and curves
+    (``regression_curves.png``, ``text_curves.png``).
 
     Returns:
         The path of ``demo.json``.
@@ -120,7 +127,8 @@ def run(out: Path) -> Path:
     _show_text(console, text, log)
     parts = {"regression": regression, "text": text}
     path.write_text(json.dumps({name: _as_json(part) for name, part in parts.items()}, indent=1) + "\n")
-    console.print(f"wrote {path} after {time.monotonic() - start:.0f} s", highlight=False)
+    written = [str(path), *(name for half, part in parts.items() for name in _draw(out / half, part))]
+    console.print(f"wrote {', '.join(written)} after {time.monotonic() - start:.0f} s", highlight=False)
     return path
 
 
@@ -137,7 +145,7 @@ def _run_regression() -> Part:
             batches = (5 * torch.rand(ROWS, 1) for _ in range(steps))
             history += _train(net, torch.optim.SGD(net.parameters(), lr=0.01), batches)
         runs.append(losses)
-    return Part(runs, model.explain().graphs[0].edits)
+    return Part(runs, model.explain().graphs[0].edits, model.trace(torch.ones(ROWS, 1)), model.monitor)
 
 
 def _run_text(log: _Log) -> Part:
@@ -155,7 +163,8 @@ def _run_text(log: _Log) -> Part:
         batches = tqdm(_batches(characters, TEXT_STEPS), desc=f"help topics, {name}", total=TEXT_STEPS, unit="step")
         with log:
             history += _train(net, torch.optim.SGD(net.parameters(), lr=1.0), batches)
-    return Part([losses], model.explain().graphs[0].edits)
+    graph = model.trace(torch.zeros(ROWS, UNROLL + 1, dtype=torch.int64))
+    return Part([losses], model.explain().graphs[0].edits, graph, model.monitor)
 
 
 def _batches(characters: Tensor, count: int) -> Iterable[Tensor]:
@@ -173,8 +182,17 @@ def _train(
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
+        if isinstance(model, RewrittenModule):
+            model.monitor.log("loss", loss)
         optimizer.step()
     return losses
+
+
+def _draw(path: Path, part: Part) -> list[str]:
+    """Write the page, the ladder and the curves of one half; returns their paths."""
+    drawing = draw(part.graph, monitor=part.monitor, title=f"gradrewrite demo: {path.name}")
+    curves = plot(part.monitor, title=f"gradrewrite demo: {path.name}")
+    return [drawing.render(path, "html"), drawing.render(path, "svg"), curves.render(f"{path}_curves", "png")]
 
 
 class _Log(logging.Handler):

@@ -17,7 +17,7 @@ from gradrewrite.viz._picture import LINE, Swatch
 
 Metric = Literal["clip rate", "largest error", "not finite"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-NOT_FINITE = "#b197fc"
+NOT_FINITE = "#fa5252"
 STOPS = 9
 
 
@@ -84,8 +84,8 @@ def palette() -> list[str]:
     import matplotlib
     from matplotlib.colors import to_hex
 
-    scale = matplotlib.colormaps["YlOrRd"]
-    return [to_hex(scale(0.04 + 0.6 * n / (STOPS - 1))) for n in range(STOPS)]
+    scale = matplotlib.colormaps["RdPu"]
+    return [to_hex(scale(0.05 + 0.5 * n / (STOPS - 1))) for n in range(STOPS)]
 
 
 def measure(run: Run, net: Net) -> list[Measured]:

@@ -79,7 +79,9 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
     """
     if format not in get_args(ExportFormat):
         raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(ExportFormat)))}")
-    text = {"json": _to_json, "graphml": _to_graphml, "dot": _to_dot, "model_explorer": _to_model_explorer}[format](graph)
+    text = {"json": _to_json, "graphml": _to_graphml, "dot": _to_dot, "model_explorer": _to_model_explorer}[format](
+        graph
+    )
     target = f"{os.fspath(path)}.{_ENDINGS.get(format, format)}"
     with open(target, "w", encoding="utf-8") as file:
         file.write(text)
@@ -142,7 +144,10 @@ def _to_model_explorer(graph: JointGraph) -> str:
     for source, target in net.edges:
         reads[target].append(source)
     nodes = [_explorer_node(net, node, reads[name]) for name, node in net.nodes.items()]
-    edges = [{"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)} for n, (_, name) in enumerate(net.returned)]
+    edges = [
+        {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
+        for n, (_, name) in enumerate(net.returned)
+    ]
     attributes = [{"key": str(n), "value": plain(label)} for n, (label, _) in enumerate(net.returned)]
     nodes.append({"id": "output", "label": "output", "namespace": "", "attrs": attributes, "incomingEdges": edges})
     graphs = [{"id": "rewritten joint graph", "nodes": nodes}]
@@ -162,7 +167,8 @@ def _explorer_node(net: Net, node: Node, reads: list[str]) -> dict[str, Any]:
         "namespace": plain("/".join([origin.lane, *runs])),
         "attrs": [{"key": key, "value": value} for key, value in attributes.items()],
         "incomingEdges": [
-            {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)} for n, name in enumerate(reads)
+            {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
+            for n, name in enumerate(reads)
         ],
         "outputsMetadata": [{"id": "0", "attrs": [{"key": "tensor_shape", "value": f"{node.dtype}[{node.shape}]"}]}],
     }

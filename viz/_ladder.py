@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._net import Net, Node, contracted, describe, hidden_reshapes, run_name, shorten
+from gradrewrite.viz._net import Net, Node, contracted, describe, hidden_reshapes, lane_of_edit, run_name, shorten
 from gradrewrite.viz._picture import (
     INSERTED,
     INSERTED_EDGE,
@@ -96,8 +96,9 @@ class Ladder:
 class _Row:
     order: int
     path: tuple[tuple[str, int], ...] = ()
-    forward: list[Node] = field(default_factory=list)
-    backward: list[Node | int] = field(default_factory=list)  # a number: an edit without nodes
+    # a number is an edit without nodes
+    forward: list[Node | int] = field(default_factory=list)
+    backward: list[Node | int] = field(default_factory=list)
     left: list[tuple[str, Node | None, str]] = field(default_factory=list)  # key, node, text
     right: list[tuple[str, Node | None, str]] = field(default_factory=list)
 
@@ -119,7 +120,9 @@ def lay_out(net: Net, *, reshapes: bool = False) -> Ladder:
     return Ladder(net, spots, lines, _bands([row.path for row in rows]), edges, hidden)
 
 
-def draw_ladder(ladder: Ladder, colours: Mapping[str, tuple[str, str]], legend: Sequence[Swatch], title: str) -> Picture:
+def draw_ladder(
+    ladder: Ladder, colours: Mapping[str, tuple[str, str]], legend: Sequence[Swatch], title: str
+) -> Picture:
     """Draw a layout.
 
     Args:
@@ -169,7 +172,9 @@ def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
         row = row_of(node)
         if node.role == "placeholder":
             side = row.right if node.origin.lane == "backward" else row.left
-            label = f"{node.origin.op} {node.origin.name}".strip() if node.origin.op != "parameter" else node.origin.name
+            label = (
+                f"{node.origin.op} {node.origin.name}".strip() if node.origin.op != "parameter" else node.origin.name
+            )
             side.append((node.name, node, label))
         elif node.origin.lane == "forward":
             row.forward.append(node)
@@ -177,7 +182,8 @@ def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
             row.backward.append(node)
     for number, edit in enumerate(net.edits):
         if not edit.nodes:
-            row_of(net.nodes[net.anchors[edit.site]]).backward.append(number)
+            row = rows.setdefault(net.orders[edit.site], _Row(net.orders[edit.site]))
+            (row.forward if lane_of_edit(edit) == "forward" else row.backward).append(number)
     for key, source in _returned(net, hidden):
         row = row_of(net.nodes[source])
         (row.right if net.nodes[source].origin.lane == "backward" else row.left).append((key, None, key))

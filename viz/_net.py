@@ -73,6 +73,7 @@ class Net:
         edits: What was inserted.
         sites: All sites.
         anchors: Name of the node that holds a site's value before anything acts on it.
+        orders: Number of the torch-level op beside which a site stands.
     """
 
     nodes: Mapping[str, Node]
@@ -81,6 +82,7 @@ class Net:
     edits: tuple[Edit, ...]
     sites: tuple[Site, ...]
     anchors: Mapping[Site, str]
+    orders: Mapping[Site, int]
 
     @property
     def num_inserted(self) -> int:
@@ -95,14 +97,24 @@ def read(graph: JointGraph) -> Net:
         TypeError: ``graph`` is no JointGraph.
     """
     if not isinstance(graph, JointGraph):
-        raise TypeError(f"a picture is drawn of a JointGraph, as model.trace(...) returns it; got {type(graph).__name__}")
+        raise TypeError(
+            f"a picture is drawn of a JointGraph, as model.trace(...) returns it; got {type(graph).__name__}"
+        )
     marks: dict[str, tuple[Mark, int]] = dict.fromkeys(graph.carriers, ("records", -1))
     marks |= {name: ("edit", number) for number, edit in enumerate(graph.edits) for name in edit.nodes}
     fx_nodes = [node for node in graph.graph_module.graph.nodes if node.op != "output"]
     nodes = {node.name: _node(node, graph, *marks.get(node.name, ("", -1))) for node in fx_nodes}
     edges = [(read.name, node.name) for node in fx_nodes for read in node.all_input_nodes]
-    anchors = {site: anchor.node for site, anchor in graph.meaning.anchors.items()}
-    return Net(nodes, tuple(dict.fromkeys(edges)), tuple(_returned(graph)), graph.edits, graph.sites, anchors)
+    anchors = graph.meaning.anchors
+    return Net(
+        nodes=nodes,
+        edges=tuple(dict.fromkeys(edges)),
+        returned=tuple(_returned(graph)),
+        edits=graph.edits,
+        sites=graph.sites,
+        anchors={site: anchor.node for site, anchor in anchors.items()},
+        orders={site: anchor.order for site, anchor in anchors.items()},
+    )
 
 
 def contracted(net: Net, hidden: Iterable[str]) -> list[tuple[str, str]]:
@@ -124,6 +136,11 @@ def contracted(net: Net, hidden: Iterable[str]) -> list[tuple[str, str]]:
 def hidden_reshapes(net: Net) -> set[str]:
     """Nodes that a picture leaves out: ops that only reshape and were not inserted."""
     return {name for name, node in net.nodes.items() if node.reshapes and not node.mark}
+
+
+def lane_of_edit(edit: Edit) -> Lane:
+    """The lane that an edit's nodes stand in."""
+    return "forward" if edit.site.kind == "activation" else "backward"
 
 
 def run_name(run: tuple[str, int]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import networkx as nx
 
-from gradrewrite.viz._net import Net, Node, run_name
+from gradrewrite.viz._net import Net, Node, lane_of_edit, run_name
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
 MOST = 16  # boxes below each other
@@ -45,7 +45,9 @@ def sketch_overview(net: Net, colours: Mapping[str, tuple[str, str]], title: str
     if records:
         items.append(_item(net, "records", "backward", -1, "records", "carried out of the graph", records))
     links = _links(net, of_node, {item.key for item in items})
-    summary = f"{len(net.nodes)} nodes, {len(net.sites)} sites, {len(net.edits)} edits, {net.num_inserted} nodes inserted"
+    summary = (
+        f"{len(net.nodes)} nodes, {len(net.sites)} sites, {len(net.edits)} edits, {net.num_inserted} nodes inserted"
+    )
     caption = [summary, "a number at an edge counts tensors; dashed: forward values saved for the backward"]
     return Sketch(title, ("forward", "backward"), items, links, caption)
 
@@ -92,17 +94,30 @@ def _groups(nodes: Sequence[Node], depth: int) -> list[_Group]:
     return sorted(groups.values(), key=lambda g: g.first)
 
 
-def _folded(groups: Iterable[_Group]) -> list[_Group]:
-    """One group for those that are alike: the same name but for numbers, the same ops, the same edits."""
+def _folded(groups: Sequence[_Group]) -> list[_Group]:
+    """One group for those that are alike: the same name but for numbers, the same ops, the same edits.
+
+    Runs of one module are alike if all have edits or none (the first and the last step of a recurrence differ in ops).
+    """
     alike: dict[Hashable, _Group] = {}
+    again = {_names(group) for group in groups if any(number for _, number in group.keys[0][0])}
     for group in groups:
         ((runs, stretch),) = group.keys
-        template = tuple(_NUMBER.sub("*", name) for name, _ in runs)
-        kind = (template, stretch, frozenset(Counter((n.target, n.origin.lane, n.mark) for n in group.nodes).items()))
+        kind: Hashable
+        if _names(group) in again:
+            kind = (_names(group), stretch, any(n.mark for n in group.nodes))
+        else:
+            template = tuple(_NUMBER.sub("*", name) for name, _ in runs)
+            ops = frozenset(Counter((n.target, n.origin.lane, n.mark) for n in group.nodes).items())
+            kind = (template, stretch if runs else None, ops)
         known = alike.setdefault(kind, _Group([]))
         known.keys += group.keys
         known.nodes += group.nodes
     return sorted(alike.values(), key=lambda g: g.first)
+
+
+def _names(group: _Group) -> tuple[str, ...]:
+    return tuple(name for name, _ in group.keys[0][0])
 
 
 def _merged(groups: Sequence[_Group]) -> list[_Group]:
@@ -122,7 +137,9 @@ def _items(net: Net, number: int, group: _Group, colours: Mapping[str, tuple[str
         small = f"{len(plain)} op{'s' if len(plain) != 1 else ''}"
         item = _item(net, f"{lane[0]}{number}", lane, number, _label(group), small, nodes)
         fill = _strongest([colours[n.name] for n in nodes if n.name in colours])
-        items.append(item if not fill else Item(**{**_fields(item), "fill": fill[0], "title": f"{item.title}\n{fill[1]}"}))
+        items.append(
+            item if not fill else Item(**{**_fields(item), "fill": fill[0], "title": f"{item.title}\n{fill[1]}"})
+        )
     return items
 
 
@@ -137,19 +154,22 @@ def _strongest(found: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
 def _item(net: Net, key: str, column: str, row: int, text: str, small: str, nodes: Sequence[Node]) -> Item:
     inserted = [n.name for n in nodes if n.mark]
     edits = list(dict.fromkeys(n.edit for n in nodes if n.edit >= 0))
-    empty = _empty_edits(net, nodes)
+    empty = _empty_edits(net, {n.origin.order for n in nodes}, column)
     lines = [f"{net.edits[e].text} at {net.edits[e].site}" for e in [*edits, *empty]]
     title = "\n".join([text, f"{column}: {len(nodes)} nodes, {len(inserted)} inserted", *lines])
     data = {"inserted": " ".join(inserted), "edits": " ".join(map(str, [*edits, *empty]))} if inserted or empty else {}
-    badge = f"+{len(inserted)} inserted" if inserted else (f"{len(empty)} edits without nodes" if empty else "")
+    badge = f"+{len(inserted)} inserted" if inserted else (f"+{len(empty)} without nodes" if empty else "")
     classes = ("records",) if key == "records" else ()
     return Item(key, column, row, text, small, badge, classes, title, data)
 
 
-def _empty_edits(net: Net, nodes: Sequence[Node]) -> list[int]:
+def _empty_edits(net: Net, orders: Collection[int], lane: str) -> list[int]:
     """Edits without nodes of their own whose site stands here."""
-    names = {n.name for n in nodes}
-    return [n for n, edit in enumerate(net.edits) if not edit.nodes and net.anchors[edit.site] in names]
+    return [
+        number
+        for number, edit in enumerate(net.edits)
+        if not edit.nodes and net.orders[edit.site] in orders and lane_of_edit(edit) == lane
+    ]
 
 
 def _label(group: _Group) -> str:
@@ -173,7 +193,7 @@ def _name(key: _Key) -> str:
 
 
 def _template(key: _Key) -> tuple[str, int]:
-    return _NUMBER.sub("*", key[0][-1][0] if key[0] else ""), key[1]
+    return (_NUMBER.sub("*", key[0][-1][0]), key[1]) if key[0] else ("", 0)
 
 
 def _pattern(names: Sequence[str]) -> str:

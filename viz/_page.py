@@ -120,9 +120,19 @@ def _layout(ladder: Ladder, picture: Picture) -> dict[str, Any]:
     boxes = []
     for key in keys:
         box, spot = drawn[key], spots[key]
-        shown = {"key": plain(key), "row": spot.row, "line": spot.line, "x": box.x, "width": box.width, "height": box.height}
+        shown = {
+            "key": plain(key),
+            "row": spot.row,
+            "line": spot.line,
+            "x": box.x,
+            "width": box.width,
+            "height": box.height,
+        }
         shown |= {"lane": lane_of(spot), "pill": "pill" in box.classes, "text": plain(box.title).lower()}
-        shown |= {"inserted": bool(spot.node and spot.node.mark) or spot.edit >= 0, "sites": _sites_of(ladder.net, spot, sites)}
+        shown |= {
+            "inserted": bool(spot.node and spot.node.mark) or spot.edit >= 0,
+            "sites": _sites_of(ladder.net, spot, sites),
+        }
         boxes.append(shown)
     lines = [[at[n.source], at[n.target], n.classes[0] if n.classes else ""] for n in picture.lines]
     bands = [
@@ -212,7 +222,9 @@ def _sample(run: Run) -> list[Step]:
 
 
 def _is_bad(step: Step) -> bool:
-    return any(not math.isfinite(v) or (v > 0 and a.startswith(("nonfinite", "nan", "inf"))) for a, v in step.records.items())
+    return any(
+        not math.isfinite(v) or (v > 0 and a.startswith(("nonfinite", "nan", "inf"))) for a, v in step.records.items()
+    )
 
 
 def _number(value: float | None) -> float | str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from gradrewrite.viz._lettering import FONT, legible
 from gradrewrite.viz._picture import (
     BAND,
     CUT,
@@ -22,6 +23,7 @@ from gradrewrite.viz._picture import (
 )
 
 MOST_PIXELS = 30_000  # of one side of a PNG
+_LONGEST = 1000  # signs; no text of a picture has more
 _POINTS = 72 / 96  # a pixel in points
 
 
@@ -43,7 +45,7 @@ def to_bytes(picture: Picture, form: str) -> bytes:
     axes.set_xlim(0, picture.width)
     axes.set_ylim(picture.height, 0)
     axes.set_axis_off()
-    with matplotlib.rc_context({"font.family": ["DejaVu Sans"], "pdf.fonttype": 42}):
+    with matplotlib.rc_context({"font.family": [FONT], "pdf.fonttype": 42}):
         _draw(axes, picture)
         data = io.BytesIO()
         metadata = {"CreationDate": None} if form == "pdf" else {"Software": None}
@@ -59,7 +61,9 @@ def _draw(axes: Any, picture: Picture) -> None:
     frames = [Rectangle((f.x, f.y), f.width, f.height) for f in picture.frames]
     axes.add_collection(PatchCollection(frames, facecolor=BAND, edgecolor="#d5dde5", alpha=0.55, linewidth=0.7))
     for dash, cut in (("-", False), ("--", False), ("--", True)):
-        lines = [n for n in picture.lines if ("saved" in n.classes, "cut" in n.classes) == (dash == "--" and not cut, cut)]
+        lines = [
+            n for n in picture.lines if ("saved" in n.classes, "cut" in n.classes) == (dash == "--" and not cut, cut)
+        ]
         curve = {2: [Path.MOVETO, Path.LINETO], 4: [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]}
         paths = [Path(n.points, curve[len(n.points)]) for n in lines]
         axes.add_collection(
@@ -83,7 +87,8 @@ def _draw(axes: Any, picture: Picture) -> None:
 
 def _write(axes: Any, picture: Picture) -> None:
     def text(x: float, y: float, words: str, size: float, colour: str, weight: str = "normal") -> None:
-        axes.text(x, y, words, fontsize=size * _POINTS, color=colour, weight=weight, parse_math=False, va="baseline")
+        shown = legible(words, _LONGEST)
+        axes.text(x, y, shown, fontsize=size * _POINTS, color=colour, weight=weight, parse_math=False, va="baseline")
 
     for frame in picture.frames:
         text(frame.x + 6, frame.y + 11, frame.text, 8, FAINT)
@@ -95,7 +100,14 @@ def _write(axes: Any, picture: Picture) -> None:
             text(box.x + 5, box.y + box.height / 2 + 3.5, box.text, 10, INK)
     for words in picture.words:
         is_head = words.style == "head"
-        text(words.x, words.y, words.text, 13 if is_head else 11, INK if is_head else FAINT, "bold" if is_head else "normal")
+        text(
+            words.x,
+            words.y,
+            words.text,
+            13 if is_head else 11,
+            INK if is_head else FAINT,
+            "bold" if is_head else "normal",
+        )
     from matplotlib.patches import Rectangle
 
     for swatch, (x, y) in zip(picture.legend, legend_places(picture), strict=True):

@@ -132,7 +132,14 @@ def _empty_item(net: Net, number: int, row: int) -> Item:
     data = {"edit": str(number), "site": str(edit.site), "action": edit.text, "side": "after"}
     title = f"{edit.text} at {edit.site}: no nodes of its own"
     return Item(
-        f"after edit {number}", "after", row, action_name(edit.action), "no nodes", classes=("inserted",), title=title, data=data
+        f"after edit {number}",
+        "after",
+        row,
+        action_name(edit.action),
+        "no nodes",
+        classes=("inserted",),
+        title=title,
+        data=data,
     )
 
 
@@ -149,7 +156,9 @@ def _depths(side: _Side) -> dict[str, int]:
     return depth
 
 
-def _caption(net: Net, site: Site, own: Iterable[int], sides: Sequence[_Side], records: Mapping[str, float]) -> list[str]:
+def _caption(
+    net: Net, site: Site, own: Iterable[int], sides: Sequence[_Side], records: Mapping[str, float]
+) -> list[str]:
     sizes = ", ".join("?" if size is None else str(size) for size in site.shape)
     lines = [f"[{sizes}] {str(site.dtype).removeprefix('torch.')}"]
     if site.source:

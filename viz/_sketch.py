@@ -226,7 +226,10 @@ def to_picture(sketch: Sketch, notice: str = "") -> Picture:
         notice: A line on top, where Graphviz could not draw it.
     """
     taken: dict[tuple[str, int], int] = defaultdict(int)
-    slots = {c: max([sum(i.column == c and i.row == r for i in sketch.items) for r in _rows(sketch)], default=1) for c in sketch.columns}
+    slots = {
+        c: max([sum(i.column == c and i.row == r for i in sketch.items) for r in _rows(sketch)], default=1)
+        for c in sketch.columns
+    }
     lefts, x = {}, 30.0
     for column in sketch.columns:
         lefts[column] = x
@@ -240,7 +243,8 @@ def to_picture(sketch: Sketch, notice: str = "") -> Picture:
         boxes[item.key] = _box(item, *at)
     bottom = _TOP + len(places) * _PITCH
     frames = [
-        Frame(c, lefts[c] - 12, _TOP - 20, slots[c] * (_WIDTH + _GAP) + 8, bottom - _TOP + 10, c) for c in sketch.columns
+        Frame(c, lefts[c] - 12, _TOP - 20, slots[c] * (_WIDTH + _GAP) + 8, bottom - _TOP + 10, c)
+        for c in sketch.columns
     ]
     lines = [line for link in sketch.links for line in _lines(boxes[link.source], boxes[link.target], link)]
     text = [notice, *sketch.caption] if notice else list(sketch.caption)

@@ -30,6 +30,7 @@ const lines = data.lines.map(([from, to, kind], at) => ({ from: boxes[from], to:
 const bands = data.bands.map((band) => ({ ...band, folded: false })); // key, name, first, last, depth
 const frames = svg.querySelector(".frames");
 frames.replaceChildren();
+const front = make(svg, "g", { class: "summaries" });
 const rowBand = data.rows.map(() => []); // the bands around a row, outer ones first
 bands.forEach((band, at) => { for (let r = band.first; r <= band.last; r++) rowBand[r].push(at); });
 bands.forEach((band) => {
@@ -42,7 +43,7 @@ bands.forEach((band) => {
   band.summary = ["forward", "backward"].map((lane) => {
     const nodes = band.inside.filter((box) => box.lane === lane);
     const inserted = nodes.filter((box) => box.inserted).length;
-    const group = make(band.element, "g", { class: "summary gone" + (inserted ? " inserted" : "") });
+    const group = make(front, "g", { class: "summary gone" + (inserted ? " inserted" : "") });
     const rect = make(group, "rect", { width: G.box, height: G.high, rx: 3 });
     make(group, "text", { x: 5, y: G.high / 2 + 3.5 }, `${nodes.length} ops` + (inserted ? `, ${inserted} inserted` : ""));
     group.addEventListener("click", () => fold(band, false));
@@ -96,7 +97,7 @@ function placeBand(band) {
   const outer = rowBand[band.first].map((at) => bands[at]).find((other) => other.folded);
   const hidden = outer && outer !== band && bands.indexOf(outer) < bands.indexOf(band);
   band.element.classList.toggle("gone", Boolean(hidden));
-  if (hidden) return;
+  if (hidden) { band.summary.forEach((part) => part.group.classList.add("gone")); return; }
   const x = 8 + 5 * Math.min(band.depth, 6);
   for (const [key, value] of Object.entries({ x, y: band.y, width: G.width - 2 * x, height: Math.max(band.height, 10) }))
     band.rect.setAttribute(key, value);
@@ -148,7 +149,14 @@ function route(a, b) {
 
 function fold(band, folded) { band.folded = folded; layOut(); say(`${band.name} ${folded ? "folded" : "unfolded"}`); }
 function foldAll(folded) { bands.forEach((band) => { band.folded = folded; }); layOut(); }
-function reveal(box) { for (const at of rowBand[box.row]) bands[at].folded = false; shown[box.lane] = true; }
+function reveal(box) {
+  const around = rowBand[box.row].map((at) => bands[at]).filter((band) => band.folded);
+  if (!around.length && shown[box.lane]) return;
+  for (const band of around) band.folded = false;
+  shown[box.lane] = true;
+  $("lane-" + box.lane).checked = true;
+  layOut();
+}
 
 function zoom(to, focus = null) {
   const [x, y] = focus || [view.clientWidth / 2, view.clientHeight / 2];
@@ -165,8 +173,6 @@ let selected = null;
 function select(box, { scroll = true } = {}) {
   if (!box) return;
   reveal(box);
-  $("lane-" + box.lane).checked = true;
-  layOut();
   svg.querySelectorAll(".selected, .partner").forEach((e) => e.classList.remove("selected", "partner"));
   selected = box;
   box.element.classList.add("selected");
@@ -239,6 +245,8 @@ function search(text) {
   const found = new Set(hits);
   svg.classList.toggle("searching", Boolean(wanted));
   boxes.forEach((box) => box.element.classList.toggle("hit", found.has(box)));
+  for (const band of bands) for (const part of band.summary)
+    part.group.classList.toggle("hit", band.inside.some((box) => box.lane === part.lane && found.has(box)));
   $("count").textContent = wanted ? `${hits.length} found` : "";
 }
 function nextHit(by) {
