@@ -97,10 +97,13 @@ def test_skipped_step_is_zero_and_leaves_no_trace(name: str) -> None:
 
 
 def test_zero_and_non_finite_parameters() -> None:
-    model = gr.transform(Net(), gr.on("gradient:*", Observe("norm")))
+    net = Net()
+    net.still = nn.Parameter(torch.zeros(2))
+    model = gr.transform(net, gr.on("gradient:s*", Observe("norm")))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, update_ratios=True)
     step(model, optimizer, GOOD)
     assert recorded(model)["shift"] == math.inf  # it was 0 and moved
+    assert recorded(model)["still"] == 0.0  # it was 0 and stays 0
     with torch.no_grad():
         model.scale.fill_(math.nan)
     step(model, optimizer, GOOD)
@@ -115,8 +118,10 @@ def test_dtypes(dtype: torch.dtype) -> None:
             self.w = nn.Parameter(torch.linspace(1, 2, 48, dtype=dtype).reshape(6, 8).t())
             self.v = nn.Parameter(torch.full((3,), 1e-30 if dtype == torch.float64 else 1e-3, dtype=dtype))
 
+            self.u = nn.Parameter(torch.full((1,), 1.0078125, dtype=dtype))  # its change has more digits than itself
+
         def forward(self) -> Tensor:
-            return (self.w.abs().square().sum() + self.v.abs().sum() * 1e-3).float()
+            return (self.w.abs().square().sum() + self.v.abs().sum() * 1e-3 + self.u.abs().sum() * 317).float()
 
     model = gr.transform(One(), gr.on("gradient:*", Observe("norm")))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1e-2), model, update_ratios=True)
