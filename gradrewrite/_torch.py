@@ -28,7 +28,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -316,7 +316,7 @@ def output_positions(graph: fx.Graph) -> list[int]:
 
 
 def note_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text to torch's structured log (``TORCH_TRACE``), which ``tlparse`` shows; it is made only if there is one."""
+    """Add a text to torch's structured log (``TORCH_TRACE``), which ``tlparse`` shows; made only if there is a log."""
     metadata = {"name": name, "encoding": "string"}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from gradrewrite._version import __version__
 from gradrewrite.doctor import diagnose, report
@@ -93,12 +94,18 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 def _draw(options: argparse.Namespace) -> None:
     from gradrewrite import viz
 
-    name, form = _split(options.out, ("svg", "png", "pdf", "dot", "html", "json", "graphml", "model_explorer.json"))
+    pictures: dict[str, viz.Format] = {f".{form}": form for form in get_args(viz.Format)}
+    exports: dict[str, viz.ExportFormat] = {
+        ".json": "json",
+        ".graphml": "graphml",
+        ".model_explorer.json": "model_explorer",
+    }
+    name, ending = _split(options.out, [*pictures, *exports])
     steps = _read(options.run) if options.run is not None else None
     graph = load_graph(options.model, options.input, options.policy)
     try:
-        if form in ("json", "graphml", "model_explorer.json"):
-            path = viz.export(graph, name, form.partition(".")[0])
+        if ending in exports:
+            path = viz.export(graph, name, exports[ending])
         else:
             drawing = viz.draw(
                 graph,
@@ -109,7 +116,7 @@ def _draw(options: argparse.Namespace) -> None:
                 color_by=options.color_by,
                 title=options.model,
             )
-            path = drawing.render(name, form)
+            path = drawing.render(name, pictures[ending])
     except OSError as err:
         raise _Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
     except ValueError as err:
@@ -156,21 +163,21 @@ def _sites(options: argparse.Namespace) -> None:
 def _plot(options: argparse.Namespace) -> None:
     from gradrewrite import viz
 
-    name, form = _split(options.out, ("png", "svg", "pdf"))
+    formats: dict[str, viz.CurveFormat] = {f".{form}": form for form in get_args(viz.CurveFormat)}
+    name, ending = _split(options.out, list(formats))
     curves = viz.plot(_read(options.run), title=options.run.name)
     try:
-        print(curves.render(name, form))
+        print(curves.render(name, formats[ending]))
     except OSError as err:
         raise _Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
 
 
-def _split(path: Path, formats: Sequence[str]) -> tuple[str, str]:
-    """A path without its ending, and the format that the ending names."""
-    text = str(path)
-    form = next((f for f in sorted(formats, key=len, reverse=True) if path.name.endswith(f".{f}")), None)
-    if form is None:
-        raise _Refused(f"--out {text}: the ending says the format; use one of {', '.join(f'.{f}' for f in formats)}")
-    return text[: -len(form) - 1], form
+def _split(path: Path, endings: Sequence[str]) -> tuple[str, str]:
+    """A path without its ending, and the ending."""
+    found = next((e for e in sorted(endings, key=len, reverse=True) if path.name.endswith(e) and path.name != e), None)
+    if found is None:
+        raise _Refused(f"--out {path}: the ending says the format; use one of {', '.join(endings)}")
+    return str(path)[: -len(found)], found
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -96,7 +96,12 @@ class JointGraph:
         for edit in self.edits:
             actions.setdefault(edit.text, []).append(edit)
         rows = [
-            (text, str(len(edits)), str(sum(len(e.nodes) for e in edits)), _first_and_last([str(e.site) for e in edits]))
+            (
+                text,
+                str(len(edits)),
+                str(sum(len(e.nodes) for e in edits)),
+                _first_and_last([str(e.site) for e in edits]),
+            )
             for text, edits in actions.items()
         ]
         if self.carriers:

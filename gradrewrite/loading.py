@@ -60,8 +60,8 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
 
     Args:
         factory: Names a module (the model itself), or what makes one when called.
-        inputs: Names the inputs, or what makes them when called: a tuple is the positional arguments, a dict the keyword
-            arguments, anything else the only argument.
+        inputs: Names the inputs, or what makes them when called: a tuple is the positional arguments, a dict the
+            keyword arguments, anything else the only argument.
         policy: Names a policy; None for none.
 
     Raises:

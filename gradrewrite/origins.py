@@ -20,8 +20,8 @@ class Origin:
         order: Number of the torch-level op in the order of the forward; the nodes of its backward share it. A
             placeholder has that of its first use, what carries records has -1.
         runs: The module runs around the op, outermost first: each a module's name and the number of the run.
-        op: Name of the op as the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``, ``"value"``
-            (from before a graph break) or ``"outside"`` (the gradient of an output).
+        op: Name of the op as the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``,
+            ``"value"`` (from before a graph break) or ``"outside"`` (the gradient of an output).
         name: What a placeholder stands for: a parameter's name; ``""`` for ops.
         source: ``file:line "code"`` of the op; ``""`` where there is none.
     """

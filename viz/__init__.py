@@ -1,11 +1,25 @@
 """Pictures of rewritten graphs and of runs: ``draw``, ``plot``, and exports."""
 
 from gradrewrite.viz._curves import Curves as Curves
+from gradrewrite.viz._curves import Format as CurveFormat
 from gradrewrite.viz._curves import plot as plot
 from gradrewrite.viz._draw import Drawing as Drawing
 from gradrewrite.viz._draw import DrawingWarning as DrawingWarning
+from gradrewrite.viz._draw import Format as Format
 from gradrewrite.viz._draw import draw as draw
+from gradrewrite.viz._export import ExportFormat as ExportFormat
 from gradrewrite.viz._export import export as export
 from gradrewrite.viz._export import to_networkx as to_networkx
 
-__all__ = ["Curves", "Drawing", "DrawingWarning", "draw", "export", "plot", "to_networkx"]
+__all__ = [
+    "CurveFormat",
+    "Curves",
+    "Drawing",
+    "DrawingWarning",
+    "ExportFormat",
+    "Format",
+    "draw",
+    "export",
+    "plot",
+    "to_networkx",
+]

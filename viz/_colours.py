@@ -13,7 +13,7 @@ from gradrewrite.history import COUNTS, Run
 from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz._net import Net
-from gradrewrite.viz._picture import LINE, Swatch
+from gradrewrite.viz._picture import LINE, Paint, Swatch
 
 Metric = Literal["clip rate", "largest error", "not finite"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -114,10 +114,10 @@ def choose(found: Sequence[Measured], wanted: Metric | None) -> Measured | None:
     )
 
 
-def paint(net: Net, measured: Measured) -> dict[str, tuple[str, str]]:
+def paint(net: Net, measured: Measured) -> dict[str, Paint]:
     """By node the colour of its site, and what it says."""
     return {
-        name: (measured.colour(value), f"{site}: {measured.words(value)}")
+        name: Paint(measured.colour(value), f"{site}: {measured.words(value)}", value)
         for site, names in nodes_of_sites(net).items()
         if (value := measured.totals.get(site)) is not None
         for name in names

@@ -9,11 +9,11 @@ import graphviz
 
 from gradrewrite.viz._ladder import Band, Ladder, Spot, action_name, lane_of
 from gradrewrite.viz._net import describe, plain, run_name, shorten
-from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED
+from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED, Paint
 from gradrewrite.viz._sketch import LONGEST
 
 
-def ladder_dot(ladder: Ladder, colours: Mapping[str, tuple[str, str]]) -> str:
+def ladder_dot(ladder: Ladder, colours: Mapping[str, Paint]) -> str:
     """The ladder as DOT: modules are clusters, edges of the backward are reversed (``dir=back``).
 
     So ``dot`` puts both lanes in the order of the forward, within seconds for thousands of nodes. Inserted nodes have
@@ -39,7 +39,7 @@ def ladder_dot(ladder: Ladder, colours: Mapping[str, tuple[str, str]]) -> str:
 class _Filler:
     """Puts the boxes of the ladder into clusters, one a band."""
 
-    def __init__(self, ladder: Ladder, names: Mapping[str, str], colours: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, ladder: Ladder, names: Mapping[str, str], colours: Mapping[str, Paint]) -> None:
         self._ladder, self._names, self._colours = ladder, names, colours
         innermost: list[Band | None] = [None] * len(ladder.lines)
         self._inside: dict[Band | None, list[Band]] = defaultdict(list)
@@ -76,7 +76,7 @@ class _Filler:
         return {
             "label": graphviz.nohtml(graphviz.escape(shorten(label, 120)).replace("\n", "\\n")),
             "tooltip": graphviz.escape(plain(shorten(title, LONGEST))),
-            "fillcolor": self._colours.get(spot.key, (fill, ""))[0],
+            "fillcolor": self._colours[spot.key].colour if spot.key in self._colours else fill,
             "color": INSERTED_EDGE if is_inserted else LINE,
             "penwidth": "2" if is_inserted else "1",
             "class": "inserted" if is_inserted else "node",

@@ -21,7 +21,7 @@ from gradrewrite.viz._graphviz import GraphvizError, run_dot
 from gradrewrite.viz._ladder import Ladder, draw_ladder, lay_out
 from gradrewrite.viz._overview import sketch_overview
 from gradrewrite.viz._page import run_of, write_page
-from gradrewrite.viz._picture import Picture, to_svg
+from gradrewrite.viz._picture import Paint, Picture, to_svg
 from gradrewrite.viz._raster import to_bytes
 from gradrewrite.viz._site import find_site, sketch_site
 from gradrewrite.viz._sketch import Sketch, finish_svg, to_dot, to_picture
@@ -65,8 +65,8 @@ class Drawing:
 
         Args:
             path: Where, without the extension; the folder has to be there.
-            format: ``"svg"``, ``"png"``, ``"pdf"``, ``"dot"`` (Graphviz source), or ``"html"``: a page that works offline,
-                to search, fold and click through the whole graph.
+            format: ``"svg"``, ``"png"``, ``"pdf"``, ``"dot"`` (Graphviz source), or ``"html"``: a page that works
+                offline, to search, fold and click through the whole graph.
 
         Returns:
             The path of the file.
@@ -123,7 +123,7 @@ class Drawing:
         return choose(self._metrics, self.color_by)
 
     @cached_property
-    def _colours(self) -> Mapping[str, tuple[str, str]]:
+    def _colours(self) -> Mapping[str, Paint]:
         return paint(self._now, self._measured) if self._measured is not None else {}
 
     @property
@@ -175,21 +175,21 @@ def draw(
 ) -> Drawing:
     """Show a rewritten graph.
 
-    The inserted nodes are orange in every view. In ``"ladder"`` the forward runs down on the left and the backward up on the
-    right, each op beside its backward, in bands for the runs of modules; ops that only reshape are left out.
-    ``"overview"`` has modules for ops, repeated blocks folded, and fits on one screen. ``"site"`` shows what stands around
-    one site, before and after the rewrite.
+    What was inserted has an orange edge in every view. In ``"ladder"`` the forward runs down on the left and the
+    backward up on the right, each op beside its backward, in bands for the runs of modules; ops that only reshape are
+    left out. ``"overview"`` has modules for ops, repeated blocks folded, and fits on one screen. ``"site"`` shows what
+    stands around one site, before and after the rewrite.
 
     Args:
         graph: What ``model.trace(...)`` returned.
         view: ``"ladder"``, ``"overview"`` or ``"site"``.
-        site: The site of the view ``"site"``: a Site, its name (``"error:decoder.0"``), or a pattern that only it matches.
-            If None, that of the first non-finite value that the monitor knows of.
+        site: The site of the view ``"site"``: a Site, its name (``"error:decoder.0"``), or a pattern that only it
+            matches. If None, that of the first non-finite value that the monitor knows of.
         hops: How many edges around the site are shown, >= 0.
         monitor: Where colours and curves come from: a monitor (reading it waits for the device), or steps. Of several
             runs the last counts.
-        color_by: ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share of elements); the first that the monitor
-            has records for if None. NaN and infinities have a colour of their own.
+        color_by: ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share of elements); the first that the
+            monitor has records for if None. NaN and infinities have a colour of their own.
         title: What stands above.
 
     Returns:
@@ -197,8 +197,8 @@ def draw(
 
     Raises:
         TypeError: ``graph`` is no JointGraph, ``monitor`` no monitor.
-        ValueError: An unknown view or metric, ``hops`` < 0, a pattern of several sites, a metric without records; the view
-            ``"site"`` without a site where nothing failed.
+        ValueError: An unknown view or metric, ``hops`` < 0, a pattern of several sites, a metric without records; the
+            view ``"site"`` without a site where nothing failed.
         NoSuchSiteError: The site is none of the graph's.
 
     Example:

@@ -23,13 +23,13 @@ def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
     """A rewritten graph as a networkx DiGraph; an edge goes from what is read to its reader.
 
     Nodes are named as in fx, and stand in execution order. Their attributes are numbers, strings and truth values:
-    ``role`` (``"op"``, ``"placeholder"``, ``"constant"``, ``"output"``), ``target`` (``"aten.mul.Tensor"``), ``lane``
-    (``"forward"`` or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1
-    for what carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the
+    ``role`` (``"op"``, ``"placeholder"``, ``"constant"``), ``target`` (``"aten.mul.Tensor"``), ``lane`` (``"forward"``
+    or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1 for what
+    carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the
     innermost, with ``#n`` for its runs), ``runs`` (all module runs around it, outermost first, separated by ``/``),
-    ``source``, ``shape``, ``dtype``, ``inserted``, ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number, -1
-    for none), ``site`` and ``action`` (of the edit), ``reshapes``. Edges have ``saved``: from the forward to the backward.
-    The graph has ``schema``, ``version``, ``sites``, ``edits`` and ``outputs``.
+    ``source``, ``shape``, ``dtype``, ``inserted``, ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number,
+    -1 for none), ``site`` and ``action`` (of the edit), ``reshapes``. Edges have ``saved``: from the forward to the
+    backward. The graph has ``schema``, ``version``, ``sites``, ``edits`` and ``outputs``.
 
     Args:
         graph: What ``model.trace(...)`` returned.
@@ -66,8 +66,8 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
         graph: What ``model.trace(...)`` returned.
         path: Where, without the extension.
         format: ``"json"`` (docs/graph-schema.md describes it), ``"graphml"`` (Gephi, yEd, Cytoscape), ``"dot"`` (every
-            node; ``draw(...).render(format="dot")`` has the layout of a picture), or ``"model_explorer"`` (Google's Model
-            Explorer; ``path.model_explorer.json``).
+            node; ``draw(...).render(path, "dot")`` has the layout of a picture), or ``"model_explorer"`` (Google's
+            Model Explorer; written to ``path.model_explorer.json``).
 
     Returns:
         The path of the file.

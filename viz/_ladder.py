@@ -1,7 +1,7 @@
 """The ladder: the forward runs down on the left, the backward runs up on the right, each op beside its backward.
 
-Edges from forward values to the backward that needs them ("saved") are what ruins layered layouts of a joint graph; here
-they are short and horizontal. The order of all rows is known, so the layout takes one pass.
+Edges from forward values to the backward that needs them ("saved") are what ruins layered layouts of a joint graph;
+here they are short and horizontal. The order of all rows is known, so the layout takes one pass.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gradrewrite.viz._picture import (
     Box,
     Frame,
     Line,
+    Paint,
     Picture,
     Swatch,
     Words,
@@ -120,14 +121,12 @@ def lay_out(net: Net, *, reshapes: bool = False) -> Ladder:
     return Ladder(net, spots, lines, _bands([row.path for row in rows]), edges, hidden)
 
 
-def draw_ladder(
-    ladder: Ladder, colours: Mapping[str, tuple[str, str]], legend: Sequence[Swatch], title: str
-) -> Picture:
+def draw_ladder(ladder: Ladder, colours: Mapping[str, Paint], legend: Sequence[Swatch], title: str) -> Picture:
     """Draw a layout.
 
     Args:
         ladder: The layout.
-        colours: By node a colour, and what it says.
+        colours: By node.
         legend: What the colours mean.
         title: Title of the picture.
     """
@@ -315,7 +314,7 @@ def _near(bands: Sequence[Band], band: Band, begins: Mapping[Band, float]) -> li
     return [b for b in bands if b.first >= band.first and b.last == band.last]
 
 
-def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, tuple[str, str]]) -> Box:
+def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, Paint]) -> Box:
     node = spot.node
     is_pill = spot.x in (EDGE, _PILLS)
     data: dict[str, str] = {"row": str(spot.row)}
@@ -331,8 +330,8 @@ def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, tuple[str, str]])
         data |= {"edit": str(spot.edit), "site": str(edit.site), "action": edit.text}
         classes.append("inserted")
         title = title if node is not None else f"{edit.text} at {edit.site}: no nodes of its own"
-    fill, meaning = colours.get(spot.key, ("", ""))
-    title = f"{title}\n{meaning}" if meaning else title
+    paint = colours.get(spot.key)
+    title = f"{title}\n{paint.words}" if paint is not None else title
     text = spot.text.removeprefix("gradient:") if is_pill else spot.text
     signs = int(spot.width // 6.6)
     return Box(
@@ -346,7 +345,7 @@ def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, tuple[str, str]])
         classes=tuple(classes),
         title=title,
         data=data,
-        fill=fill,
+        fill=paint.colour if paint is not None else "",
     )
 
 

@@ -18,8 +18,8 @@ Role = Literal["op", "placeholder", "constant"]
 Mark = Literal["", "edit", "records"]
 
 _RESHAPES = frozenset(
-    "_unsafe_view alias as_strided chunk clone detach expand permute reshape select slice split split_with_sizes squeeze t "
-    "transpose unbind unsqueeze view".split()
+    "_unsafe_view alias as_strided chunk clone detach expand permute reshape select slice split split_with_sizes "
+    "squeeze t transpose unbind unsqueeze view".split()
 )
 _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -181,7 +181,7 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
     shape, dtype = _describe_value(node.meta.get("val"))
     target = str(node.target) if not callable(node.target) or hasattr(node.target, "overloadpacket") else ""
     target = target or getattr(node.target, "__name__", str(node.target))
-    is_reshape = node.target is operator.getitem or target.startswith("aten.") and target.split(".")[1] in _RESHAPES
+    is_reshape = node.target is operator.getitem or (target.startswith("aten.") and target.split(".")[1] in _RESHAPES)
     role: Role = "op" if node.op == "call_function" else ("placeholder" if node.op == "placeholder" else "constant")
     origin = graph.meaning.origins.get(node.name, Origin("backward", -1, op="unknown"))
     return Node(node.name, role, target, origin, mark, edit, shape, dtype, is_reshape)

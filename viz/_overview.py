@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import networkx as nx
 
 from gradrewrite.viz._net import Net, Node, lane_of_edit, run_name
+from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
 MOST = 16  # boxes below each other
@@ -32,7 +34,7 @@ class _Group:
         return min((n.origin.order for n in self.nodes), default=-1)
 
 
-def sketch_overview(net: Net, colours: Mapping[str, tuple[str, str]], title: str) -> Sketch:
+def sketch_overview(net: Net, colours: Mapping[str, Paint], title: str) -> Sketch:
     """Collapse a graph to at most ``MOST`` boxes a lane."""
     nodes = [n for n in net.nodes.values() if n.role == "op" and n.origin.order >= 0]
     groups = _choose(nodes)
@@ -127,7 +129,7 @@ def _merged(groups: Sequence[_Group]) -> list[_Group]:
     return [_Group([k for g in part for k in g.keys], [n for g in part for n in g.nodes]) for part in parts]
 
 
-def _items(net: Net, number: int, group: _Group, colours: Mapping[str, tuple[str, str]]) -> list[Item]:
+def _items(net: Net, number: int, group: _Group, colours: Mapping[str, Paint]) -> list[Item]:
     items = []
     for lane in ("forward", "backward"):
         nodes = [n for n in group.nodes if n.origin.lane == lane]
@@ -136,19 +138,12 @@ def _items(net: Net, number: int, group: _Group, colours: Mapping[str, tuple[str
         plain = [n for n in nodes if not n.mark]
         small = f"{len(plain)} op{'s' if len(plain) != 1 else ''}"
         item = _item(net, f"{lane[0]}{number}", lane, number, _label(group), small, nodes)
-        fill = _strongest([colours[n.name] for n in nodes if n.name in colours])
-        items.append(
-            item if not fill else Item(**{**_fields(item), "fill": fill[0], "title": f"{item.title}\n{fill[1]}"})
-        )
+        paints = [colours[n.name] for n in nodes if n.name in colours]
+        if paints:
+            worst = max(paints, key=lambda paint: (not math.isfinite(paint.value), paint.value))
+            item = replace(item, fill=worst.colour, title=f"{item.title}\nstrongest: {worst.words}")
+        items.append(item)
     return items
-
-
-def _fields(item: Item) -> dict[str, object]:
-    return {name: getattr(item, name) for name in Item.__dataclass_fields__}
-
-
-def _strongest(found: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    return found[-1] if found else None
 
 
 def _item(net: Net, key: str, column: str, row: int, text: str, small: str, nodes: Sequence[Node]) -> Item:

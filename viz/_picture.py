@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from gradrewrite.viz._net import plain
@@ -24,8 +25,15 @@ text {{ font-size: 10px; fill: {INK}; }} .small, .frame text {{ font-size: 8px; 
 path {{ fill: none; stroke: {LINE}; }} .saved {{ stroke: {SAVED}; stroke-dasharray: 3 2; }} .far {{ opacity: 0.35; }}
 .carried {{ opacity: 0.12; }}
 .cut {{ stroke: {CUT}; stroke-width: 2; stroke-dasharray: 4 3; }} .cross {{ stroke: {CUT}; stroke-width: 3; }}
-.wide {{ stroke-linecap: butt; }} .badge circle {{ fill: {INSERTED_EDGE}; }} .badge text {{ fill: {PAPER}; font-weight: bold; }}
 """
+
+
+class Paint(NamedTuple):
+    """A colour, what it says in words, and the value behind it."""
+
+    colour: str
+    words: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import graphviz
 
 from gradrewrite.viz._net import plain, shorten
 from gradrewrite.viz._picture import (
-    BAND,
     CUT,
     FAINT,
     INK,
@@ -69,7 +68,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One edge: ``kind`` is ``""``, ``"saved"``, ``"carried"`` (to the records) or ``"cut"`` (the rewrite took it away)."""
+    """One edge: ``kind`` is ``""``, ``"saved"``, ``"carried"`` (to the records) or ``"cut"`` (replaced)."""
 
     source: str
     target: str

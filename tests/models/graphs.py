@@ -11,6 +11,7 @@ from torch.nn import functional
 import gradrewrite as gr
 from gradrewrite.joint import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+
 from models.gpt import Gpt, batch
 
 ODD_NAMES = (
