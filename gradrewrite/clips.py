@@ -19,7 +19,7 @@ class Clip:
             they log).
         steps: Numbers of the steps that it reported.
         sizes: Norm or largest absolute value before it in each of them; NaN where that was not recorded.
-        bounds: Its bound in each of them; NaN where that is not known (clips by value do not record it).
+        bounds: Its bound in each of them; NaN where that is not known (clips by value with two bounds).
         acted: Whether it acted in each of them; a size that is not finite is left alone by a clip by norm.
     """
 
@@ -57,8 +57,10 @@ def _value_clip(run: Run, clipped: Series) -> Clip:
     found = _first_of(run, [f"max_abs{number}@{site}", f"max_abs@{site}"])
     known = dict(zip(found.steps, found.values, strict=True)) if found is not None else {}
     sizes = [known.get(step, math.nan) for step in clipped.steps]
-    unknown = [math.nan] * len(sizes)
-    return Clip(site, "max_abs", clipped.steps, sizes, unknown, [v > 0 for v in clipped.values])
+    limit = _first_of(run, [f"limit{number}@{site}", f"limit@{site}"])
+    limits = dict(zip(limit.steps, limit.values, strict=True)) if limit is not None else {}
+    bounds = [limits.get(step, math.nan) for step in clipped.steps]
+    return Clip(site, "max_abs", clipped.steps, sizes, bounds, [v > 0 for v in clipped.values])
 
 
 def _first_of(run: Run, addresses: Sequence[str]) -> Series | None:

@@ -93,7 +93,7 @@ class _Clip:
 
 def clips_always(run: Run) -> Finding | None:
     """Clips that act in nearly every step."""
-    found = sorted((c for c in _clips(run) if c.share > CLIPS_ALWAYS), key=lambda clip: -clip.share)
+    found = sorted((c for c in _enough(clips_of(run)) if c.share > CLIPS_ALWAYS), key=lambda clip: -clip.share)
     if not found:
         return None
     worst = found[0]
@@ -113,7 +113,8 @@ def clips_always(run: Run) -> Finding | None:
 
 def clips_never(run: Run) -> Finding | None:
     """Clips by norm that act in no step."""
-    idle = [clip for clip in _clips(run) if not any(clip.acted) and 0 < clip.bound < math.inf]
+    by_norm = [clip for clip in clips_of(run) if clip.record != "max_abs"]
+    idle = [clip for clip in _enough(by_norm) if not any(clip.acted) and 0 < clip.bound < math.inf]
     found = sorted(idle, key=lambda clip: max(clip.sizes) / clip.bound)
     if not found:
         return None
@@ -129,9 +130,9 @@ def clips_never(run: Run) -> Finding | None:
     return Finding("clip never acts", worst.site, worst.step, text, figures, advice)
 
 
-def _clips(run: Run) -> list[_Clip]:
-    """Clips that were recorded in enough steps."""
-    found = [_habit(clip) for clip in clips_of(run)]
+def _enough(clips: Sequence[Clip]) -> list[_Clip]:
+    """Those that were recorded in enough steps."""
+    found = [_habit(clip) for clip in clips]
     return [clip for clip in found if clip is not None]
 
 

@@ -28,7 +28,7 @@ class Recording:
         kept: Tensors that are kept.
         logs: Whether the action logs.
         fails: What a finite check does; its value is the last one.
-        bound: The bound of a norm clip, if it is a number.
+        bound: The bound of a clip if it is a number: the name of its record, and the bound.
         device: Where numbers become tensors.
         is_opaque: Whether statistics are one opaque operation.
         scale: The loss scale that the action sees through, if any.
@@ -39,7 +39,7 @@ class Recording:
     kept: list[Tensor] = field(default_factory=list)
     logs: bool = False
     fails: OnFailure | None = None
-    bound: float | None = None
+    bound: tuple[str, float] | None = None
     device: torch.device | None = None
     is_opaque: bool = False
     scale: Tensor | None = None
@@ -104,7 +104,7 @@ class Carried:
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
-        bounds: Bounds of norm clips that are numbers, by address ``bound@site``.
+        bounds: Bounds of clips that are numbers, by address: ``bound@site`` by norm, ``limit@site`` by value.
     """
 
     packs: tuple[tuple[str, ...], ...] = ()
@@ -177,7 +177,16 @@ def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
     if isinstance(bound, Tensor):
         record("bound", bound.detach().to(norm.device))
     elif recording is not None:
-        recording.bound = bound
+        recording.bound = ("bound", bound)
+
+
+def record_limit(limit: float | Tensor, device: torch.device) -> None:
+    """Report the largest absolute value that a clip lets pass: a tensor, or a number that the host knows."""
+    recording = _recording.get()
+    if isinstance(limit, Tensor):
+        record("limit", limit.detach().to(device).abs())
+    elif recording is not None:
+        recording.bound = ("limit", float(limit))
 
 
 def keep(tensor: Tensor) -> None:

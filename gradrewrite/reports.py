@@ -51,8 +51,9 @@ class Reports:
         if traced.logs:
             self.logs.append(LogLine(site, *addresses[-3:]))
         if traced.bound is not None:
-            suffix = addresses[0].partition("@")[0].partition(".")[2]  # numbered like its norm
-            self.bounds.append((f"bound{'.' + suffix if suffix else ''}@{where}", traced.bound))
+            name, bound = traced.bound
+            suffix = addresses[0].partition("@")[0].partition(".")[2]  # numbered like what it bounds
+            self.bounds.append((f"{name}{'.' + suffix if suffix else ''}@{where}", bound))
         return addresses
 
     def addresses(self, names: Iterable[str], where: str) -> list[str]:

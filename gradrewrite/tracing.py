@@ -26,7 +26,7 @@ class Traced:
         num_kept: How many tensors are kept.
         logs: Whether the last records are those of a log line.
         fails: What the finite check does whose count is the last record.
-        bound: The bound of a norm clip, if it is a number.
+        bound: The bound of a clip if it is a number: the name of its record, and the bound.
         has_live: Whether the graph reads live tensors.
     """
 
@@ -35,7 +35,7 @@ class Traced:
     num_kept: int = 0
     logs: bool = False
     fails: OnFailure | None = None
-    bound: float | None = None
+    bound: tuple[str, float] | None = None
     has_live: bool = False
 
 

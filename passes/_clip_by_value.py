@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.passes._settings import check_number, scalar, short_repr
 from gradrewrite.policy import BACKWARD
-from gradrewrite.records import record_clip
+from gradrewrite.records import record_clip, record_limit
 from gradrewrite.sites import Kind
 
 
@@ -69,5 +69,7 @@ class ClipByValue:
         # A tensor and a number cannot be given to one clamp, so each bound has its own.
         clipped = torch.clamp(torch.clamp(tensor, min=low), max=high)
         if self.log:
+            if self.min is None:
+                record_limit(self.max, tensor.device)
             record_clip(tensor, clipped)
         return clipped
