@@ -115,12 +115,16 @@ def choose(found: Sequence[Measured], wanted: Metric | None) -> Measured | None:
 
 
 def paint(net: Net, measured: Measured) -> dict[str, Paint]:
-    """By node the colour of its site, and what it says."""
+    """The colour of each node that shows a site."""
+    paints = paint_sites(measured)
+    return {name: paints[site] for site, names in nodes_of_sites(net).items() if site in paints for name in names}
+
+
+def paint_sites(measured: Measured) -> dict[str, Paint]:
+    """The colour of each site."""
     return {
-        name: Paint(measured.colour(value), f"{site}: {measured.words(value)}", value)
-        for site, names in nodes_of_sites(net).items()
-        if (value := measured.totals.get(site)) is not None
-        for name in names
+        site: Paint(measured.colour(value), f"{site}: {measured.words(value)}", value)
+        for site, value in measured.totals.items()
     }
 
 

@@ -14,7 +14,7 @@ from gradrewrite.joint import JointGraph
 from gradrewrite.monitor import Monitor
 from gradrewrite.sites import Site
 from gradrewrite.viz import _net
-from gradrewrite.viz._colours import Measured, Metric, choose, measure, paint
+from gradrewrite.viz._colours import Measured, Metric, choose, measure, paint, paint_sites
 from gradrewrite.viz._curves import plot
 from gradrewrite.viz._dot import ladder_dot
 from gradrewrite.viz._graphviz import GraphvizError, run_dot
@@ -135,7 +135,8 @@ class Drawing:
     def _sketch(self) -> Sketch:
         legend = self._measured.legend() if self._measured is not None else []
         if self.view == "overview":
-            return replace(sketch_overview(self._now, self._colours, self.title), legend=legend)
+            colours = paint_sites(self._measured) if self._measured is not None else {}
+            return replace(sketch_overview(self._now, colours, self.title), legend=legend)
         assert self.site is not None
         before = _net.read(self.graph.before or self.graph)
         return sketch_site(before, self._now, self.site, self.hops, blamed=self.blamed, records=self._records())

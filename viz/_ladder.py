@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._net import Net, Node, contracted, describe, hidden_reshapes, lane_of_edit, run_name, shorten
+from gradrewrite.viz._net import Net, Node, contracted, describe, hidden_reshapes, lane_of_site, run_name, shorten
 from gradrewrite.viz._picture import (
     INSERTED,
     INSERTED_EDGE,
@@ -182,7 +182,7 @@ def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
     for number, edit in enumerate(net.edits):
         if not edit.nodes:
             row = rows.setdefault(net.orders[edit.site], _Row(net.orders[edit.site]))
-            (row.forward if lane_of_edit(edit) == "forward" else row.backward).append(number)
+            (row.forward if lane_of_site(edit.site) == "forward" else row.backward).append(number)
     for key, source in _returned(net, hidden):
         row = row_of(net.nodes[source])
         (row.right if net.nodes[source].origin.lane == "backward" else row.left).append((key, None, key))

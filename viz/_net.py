@@ -138,9 +138,9 @@ def hidden_reshapes(net: Net) -> set[str]:
     return {name for name, node in net.nodes.items() if node.reshapes and not node.mark}
 
 
-def lane_of_edit(edit: Edit) -> Lane:
-    """The lane that an edit's nodes stand in."""
-    return "forward" if edit.site.kind == "activation" else "backward"
+def lane_of_site(site: Site) -> Lane:
+    """The lane that a site stands in, and what is inserted there."""
+    return "forward" if site.kind == "activation" else "backward"
 
 
 def run_name(run: tuple[str, int]) -> str:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from gradrewrite.viz._net import Net, Node, lane_of_edit, run_name
+from gradrewrite.viz._net import Net, Node, lane_of_site, run_name
 from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
@@ -35,7 +35,13 @@ class _Group:
 
 
 def sketch_overview(net: Net, colours: Mapping[str, Paint], title: str) -> Sketch:
-    """Collapse a graph to at most ``MOST`` boxes a lane."""
+    """Collapse a graph to at most ``MOST`` boxes a lane.
+
+    Args:
+        net: The graph.
+        colours: By site; a box has the strongest of its sites.
+        title: Title of the picture.
+    """
     nodes = [n for n in net.nodes.values() if n.role == "op" and n.origin.order >= 0]
     groups = _choose(nodes)
     of_node = {node.name: number for number, group in enumerate(groups) for node in group.nodes}
@@ -138,7 +144,9 @@ def _items(net: Net, number: int, group: _Group, colours: Mapping[str, Paint]) -
         plain = [n for n in nodes if not n.mark]
         small = f"{len(plain)} op{'s' if len(plain) != 1 else ''}"
         item = _item(net, f"{lane[0]}{number}", lane, number, _label(group), small, nodes)
-        paints = [colours[n.name] for n in nodes if n.name in colours]
+        orders = {n.origin.order for n in group.nodes}
+        sites = [str(s) for s, order in net.orders.items() if order in orders and lane_of_site(s) == lane]
+        paints = [colours[site] for site in sites if site in colours]
         if paints:
             worst = max(paints, key=lambda paint: (not math.isfinite(paint.value), paint.value))
             item = replace(item, fill=worst.colour, title=f"{item.title}\nstrongest: {worst.words}")
@@ -163,7 +171,7 @@ def _empty_edits(net: Net, orders: Collection[int], lane: str) -> list[int]:
     return [
         number
         for number, edit in enumerate(net.edits)
-        if not edit.nodes and net.orders[edit.site] in orders and lane_of_edit(edit) == lane
+        if not edit.nodes and net.orders[edit.site] in orders and lane_of_site(edit.site) == lane
     ]
 
 

@@ -1,0 +1,175 @@
+"""``draw``: what it is given, what it writes, and what colours say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradrewrite as gr
+from gradrewrite import viz
+from gradrewrite.history import Step, last_run
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+from gradrewrite.viz import _colours, _net
+from models.graphs import Three, three_layers
+
+
+@pytest.mark.parametrize("form", ["svg", "png", "pdf", "dot", "html"])
+@pytest.mark.parametrize("view", ["ladder", "overview", "site"])
+def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: viz.Drawing, form: viz.Format) -> None:
+    site = "error:second" if view == "site" else None
+    drawing = viz.draw(three_layers(), view, site=site)  # type: ignore[arg-type]
+    path = drawing.render(tmp_path / "a.b", form)
+
+    assert path == str(tmp_path / f"a.b.{form}")
+    starts = {"svg": b"<", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "html": b"<!DOCTYPE html>"}
+    assert Path(path).read_bytes().startswith(starts[form])
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    graph = three_layers()
+    with pytest.raises(TypeError, match="a picture is drawn of a JointGraph, as model.trace.* got Three"):
+        viz.draw(Three())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="view='tree': choose one of 'ladder', 'overview', 'site'"):
+        viz.draw(graph, "tree")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="format='gif': choose one of 'svg'"):
+        viz.draw(graph).render(tmp_path / "x", "gif")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="hops is a whole number >= 0, got -1"):
+        viz.draw(graph, hops=-1)
+    with pytest.raises(TypeError, match="monitor is a Monitor .* got int"):
+        viz.draw(graph, monitor=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="color_by='loss': choose one of 'clip rate', 'largest error', 'not finite'"):
+        viz.draw(graph, monitor=gr.Monitor(), color_by="loss")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the monitor has no records for that .it has nothing."):
+        viz.draw(graph, monitor=gr.Monitor(), color_by="clip rate")
+    with pytest.raises(FileNotFoundError):
+        viz.draw(graph).render(tmp_path / "missing" / "x")
+
+
+def trained(policy: gr.Policy, factors: list[float]) -> tuple[gr.RewrittenModule, _net.Net]:
+    torch.manual_seed(0)
+    model = gr.transform(Three(), policy)
+    for factor in factors:
+        model.zero_grad()
+        (model(torch.ones(2, 4)) * factor).backward()
+    return model, _net.read(model.trace(torch.ones(2, 4)))
+
+
+def measured(model: gr.RewrittenModule, net: _net.Net) -> dict[str, _colours.Measured]:
+    return {one.metric: one for one in _colours.measure(last_run(model.monitor.steps()), net)}
+
+
+def test_clip_rates_are_those_of_the_clips() -> None:
+    policy = [gr.on("error:second", ClipByValue(1e-2, log=True)), gr.on("gradient:*", ClipByGlobalNorm(1.0))]
+    model, net = trained(policy, [1e-4, 1e-4, 1e3, 1e-4])
+    rates = measured(model, net)["clip rate"]
+
+    assert rates.totals["error:second"] == 0.25
+    assert {rates.totals[f"gradient:{n}"] for n, _ in Three().named_parameters()} == {0.25}  # the group's
+    assert rates.by_site["error:second"] == {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0}
+
+
+def test_the_largest_error_is_that_of_eager_autograd() -> None:
+    model, net = trained(gr.on("error:second", Observe("max_abs")), [1.0, 3.0, 2.0])
+    torch.manual_seed(0)
+    plain = Three()
+    seen: list[torch.Tensor] = []
+
+    def watch(_: nn.Module, __: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda g: seen.append(g.abs().max()))
+
+    plain.second.register_forward_hook(watch)
+    (plain(torch.ones(2, 4)) * 3.0).backward()
+
+    found = measured(model, net)["largest error"]
+    assert found.totals["error:second"] == pytest.approx(float(seen[0]), rel=1e-6)
+
+
+def test_the_share_that_is_not_finite_is_of_the_elements() -> None:
+    class Leaky(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1.0).sqrt().sum()
+
+    model = gr.transform(Leaky(), gr.on("error:/mul", CheckFinite("record")))
+    x = torch.tensor([0.0, 1.0, 4.0, 9.0], requires_grad=True)
+    model(x).backward()
+    found = measured(model, _net.read(model.trace(x)))["not finite"]
+
+    assert found.totals == {"error:/mul": 0.25}
+    assert found.words(0.25) == "at most 25.000% of the elements not finite"
+
+
+def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
+    model, net = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3])
+    found = _colours.paint(net, measured(model, net)["clip rate"])
+    (edit,) = net.edits
+
+    assert set(found) == {net.anchors[edit.site], *edit.nodes}
+    assert {paint.colour for paint in found.values()} == {_colours.palette()[-1]}
+    drawing = viz.draw(model.trace(torch.ones(2, 4)), monitor=model.monitor)
+    assert drawing.color_by == "clip rate"
+    assert drawing._repr_svg_().count(f"fill:{_colours.palette()[-1]}") == len(found) + 1  # and the legend
+    assert "clip acted in every step" in drawing._repr_svg_()
+
+
+def test_scales() -> None:
+    steps = [
+        Step(n, {"max_abs@error:a": v, "max_abs@error:b": w}) for n, (v, w) in enumerate([(1e-4, 1e2), (1e-1, 1e2)])
+    ]
+    net = _net.read(three_layers())
+    (largest,) = _colours.measure(last_run(steps), net)
+
+    assert [largest.place(v) for v in (1e-4, 1e-1, 1e2)] == pytest.approx([0.0, 0.5, 1.0])
+    assert largest.place(0.0) == 0.0
+    assert largest.colour(math.nan) == largest.colour(math.inf) == _colours.NOT_FINITE
+    bad = _colours.measure(last_run([Step(0, {"max_abs@error:a": math.nan})]), net)[0]
+    assert bad.legend()[-1].text == "NaN or infinite"
+    assert math.isnan(bad.totals["error:a"])
+
+
+def test_a_monitor_without_records_colours_nothing() -> None:
+    assert viz.draw(three_layers(), monitor=gr.Monitor()).color_by is None
+
+
+def test_the_first_failure_is_found_without_naming_a_site() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.lin(x) * 0.0).sqrt().sum()
+
+    model = gr.transform(Root(), gr.on("error:*/*", CheckFinite("record")))
+    x = torch.ones(2, 4)
+    model(x).backward()
+    graph = model.trace(x)
+    drawing = viz.draw(graph, "site", monitor=model.monitor)
+    failure = model.monitor.failure()
+
+    assert failure is not None
+    assert drawing.site == failure.site
+    origins = graph.meaning.origins
+    assert {(origins[n].op, origins[n].lane) for n in drawing.blamed} == {("sqrt", "backward")}
+    assert "nonfinite, step 0 = 8" in drawing._repr_svg_()
+    # from records alone, as of a file
+    assert viz.draw(graph, "site", monitor=model.monitor.steps()).site is not None
+
+
+def test_nothing_failed() -> None:
+    model, _ = trained(gr.on("gradient:*", ClipByNorm(1.0)), [1.0])
+    with pytest.raises(ValueError, match="the monitor has seen nothing non-finite; give site="):
+        viz.draw(model.trace(torch.ones(2, 4)), "site", monitor=model.monitor)
+
+
+def test_the_overview_shows_the_strongest_colour_of_a_module() -> None:
+    policy = [gr.on("error:second", ClipByValue(1e-9, log=True)), gr.on("error:/tanh#0", ClipByValue(1e9, log=True))]
+    model, _ = trained(policy, [1.0])
+    sketch = viz.draw(model.trace(torch.ones(2, 4)), "overview", monitor=model.monitor)._sketch
+    fills = {item.text: item.fill for item in sketch.items if item.column == "backward" and item.fill}
+
+    assert _colours.palette()[-1] in fills.values()
+    assert _colours.palette()[0] in fills.values()
