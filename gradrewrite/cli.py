@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colours and curves"
     )
     draw.add_argument("--color-by", choices=("clip rate", "largest error", "not finite"), help="what colours say")
+    draw.add_argument("--reshapes", action="store_true", help="show ops that only reshape too")
     endings = ".svg, .png, .pdf, .dot, .html, .json, .graphml or .model_explorer.json"
     draw.add_argument("--out", type=Path, default=Path("backward.html"), help=f"{endings} (default: backward.html)")
     sites = commands.add_parser("sites", help="list the sites of a model: where a policy can act")
@@ -101,6 +102,8 @@ def _draw(options: argparse.Namespace) -> None:
         ".model_explorer.json": "model_explorer",
     }
     name, ending = _split(options.out, [*pictures, *exports])
+    if ending in exports:
+        _refuse_ignored(options, ending)
     steps = _read(options.run) if options.run is not None else None
     graph = load_graph(options.model, options.input, options.policy)
     try:
@@ -115,6 +118,7 @@ def _draw(options: argparse.Namespace) -> None:
                 monitor=steps,
                 color_by=options.color_by,
                 title=options.model,
+                reshapes=options.reshapes,
             )
             path = drawing.render(name, pictures[ending])
     except OSError as err:
@@ -122,6 +126,20 @@ def _draw(options: argparse.Namespace) -> None:
     except ValueError as err:
         raise _Refused(str(err)) from err
     print(path)
+
+
+def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
+    """An export holds the whole graph, whatever a picture would show of it."""
+    given = {
+        "--view": options.view != "ladder",
+        "--site": options.site is not None,
+        "--hops": options.hops != 3,
+        "--run": options.run is not None,
+        "--color-by": options.color_by is not None,
+    }
+    ignored = [flag for flag, is_given in given.items() if is_given]
+    if ignored:
+        raise _Refused(f"a {ending} file holds the whole graph, without colours; leave out {', '.join(ignored)}")
 
 
 def _sites(options: argparse.Namespace) -> None:

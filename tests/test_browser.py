@@ -12,6 +12,7 @@ import pytest
 from gradrewrite import viz
 from gradrewrite.history import Step
 from gradrewrite.viz import _net
+
 from models.graphs import odd_names, three_layers, transformer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -14,6 +14,7 @@ from gradrewrite import viz
 from gradrewrite.history import Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
 from gradrewrite.viz import _colours, _net
+
 from models.graphs import Three, three_layers
 
 
@@ -31,7 +32,7 @@ def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: viz.D
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     graph = three_layers()
-    with pytest.raises(TypeError, match="a picture is drawn of a JointGraph, as model.trace.* got Three"):
+    with pytest.raises(TypeError, match=r"as model\.trace.* got Three"):
         viz.draw(Three())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="view='tree': choose one of 'ladder', 'overview', 'site'"):
         viz.draw(graph, "tree")  # type: ignore[arg-type]
@@ -39,11 +40,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.draw(graph).render(tmp_path / "x", "gif")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="hops is a whole number >= 0, got -1"):
         viz.draw(graph, hops=-1)
-    with pytest.raises(TypeError, match="monitor is a Monitor .* got int"):
+    with pytest.raises(TypeError, match=r"monitor is a Monitor .* got int"):
         viz.draw(graph, monitor=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="color_by='loss': choose one of 'clip rate', 'largest error', 'not finite'"):
         viz.draw(graph, monitor=gr.Monitor(), color_by="loss")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the monitor has no records for that .it has nothing."):
+    with pytest.raises(ValueError, match=r"the monitor has no records for that \(it has nothing\)"):
         viz.draw(graph, monitor=gr.Monitor(), color_by="clip rate")
     with pytest.raises(FileNotFoundError):
         viz.draw(graph).render(tmp_path / "missing" / "x")
@@ -113,6 +114,25 @@ def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
     assert drawing.color_by == "clip rate"
     assert drawing._repr_svg_().count(f"fill:{_colours.palette()[-1]}") == len(found) + 1  # and the legend
     assert "clip acted in every step" in drawing._repr_svg_()
+
+
+@pytest.mark.parametrize(("view", "site"), [("ladder", None), ("overview", None), ("site", "error:second")])
+def test_every_view_has_colours_and_a_legend(view: str, site: str | None) -> None:
+    model, _ = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3, 1e-9])
+    svg = viz.draw(model.trace(torch.ones(2, 4)), view, site=site, monitor=model.monitor)._repr_svg_()  # type: ignore[arg-type]
+
+    assert "clip acted in every step" in svg
+    assert "clip never acted" in svg
+    assert svg.count(_colours.palette()[4]) > 0  # half of the steps
+
+
+def test_reshaping_ops_are_shown_if_asked_for() -> None:
+    graph = three_layers()
+    net = _net.read(graph)
+    shown = viz.draw(graph, reshapes=True)._repr_svg_()
+
+    assert shown.count("data-node=") == len(net.nodes)
+    assert viz.draw(graph)._repr_svg_().count("data-node=") == len(net.nodes) - len(_net.hidden_reshapes(net))
 
 
 def test_scales() -> None:

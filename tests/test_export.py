@@ -10,6 +10,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.viz import _graphviz
+
 from models.graphs import GRAPHS, odd_names, three_layers
 
 EACH = pytest.mark.parametrize("name", GRAPHS)

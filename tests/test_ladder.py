@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from gradrewrite import viz
 from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _ladder, _net
+
 from models.graphs import GRAPHS, ODD_NAMES, odd_names, recurrent, three_layers, transformer
 
 EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
@@ -100,7 +102,7 @@ def test_boxes_do_not_overlap() -> None:
         ladder = _ladder.lay_out(_net.read(make()))
         picture = _ladder.draw_ladder(ladder, {}, [], "")
         places = sorted((box.y, box.x, box.x + box.width) for box in picture.boxes)
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(places, places[1:], strict=False))
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
         assert all(box.x >= 0 and box.x + box.width <= picture.width for box in picture.boxes)
         assert all(frame.y + frame.height <= picture.height for frame in picture.frames)
 

@@ -12,6 +12,7 @@ from torch import nn
 import gradrewrite as gr
 from gradrewrite.joint import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
+
 from models.graphs import GRAPHS, Three, recurrent, three_layers, transformer
 
 EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)

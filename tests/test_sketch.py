@@ -18,6 +18,7 @@ from gradrewrite import viz
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _graphviz, _net, _overview, _sketch
+
 from models.graphs import GRAPHS, odd_names, recurrent, three_layers, transformer
 
 EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)

@@ -49,6 +49,7 @@ class Drawing:
         color_by: What colours say; None if they say nothing.
         blamed: Nodes of the op that made the first non-finite value.
         title: What stands above.
+        reshapes: Whether the ladder and the page show ops that only reshape.
     """
 
     graph: JointGraph
@@ -59,6 +60,7 @@ class Drawing:
     color_by: Metric | None = None
     blamed: Collection[str] = ()
     title: str = "joint graph"
+    reshapes: bool = False
 
     def render(self, path: str | os.PathLike[str], format: Format = "svg") -> str:
         """Write ``path.format``.
@@ -102,7 +104,7 @@ class Drawing:
             data = run_dot(source, form)
         except GraphvizError as err:
             notice = f"{err}: drawn by gradrewrite's own layout"
-            warnings.warn(notice, DrawingWarning, stacklevel=4)
+            warnings.warn(notice, DrawingWarning, stacklevel=3)
             return _finish(to_picture(sketch, notice), form)
         return finish_svg(data, sketch).encode() if form == "svg" else data
 
@@ -112,7 +114,7 @@ class Drawing:
 
     @cached_property
     def _ladder(self) -> Ladder:
-        return lay_out(self._now)
+        return lay_out(self._now, reshapes=self.reshapes)
 
     @cached_property
     def _metrics(self) -> Sequence[Measured]:
@@ -139,7 +141,16 @@ class Drawing:
             return replace(sketch_overview(self._now, colours, self.title), legend=legend)
         assert self.site is not None
         before = _net.read(self.graph.before or self.graph)
-        return sketch_site(before, self._now, self.site, self.hops, blamed=self.blamed, records=self._records())
+        found = sketch_site(
+            before,
+            self._now,
+            self.site,
+            self.hops,
+            blamed=self.blamed,
+            records=self._records(),
+            colours=self._colours,
+        )
+        return replace(found, legend=legend)
 
     def _records(self) -> dict[str, float]:
         """What the site reported last."""
@@ -173,6 +184,7 @@ def draw(
     monitor: Monitor | Sequence[Step] | None = None,
     color_by: Metric | None = None,
     title: str = "",
+    reshapes: bool = False,
 ) -> Drawing:
     """Show a rewritten graph.
 
@@ -192,6 +204,7 @@ def draw(
         color_by: ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share of elements); the first that the
             monitor has records for if None. NaN and infinities have a colour of their own.
         title: What stands above.
+        reshapes: Show ops that only reshape in the ladder and the page too.
 
     Returns:
         A picture: ``render`` it into a file, or show it in a notebook.
@@ -227,7 +240,7 @@ def draw(
         raise ValueError(f"site={str(site)!r} belongs to view='site', got view={view!r}")
     metric = chosen.metric if chosen is not None else None
     name = title or (str(found) if found is not None else "joint graph")
-    return Drawing(graph, view, found, hops, run, metric, blamed, name)
+    return Drawing(graph, view, found, hops, run, metric, blamed, name, reshapes)
 
 
 def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 
@@ -13,6 +13,7 @@ from gradrewrite.sites import Pattern, Site
 from gradrewrite.suggest import nearest
 from gradrewrite.viz._ladder import action_name
 from gradrewrite.viz._net import Net, contracted, describe, hidden_reshapes
+from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
 MOST = 30  # boxes a side that were not inserted
@@ -52,7 +53,14 @@ def find_site(sites: Sequence[Site], wanted: Site | str) -> Site:
 
 
 def sketch_site(
-    before: Net, after: Net, site: Site, hops: int, *, blamed: Collection[str] = (), records: Mapping[str, float]
+    before: Net,
+    after: Net,
+    site: Site,
+    hops: int,
+    *,
+    blamed: Collection[str],
+    records: Mapping[str, float],
+    colours: Mapping[str, Paint],
 ) -> Sketch:
     """Show what stands around a site.
 
@@ -63,6 +71,7 @@ def sketch_site(
         hops: How many edges away.
         blamed: Nodes of the op that made the first non-finite value.
         records: What the site reported last, by name.
+        colours: By node; the rewritten graph has them.
     """
     anchor = before.anchors[site]
     own = [number for number, edit in enumerate(after.edits) if edit.site == site]
@@ -73,7 +82,7 @@ def sketch_site(
     items: list[Item] = []
     links: list[Link] = []
     for side in sides:
-        items += _items(side, anchor, blamed)
+        items += _items(side, anchor, blamed, colours if side.name == "after" else {})
         shown = set(side.names)
         pairs = [edge for edge in side.edges if edge[0] in shown and edge[1] in shown]
         for a, b in pairs:
@@ -102,29 +111,34 @@ def _side(name: str, net: Net, seeds: Sequence[str], hops: int) -> _Side:
     return _Side(name, net, edges, sorted(names, key=order.__getitem__), max(0, len(others) - MOST))
 
 
-def _items(side: _Side, anchor: str, blamed: Collection[str]) -> list[Item]:
+def _items(side: _Side, anchor: str, blamed: Collection[str], colours: Mapping[str, Paint]) -> list[Item]:
     rows = _depths(side)
     items = []
     for name in side.names:
-        node = side.net.nodes[name]
-        text = f"{node.origin.op}: {node.aten}" if node.role == "op" else f"{node.origin.op} {node.origin.name}"
-        small = node.module or "(model)"
-        classes: tuple[str, ...] = ("anchor",) if name == anchor else ()
-        data = {"node": name}
-        if node.edit >= 0:
-            edit = side.net.edits[node.edit]
-            text, small = f"{action_name(edit.action)}: {node.aten}", str(edit.site)
-            data |= {"edit": str(node.edit), "site": str(edit.site), "action": edit.text}
-            classes = (*classes, "inserted")
-        elif node.mark:
-            text, small, classes = f"records: {node.aten}", "", (*classes, "records")
+        item = _item(side, name, rows[name])
+        if name == anchor:
+            item = replace(item, badge="the value of the site", classes=("anchor", *item.classes))
         if name in blamed:
-            classes = (*classes, "blamed")
-        badge = "the value of the site" if name == anchor else ""
-        title = describe(side.net, node)
-        key = f"{side.name} {name}"
-        items.append(Item(key, side.name, rows[name], text, small, badge, classes, title, {**data, "side": side.name}))
+            item = replace(item, classes=(*item.classes, "blamed"))
+        if name in colours:
+            item = replace(item, fill=colours[name].colour, title=f"{item.title}\n{colours[name].words}")
+        items.append(item)
     return items
+
+
+def _item(side: _Side, name: str, row: int) -> Item:
+    node = side.net.nodes[name]
+    key, title, data = f"{side.name} {name}", describe(side.net, node), {"node": name, "side": side.name}
+    if node.edit >= 0:
+        edit = side.net.edits[node.edit]
+        data |= {"edit": str(node.edit), "site": str(edit.site), "action": edit.text}
+        text = f"{action_name(edit.action)}: {node.aten}"
+        return Item(key, side.name, row, text, str(edit.site), "", ("inserted",), title, data)
+    if node.mark:
+        return Item(key, side.name, row, f"records: {node.aten}", "", "", ("records",), title, data)
+    origin = node.origin
+    text = f"{origin.op}: {node.aten}" if node.role == "op" else f"{origin.op} {origin.name}".strip()
+    return Item(key, side.name, row, text, node.module or "(model)", "", (), title, data)
 
 
 def _empty_item(net: Net, number: int, row: int) -> Item:

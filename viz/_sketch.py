@@ -103,7 +103,7 @@ def to_dot(sketch: Sketch) -> str:
     """The sketch as DOT source; every box has its data as attributes, ``fx`` for the name of its node."""
     dot = graphviz.Digraph("gradrewrite")
     dot.attr(rankdir="TB", ranksep="0.3", nodesep="0.35", bgcolor=PAPER, fontname="sans-serif", fontcolor=INK)
-    dot.attr(label=_html([sketch.title, *sketch.caption]), labelloc="b", labeljust="l", fontsize="11")
+    dot.attr(label=_html([sketch.title, *sketch.caption], sketch.legend), labelloc="b", labeljust="l", fontsize="11")
     dot.attr("node", shape="box", style="filled,rounded", fontname="sans-serif", fontsize="11", margin="0.06,0.04")
     dot.attr("edge", fontname="sans-serif", fontsize="9", color=LINE, arrowsize="0.6")
     if sketch.is_grid:
@@ -329,6 +329,9 @@ def _escape(text: str) -> str:
     return html.escape(plain(text))
 
 
-def _html(lines: Sequence[str]) -> str:
-    rows = "".join(f'<tr><td align="left">{_escape(line)}</td></tr>' for line in lines)
+def _html(lines: Sequence[str], legend: Sequence[Swatch]) -> str:
+    rows = "".join(f'<tr><td align="left" colspan="2">{_escape(line)}</td></tr>' for line in lines)
+    for swatch in legend:
+        cell = f'<td width="16" border="1" color="{swatch.edge}" bgcolor="{swatch.colour}"></td>'
+        rows += f'<tr>{cell}<td align="left">{_escape(swatch.text)}</td></tr>'
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
