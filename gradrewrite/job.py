@@ -17,8 +17,9 @@ from gradrewrite.policy import GroupAction
 from gradrewrite.probes import Value
 from gradrewrite.recipe import Given
 from gradrewrite.records import Carried
-from gradrewrite.rewrite import rewrite, show
+from gradrewrite.rewrite import rewrite
 from gradrewrite.session import GraphReport, Session
+from gradrewrite.show import show
 from gradrewrite.witness import Forwards, names_of_outputs
 
 Runnable = Callable[..., Any]

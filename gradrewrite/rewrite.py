@@ -12,9 +12,8 @@ from torch import Tensor, fx
 
 from gradrewrite import _torch, edit, markers
 from gradrewrite.errors import PolicyError
-from gradrewrite.joint import Edit, JointGraph, number_of, value_of
+from gradrewrite.joint import Edit, number_of, value_of
 from gradrewrite.origins import Anchor
-from gradrewrite.owners import read_origins, with_edits
 from gradrewrite.places import Leaf, Place, find_places
 from gradrewrite.policy import AdaptingAction, GroupAction, MeasuringAction, Policy, ask
 from gradrewrite.probes import Value
@@ -110,29 +109,6 @@ def rewrite(
         out_of_reach=tuple((site, actions) for site, actions in lost if actions),
         recipe=recipe,
     )
-
-
-def show(
-    gm: fx.GraphModule,
-    values: Sequence[Value],
-    leaves: Mapping[int, Leaf],
-    policy: Policy,
-    *,
-    given: Mapping[int, Given] | None = None,
-    scale_of: ScaleOf | None = None,
-) -> JointGraph:
-    """Rewrite a joint graph and show it beside the graph as it was."""
-    meaning = read_origins(gm.graph, values, leaves, given or {})
-    before = edit.copy_of(gm)
-    edit.erase_markers(before.graph)
-    before.recompile()  # the copy had the markers
-    result = rewrite(gm.graph, values, leaves, policy, given=given, scale_of=scale_of)
-    gm.graph.lint()
-    after = edit.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
-    carriers = [node for node in after.graph.nodes if node.name in result.carriers]
-    meaning = with_edits(meaning, result.anchors, result.edits, carriers)
-    plain = JointGraph(before, result.sites, meaning=meaning)
-    return JointGraph(after, result.sites, result.edits, result.carriers, plain, meaning)
 
 
 class _Rewriter:

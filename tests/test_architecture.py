@@ -34,6 +34,7 @@ RANK = {
             ("monitor",),
             ("reports", "session", "optim"),
             ("rewrite",),
+            ("show",),
             ("job",),
             ("backend",),
             ("entry",),

@@ -13,7 +13,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.joint import JointGraph
-from gradrewrite.viz import _ladder, _net
+from gradrewrite.viz import _ladder, _net, _rungs
 
 from models.graphs import GRAPHS, ODD_NAMES, odd_names, recurrent, three_layers, transformer
 
@@ -100,7 +100,7 @@ def test_a_backward_stands_beside_its_forward() -> None:
 def test_boxes_do_not_overlap() -> None:
     for make in (three_layers, odd_names, transformer):
         ladder = _ladder.lay_out(_net.read(make()))
-        picture = _ladder.draw_ladder(ladder, {}, [], "")
+        picture = _rungs.draw_ladder(ladder, {}, [], "")
         places = sorted((box.y, box.x, box.x + box.width) for box in picture.boxes)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
         assert all(box.x >= 0 and box.x + box.width <= picture.width for box in picture.boxes)
@@ -110,7 +110,7 @@ def test_boxes_do_not_overlap() -> None:
 @pytest.mark.parametrize("make", [transformer, recurrent], ids=["transformer", "recurrent"])
 def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
     net = _net.read(make())
-    picture = _ladder.draw_ladder(_ladder.lay_out(net), {}, [], "")
+    picture = _rungs.draw_ladder(_ladder.lay_out(net), {}, [], "")
     runs = {
         box.key: {_net.run_name(run) for run in net.nodes[box.key].origin.runs}
         for box in picture.boxes

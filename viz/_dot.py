@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import graphviz
 
-from gradrewrite.viz._ladder import Band, Ladder, Spot, action_name, lane_of
-from gradrewrite.viz._net import describe, plain, run_name, shorten
+from gradrewrite.viz._ladder import Band, Ladder, Spot, lane_of
+from gradrewrite.viz._net import action_name, describe, plain, run_name, shorten
 from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED, Paint
 from gradrewrite.viz._sketch import LONGEST
 
@@ -41,6 +41,7 @@ class _Filler:
 
     def __init__(self, ladder: Ladder, names: Mapping[str, str], colours: Mapping[str, Paint]) -> None:
         self._ladder, self._names, self._colours = ladder, names, colours
+        self._numbers = {band: number for number, band in enumerate(ladder.bands)}
         innermost: list[Band | None] = [None] * len(ladder.lines)
         self._inside: dict[Band | None, list[Band]] = defaultdict(list)
         for band in ladder.bands:  # outer ones come first
@@ -56,7 +57,7 @@ class _Filler:
         for spot in self._spots[band]:
             part.node(self._names[spot.key], **self._attributes(spot))
         for child in self._inside[band]:
-            with part.subgraph(name=f"cluster_{self._ladder.bands.index(child)}") as sub:
+            with part.subgraph(name=f"cluster_{self._numbers[child]}") as sub:
                 label = shorten(plain("/".join(map(run_name, child.path))), 200)
                 sub.attr(label=graphviz.nohtml(graphviz.escape(label)), color="#d5dde5", fontsize="9", labeljust="l")
                 self.fill(sub, child)

@@ -18,11 +18,12 @@ from gradrewrite.viz._colours import Measured, Metric, choose, measure, paint, p
 from gradrewrite.viz._curves import plot
 from gradrewrite.viz._dot import ladder_dot
 from gradrewrite.viz._graphviz import GraphvizError, run_dot
-from gradrewrite.viz._ladder import Ladder, draw_ladder, lay_out
+from gradrewrite.viz._ladder import Ladder, lay_out
 from gradrewrite.viz._overview import sketch_overview
 from gradrewrite.viz._page import run_of, write_page
 from gradrewrite.viz._picture import Paint, Picture, to_svg
 from gradrewrite.viz._raster import to_bytes
+from gradrewrite.viz._rungs import draw_ladder
 from gradrewrite.viz._site import find_site, sketch_site
 from gradrewrite.viz._sketch import Sketch, finish_svg, to_dot, to_picture
 

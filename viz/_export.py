@@ -10,8 +10,7 @@ import graphviz
 import networkx as nx
 
 from gradrewrite.joint import JointGraph
-from gradrewrite.viz._ladder import action_name
-from gradrewrite.viz._net import Net, Node, plain, read, run_name
+from gradrewrite.viz._net import Net, Node, action_name, plain, read, run_name
 from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
 
 SCHEMA, VERSION = "gradrewrite/graph", 1

@@ -6,25 +6,10 @@ here they are short and horizontal. The order of all rows is known, so the layou
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._net import Net, Node, contracted, describe, hidden_reshapes, lane_of_site, run_name, shorten
-from gradrewrite.viz._picture import (
-    INSERTED,
-    INSERTED_EDGE,
-    PAPER,
-    RECORDS,
-    SAVED,
-    Box,
-    Frame,
-    Line,
-    Paint,
-    Picture,
-    Swatch,
-    Words,
-)
+from gradrewrite.viz._net import Net, Node, action_name, contracted, hidden_reshapes, lane_of_site
 
 WIDTH, HEIGHT, GAP, PITCH = 132, 28, 12, 36  # of boxes, in pixels
 CHIP, CHIP_GAP = 66, 6  # of the further nodes of one edit
@@ -36,8 +21,8 @@ FAR = 4  # rows; longer edges are curved and faint
 LEFT = EDGE + PILL + GAP
 CENTRE_LEFT = LEFT + FORWARD * (WIDTH + GAP) - GAP
 RIGHT = CENTRE_LEFT + GAP + CENTRE
-_PILLS = RIGHT + BACKWARD * (WIDTH + GAP)
-TOTAL = _PILLS + PILL + EDGE
+PILLS = RIGHT + BACKWARD * (WIDTH + GAP)
+TOTAL = PILLS + PILL + EDGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,41 +106,6 @@ def lay_out(net: Net, *, reshapes: bool = False) -> Ladder:
     return Ladder(net, spots, lines, _bands([row.path for row in rows]), edges, hidden)
 
 
-def draw_ladder(ladder: Ladder, colours: Mapping[str, Paint], legend: Sequence[Swatch], title: str) -> Picture:
-    """Draw a layout.
-
-    Args:
-        ladder: The layout.
-        colours: By node.
-        legend: What the colours mean.
-        title: Title of the picture.
-    """
-    tops, frames, height = _heights(ladder)
-    boxes = {s.key: _box(ladder.net, s, tops[s.row] + s.line * PITCH, colours) for s in ladder.spots}
-    rows = {s.key: s.row for s in ladder.spots}
-    lanes = {s.key: lane_of(s) for s in ladder.spots}
-    lines = [_line(boxes[a], boxes[b], (lanes[a], lanes[b]), abs(rows[a] - rows[b])) for a, b in ladder.edges]
-    known = [*_LEGEND, *legend]
-    summary = f"{len(ladder.net.nodes)} nodes, {len(ladder.net.edits)} edits, {ladder.net.num_inserted} nodes inserted"
-    more = f"; {len(ladder.hidden)} ops that only reshape are hidden" if ladder.hidden else ""
-    words = [
-        Words(EDGE, 22, title, "head"),
-        Words(EDGE, 40, summary + more),
-        Words(LEFT, 58, "forward: runs down"),
-        Words(RIGHT, 58, "backward: runs up, each op beside its forward"),
-        Words(EDGE, 58, "comes in"),
-        Words(_PILLS, 58, "gradients"),
-    ]
-    return Picture(title, TOTAL, height + 17 * len(known) + 24, frames, lines, list(boxes.values()), words, known)
-
-
-_LEGEND = (
-    Swatch(INSERTED, INSERTED_EDGE, "inserted by an edit"),
-    Swatch(RECORDS, INSERTED_EDGE, "inserted: carries records out of the graph"),
-    Swatch(PAPER, SAVED, "dashed: a forward value saved for the backward"),
-)
-
-
 def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
     """One row for each op that shows something, in the order of the forward; records first."""
     rows: dict[int, _Row] = {}
@@ -214,7 +164,7 @@ def _spots(net: Net, number: int, row: _Row) -> list[Spot]:
     for line, places in enumerate(reversed(flow)):  # the backward runs up
         for part, x, width in places:
             spots.append(_spot(net, part, number, line, RIGHT + x, width, len(row.backward)))
-    for x, pills in ((EDGE, row.left), (_PILLS, row.right)):
+    for x, pills in ((EDGE, row.left), (PILLS, row.right)):
         spots += [Spot(key, node, -1, number, n, x, PILL, text, "") for n, (key, node, text) in enumerate(pills)]
     return spots
 
@@ -250,12 +200,6 @@ def _spot(net: Net, part: Node | int, row: int, line: int, x: float, width: floa
     return Spot(part.name, part, part.edit, row, line, x, width, text, small)
 
 
-def action_name(action: object) -> str:
-    """Short name of an action: its class, or the function's name."""
-    name = getattr(action, "__name__", type(action).__name__)
-    return "lambda" if name == "<lambda>" else str(name)
-
-
 def _bands(paths: Sequence[tuple[tuple[str, int], ...]]) -> list[Band]:
     """Module runs that cover two rows or more, in the order in which they begin."""
     found: list[Band] = []
@@ -271,82 +215,10 @@ def _bands(paths: Sequence[tuple[tuple[str, int], ...]]) -> list[Band]:
                 found.append(Band(runs, first, number - 1, 0))
         open_ += [(run, number) for run in path[common:]]
     found.sort(key=lambda band: (band.first, len(band.path)))
-    drawn = {(band.path, band.first) for band in found}
-    depth = {}
+    depth: dict[tuple[tuple[str, int], ...], int] = {}
     for band in found:
-        around = [b for b in (band.path[:n] for n in range(1, len(band.path))) if b in depth]
-        depth[band.path] = len(around)
-    assert len(drawn) == len(found)
+        depth[band.path] = sum(band.path[:n] in depth for n in range(1, len(band.path)))
     return [Band(band.path, band.first, band.last, depth[band.path]) for band in found]
-
-
-def _heights(ladder: Ladder) -> tuple[list[float], list[Frame], float]:
-    """The upper edge of each row, the frames of the bands, and the height of all."""
-    opening: dict[int, list[Band]] = defaultdict(list)
-    closing: dict[int, int] = defaultdict(int)
-    for band in ladder.bands:
-        opening[band.first].append(band)
-        closing[band.last] += 1
-    tops: list[float] = []
-    begins: dict[Band, float] = {}
-    ends: list[float] = []
-    y = float(TOP)
-    for row, lines in enumerate(ladder.lines):
-        for band in opening[row]:
-            begins[band] = y
-            y += HEADER
-        tops.append(y + 2)
-        y += lines * PITCH
-        y += closing[row] * FOOT
-        ends.append(y)
-    frames = []
-    for band in ladder.bands:
-        inside = sum(b.last == band.last and b.depth > band.depth for b in _near(ladder.bands, band, begins))
-        x = 8 + 5 * min(band.depth, 6)
-        bottom = ends[band.last] - (closing[band.last] - inside - 1) * FOOT
-        key = "/".join(run_name(run) for run in band.path)
-        height = bottom - begins[band] - 2
-        frames.append(Frame(key, x, begins[band], TOTAL - 2 * x, height, shorten(run_name(band.path[-1]), 120), key))
-    return tops, frames, y
-
-
-def _near(bands: Sequence[Band], band: Band, begins: Mapping[Band, float]) -> list[Band]:
-    return [b for b in bands if b.first >= band.first and b.last == band.last]
-
-
-def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, Paint]) -> Box:
-    node = spot.node
-    is_pill = spot.x in (EDGE, _PILLS)
-    data: dict[str, str] = {"row": str(spot.row)}
-    title = describe(net, node) if node is not None else spot.key
-    classes: list[str] = ["node", "pill"] if is_pill else ["node"]
-    if node is not None:
-        data["node"] = node.name
-        classes += [node.origin.lane] if node.mark != "records" else [node.origin.lane, "records"]
-    elif spot.edit < 0:
-        data["returned"] = spot.key
-    if spot.edit >= 0:
-        edit = net.edits[spot.edit]
-        data |= {"edit": str(spot.edit), "site": str(edit.site), "action": edit.text}
-        classes.append("inserted")
-        title = title if node is not None else f"{edit.text} at {edit.site}: no nodes of its own"
-    paint = colours.get(spot.key)
-    title = f"{title}\n{paint.words}" if paint is not None else title
-    text = spot.text.removeprefix("gradient:") if is_pill else spot.text
-    signs = int(spot.width // 6.6)
-    return Box(
-        key=spot.key,
-        x=spot.x,
-        y=y,
-        width=spot.width,
-        height=18 if is_pill else HEIGHT,
-        text=shorten(text, signs),
-        small=shorten(spot.small, int(spot.width // 5.2)),
-        classes=tuple(classes),
-        title=title,
-        data=data,
-        fill=paint.colour if paint is not None else "",
-    )
 
 
 def lane_of(spot: Spot) -> str:
@@ -354,37 +226,6 @@ def lane_of(spot: Spot) -> str:
     if spot.node is not None:
         return spot.node.origin.lane
     return "backward" if spot.x >= RIGHT else "forward"
-
-
-def _line(a: Box, b: Box, lanes: tuple[str, str], rows: int) -> Line:
-    """The line from a box to one that reads it."""
-    lane, to = lanes
-    if "records" in b.classes and "records" not in a.classes:
-        return Line(a.key, b.key, ((a.x + a.width / 2, a.y), (b.x + b.width / 2, b.y + b.height)), ("carried",))
-    if a.y == b.y or "pill" in a.classes or "pill" in b.classes or lane != to:
-        return _across(a, b, ("saved",) if lane != to else ())
-    down = b.y > a.y
-    begin = (a.x + a.width / 2, a.y + (a.height if down else 0))
-    end = (b.x + b.width / 2, b.y + (0 if down else b.height))
-    if rows <= FAR:
-        return Line(a.key, b.key, (begin, end))
-    bulge = min(90.0, 24 + abs(begin[1] - end[1]) * 0.04) * (-1 if lane == "forward" else 1)
-    side = min(begin[0], end[0]) if lane == "forward" else max(begin[0], end[0])
-    points = (begin, (side + bulge, begin[1]), (side + bulge, end[1]), end)
-    return Line(a.key, b.key, points, ("far",))
-
-
-def _across(a: Box, b: Box, classes: tuple[str, ...]) -> Line:
-    """A line that leaves and enters at the sides."""
-    right = b.x > a.x
-    begin = (a.x + (a.width if right else 0), a.y + a.height / 2)
-    end = (b.x + (0 if right else b.width), b.y + b.height / 2)
-    if begin[1] == end[1]:
-        return Line(a.key, b.key, (begin, end), classes)
-    reach = 20 if right else -20
-    far = ("far",) if abs(begin[1] - end[1]) > FAR * PITCH else ()
-    points = (begin, (begin[0] + reach, begin[1]), (end[0] - reach, end[1]), end)
-    return Line(a.key, b.key, points, (*classes, *far))
 
 
 def _by_row(spots: Sequence[Spot], count: int) -> list[list[Spot]]:

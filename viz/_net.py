@@ -138,6 +138,12 @@ def hidden_reshapes(net: Net) -> set[str]:
     return {name for name, node in net.nodes.items() if node.reshapes and not node.mark}
 
 
+def action_name(action: object) -> str:
+    """Short name of an action: its class, or the function's name."""
+    name = getattr(action, "__name__", type(action).__name__)
+    return "lambda" if name == "<lambda>" else str(name)
+
+
 def lane_of_site(site: Site) -> Lane:
     """The lane that a site stands in, and what is inserted there."""
     return "forward" if site.kind == "activation" else "backward"

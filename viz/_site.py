@@ -11,8 +11,7 @@ import networkx as nx
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.sites import Pattern, Site
 from gradrewrite.suggest import nearest
-from gradrewrite.viz._ladder import action_name
-from gradrewrite.viz._net import Net, contracted, describe, hidden_reshapes
+from gradrewrite.viz._net import Net, action_name, contracted, describe, hidden_reshapes
 from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
