@@ -6,12 +6,15 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import gradrewrite as gr
+
 from models.zoo import CASES, Case
 
-__all__ = ["CASES", "Case", "eager_gradients", "gradients_of", "make_case", "run_case"]
+__all__ = ["CASES", "Case", "Probe", "eager_gradients", "failure", "gradients_of", "make_case", "run_case", "run_probe"]
 
 TensorFunction = Callable[[Tensor], Tensor]
 Gradients = dict[str, Tensor | None]
@@ -55,3 +58,27 @@ def _hook(fn: TensorFunction) -> Callable[[nn.Module, Any, Any], None]:
             output.register_hook(fn)
 
     return hook
+
+
+class Probe(nn.Module):
+    """Its error at ``h`` is exactly the argument."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+
+    def forward(self, error: Tensor) -> Tensor:
+        return (gr.tap(self.w * 1, "h") * error).sum()
+
+
+def run_probe(model: nn.Module, *values: float) -> None:
+    """A backward for each value."""
+    for value in values:
+        model(torch.full((2,), value)).backward()
+
+
+def failure(step: Callable[[], None]) -> gr.NonFiniteError:
+    """The error that a failed check raises."""
+    with pytest.raises(gr.NonFiniteError) as caught:
+        step()
+    return caught.value

@@ -12,15 +12,11 @@ from torch.nn import functional as F
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite
 
+from helpers import failure
+
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 EVERYTHING = [GRADIENTS, gr.on("activation:*/*", CheckFinite()), gr.on("error:*/*", CheckFinite())]
 POLICIES = pytest.mark.parametrize("policy", [GRADIENTS, EVERYTHING], ids=["gradients", "everything"])
-
-
-def failure(step: Callable[[], None]) -> gr.NonFiniteError:
-    with pytest.raises(gr.NonFiniteError) as caught:
-        step()
-    return caught.value
 
 
 class Regression(nn.Module):

@@ -16,41 +16,26 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Observe
 
-
-class Probe(nn.Module):
-    """Its error at ``h`` is exactly the argument."""
-
-    def __init__(self, size: int = 2) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(size))
-
-    def forward(self, error: Tensor) -> Tensor:
-        return (gr.tap(self.w * 1, "h") * error).sum()
-
+from helpers import Probe, run_probe
 
 SEEN = "max_abs@error:h"
-
-
-def run(model: nn.Module, *values: float) -> None:
-    for value in values:
-        model(torch.full((2,), value)).backward()
 
 
 def test_warning_comes_one_step_later_and_names_the_site() -> None:
     model = gr.transform(Probe(), gr.on("error:h", CheckFinite("warn")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(model, 1.0, math.nan)
+        run_probe(model, 1.0, math.nan)
     with pytest.warns(gr.RewriteWarning, match=r"step 1: first non-finite: error:h, 100 % of 2 elements"):
-        run(model, 1.0)
+        run_probe(model, 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(model, 1.0, 1.0)
+        run_probe(model, 1.0, 1.0)
 
 
 def test_warning_comes_when_the_monitor_is_read() -> None:
     model = gr.transform(Probe(), gr.on("error:h", CheckFinite("warn")))
-    run(model, math.inf)
+    run_probe(model, math.inf)
     with pytest.warns(gr.RewriteWarning, match="error:h"):
         model.monitor.latest()
 
@@ -69,19 +54,19 @@ def test_record_only_records() -> None:
 
 def test_raise_leaves_the_monitor_usable() -> None:
     model = gr.transform(Probe(), gr.on("error:h", [Observe("max_abs"), CheckFinite()]))
-    run(model, 1.0)
+    run_probe(model, 1.0)
     with pytest.raises(gr.NonFiniteError, match="step 1: first non-finite: activation:/mul#1"):
-        run(model, math.inf)
+        run_probe(model, math.inf)
     assert model.w.grad is not None
-    run(model, 3.0)
+    run_probe(model, 3.0)
     assert model.monitor.history(SEEN) == [1.0, math.inf, 3.0]
 
 
 def test_nan_only_lets_infinities_pass() -> None:
     model = gr.transform(Probe(), gr.on("error:h", CheckFinite(nan_only=True)))
-    run(model, math.inf)
+    run_probe(model, math.inf)
     with pytest.raises(gr.NonFiniteError):
-        run(model, math.nan)
+        run_probe(model, math.nan)
 
 
 def test_first_site_is_the_first_in_execution_not_in_the_alphabet() -> None:
@@ -169,9 +154,9 @@ def test_by_torch_compile_and_a_backend() -> None:
 
     backend = gr.backend(gr.on("gradient:*", CheckFinite()))
     backend.engine = "op by op"
-    run = torch.compile(step, backend=backend, fullgraph=True)
-    run(torch.ones(2, 3)).backward()
+    run_step = torch.compile(step, backend=backend, fullgraph=True)
+    run_step(torch.ones(2, 3)).backward()
     with pytest.raises(gr.NonFiniteError) as caught:
-        run(torch.zeros(2, 3)).backward()
+        run_step(torch.zeros(2, 3)).backward()
     assert caught.value.op == "/sqrt"
     assert str(caught.value.site) == "error:/mul"

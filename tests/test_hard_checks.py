@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, NanToNum, Observe
 
+from helpers import failure
+
 GRADIENTS = gr.on("gradient:*", CheckFinite())
-
-
-def failure(step: Callable[[], None]) -> gr.NonFiniteError:
-    with pytest.raises(gr.NonFiniteError) as caught:
-        step()
-    return caught.value
 
 
 @pytest.mark.parametrize("hides", [NanToNum(), ClipByValue(1.0)])

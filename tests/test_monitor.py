@@ -23,17 +23,7 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import Keep, Observe
 
-
-class Probe(nn.Module):
-    """Its error at ``h`` is exactly the argument."""
-
-    def __init__(self, size: int = 2) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(size))
-
-    def forward(self, error: Tensor) -> Tensor:
-        return (gr.tap(self.w * 1, "h") * error).sum()
-
+from helpers import Probe, run_probe
 
 SEEN = "max_abs@error:h"
 
@@ -42,15 +32,10 @@ def watched(monitor: gr.Monitor | None = None, *more: Any) -> gr.RewrittenModule
     return gr.transform(Probe(), [gr.on("error:h", Observe("max_abs")), *more], monitor=monitor)
 
 
-def run(model: nn.Module, *values: float) -> None:
-    for value in values:
-        model(torch.full((2,), value)).backward()
-
-
 def test_history_is_one_float_a_row() -> None:
     model = watched()
     assert model.monitor.history(SEEN) == []
-    run(model, 1.0, 2.0, 3.0)
+    run_probe(model, 1.0, 2.0, 3.0)
 
     assert model.monitor.history(SEEN) == [1.0, 2.0, 3.0]
     with pytest.raises(KeyError, match=r"nearest: max_abs@error:h"):
@@ -60,26 +45,26 @@ def test_history_is_one_float_a_row() -> None:
 def test_history_is_nan_where_a_row_lacks_the_record() -> None:
     monitor = gr.Monitor()
     one, other = watched(monitor), gr.transform(Probe(), gr.on("error:h", Observe("norm")), monitor=monitor)
-    run(one, 1.0)
-    run(other, 1.0)
-    run(one, 2.0)
+    run_probe(one, 1.0)
+    run_probe(other, 1.0)
+    run_probe(one, 2.0)
 
     assert monitor.history(SEEN) == pytest.approx([1.0, math.nan, 2.0], nan_ok=True)
 
 
 def test_buffer_forgets_the_oldest_and_says_so() -> None:
     model = watched(gr.Monitor(capacity=3))
-    run(model, *range(5))
+    run_probe(model, *range(5))
     assert model.monitor.history(SEEN) == [2.0, 3.0, 4.0]
     assert model.monitor.dropped == 2
     assert "2 were dropped unread (capacity 3)" in str(model.monitor.table())
-    run(model, 5.0)
+    run_probe(model, 5.0)
     assert model.monitor.dropped == 2  # the row that left had been read
 
 
 def test_table_sums_up() -> None:
     model = watched()
-    run(model, 1.0, 5.0, math.inf, 3.0)
+    run_probe(model, 1.0, 5.0, math.inf, 3.0)
     table = model.monitor.table()
     (row,) = table.rows
 
@@ -103,9 +88,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_jsonl_holds_every_row_once(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     model = watched()
-    run(model, 1.0, math.nan)
+    run_probe(model, 1.0, math.nan)
     model.monitor.to_jsonl(path)
-    run(model, -math.inf)
+    run_probe(model, -math.inf)
     model.monitor.to_jsonl(path)
     model.monitor.to_jsonl(path)
 
@@ -120,7 +105,7 @@ def test_jsonl_follows_at_the_interval(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     model = watched(gr.Monitor(every=2))
     model.monitor.to_jsonl(path)
-    run(model, *range(7))
+    run_probe(model, *range(7))
     assert [line["step"] for line in lines(path)] == list(range(6))[: len(lines(path))]
     assert len(lines(path)) >= 4
     assert model.monitor.dropped == 0
@@ -132,7 +117,7 @@ def test_jsonl_loses_nothing_when_the_buffer_is_small(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     model = watched(gr.Monitor(capacity=4))
     model.monitor.to_jsonl(path)
-    run(model, *range(30))
+    run_probe(model, *range(30))
     model.monitor.to_jsonl(path)
 
     assert [line["step"] for line in lines(path)] == list(range(30))
@@ -144,7 +129,7 @@ def test_reading_in_between_keeps_no_row_from_a_file(tmp_path: Path) -> None:
     model = watched(gr.Monitor(every=4))
     model.monitor.to_jsonl(path)
     for value in range(10):
-        run(model, value)
+        run_probe(model, value)
         assert model.monitor.history(SEEN)[-1] == value
     model.monitor.to_jsonl(path)
     assert [line["step"] for line in lines(path)] == list(range(10))
@@ -154,7 +139,7 @@ def test_unfinished_line_is_taken_off(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0, "records": {}}\n{"step": 1, "rec')
     model = watched()
-    run(model, 1.0)
+    run_probe(model, 1.0)
     model.monitor.to_jsonl(path)
 
     assert [line["step"] for line in lines(path)] == [0, 0]
@@ -165,7 +150,7 @@ def test_full_disk_is_said_and_training_goes_on() -> None:
     model = watched(gr.Monitor(every=1))
     model.monitor.to_jsonl("/dev/full")
     with pytest.warns(gr.RewriteWarning, match=r"/dev/full: step 0 could not be written \(No space left on device\)"):
-        run(model, 1.0, 2.0, 3.0)
+        run_probe(model, 1.0, 2.0, 3.0)
     assert model.monitor.history(SEEN) == [1.0, 2.0, 3.0]
     with pytest.raises(OSError, match=r"/dev/full.*No space left"):
         model.monitor.to_jsonl("/dev/full")
@@ -174,7 +159,7 @@ def test_full_disk_is_said_and_training_goes_on() -> None:
 def test_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"
     model = watched()
-    run(model, 1.0)
+    run_probe(model, 1.0)
     model.monitor.to_jsonl(path)
     whole = path.read_bytes()
     write = os.write
@@ -184,7 +169,7 @@ def test_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytes
             raise OSError(28, "No space left on device")
         return write(file, data[:-9])
 
-    run(model, 2.0)
+    run_probe(model, 2.0)
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(OSError, match="No space left"):
         model.monitor.to_jsonl(path)
@@ -228,9 +213,9 @@ def test_tensorboard_gets_tags_and_steps() -> None:
 
     writer = Writer()
     model = watched()
-    run(model, 1.0)
+    run_probe(model, 1.0)
     model.monitor.to_tensorboard(writer)
-    run(model, 2.0)
+    run_probe(model, 2.0)
     model.monitor.to_tensorboard(writer)
 
     assert writer.calls == [("max_abs/error:h", 1.0, 0), ("max_abs/error:h", 2.0, 1)]
@@ -242,7 +227,7 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         writer = tensorboard.SummaryWriter(tmp_path)
         model = watched()
-        run(model, 1.0)
+        run_probe(model, 1.0)
         model.monitor.to_tensorboard(writer)
         writer.close()
     assert list(tmp_path.iterdir())
@@ -250,7 +235,7 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
 
 def test_reading_from_another_thread_while_training() -> None:
     model = watched(gr.Monitor(capacity=20))
-    run(model, 0.0)
+    run_probe(model, 0.0)
     done, failures = threading.Event(), []
 
     def read() -> None:
@@ -264,7 +249,7 @@ def test_reading_from_another_thread_while_training() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    run(model, *range(1, 200))
+    run_probe(model, *range(1, 200))
     done.set()
     reader.join()
 
@@ -277,7 +262,7 @@ def test_several_backwards_a_step_are_several_rows() -> None:
     one, two = model(torch.ones(2)), model(torch.ones(2) * 2)
     (one + two).backward()  # one backward through two runs: the last report stands
     assert len(model.monitor.history(SEEN)) == 1
-    run(model, 3.0, 4.0)
+    run_probe(model, 3.0, 4.0)
     assert model.monitor.history(SEEN)[1:] == [3.0, 4.0]
 
 
@@ -303,9 +288,9 @@ def test_several_shapes_and_evaluation_in_between() -> None:
 
 def test_monitor_outlives_its_model_and_is_not_copied() -> None:
     model = watched()
-    run(model, 1.0)
+    run_probe(model, 1.0)
     other = copy.deepcopy(model)
-    run(other, 5.0)
+    run_probe(other, 5.0)
     monitor = model.monitor
     assert other.monitor is not monitor
     del model
@@ -315,5 +300,5 @@ def test_monitor_outlives_its_model_and_is_not_copied() -> None:
 
 def test_only_the_last_row_keeps_tensors() -> None:
     model = gr.transform(Probe(), gr.on("error:h", Keep()))
-    run(model, 1.0, 2.0)
+    run_probe(model, 1.0, 2.0)
     assert [len(row.kept) for row in model.monitor._rows] == [0, 1]

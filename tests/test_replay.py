@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,17 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByValue, NanToNum
 
+from helpers import failure
 from models.faults import BACKWARD, OPS, Fault, FaultyTransformer, line_of, masked_log_backward
 
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 EVERYTHING = [GRADIENTS, gr.on("activation:*/*", CheckFinite()), gr.on("error:*/*", CheckFinite())]
 AWAKE = 3
-
-
-def failure(step: Callable[[], None]) -> gr.NonFiniteError:
-    with pytest.raises(gr.NonFiniteError) as caught:
-        step()
-    return caught.value
 
 
 def wake(model: gr.RewrittenModule, fault: Fault, inputs: tuple[Tensor, ...]) -> gr.NonFiniteError:
