@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradrewrite.errors import RewriteError
 from gradrewrite.joint import JointGraph
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.policy import Policy
@@ -65,7 +66,7 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
         policy: Names a policy; None for none.
 
     Raises:
-        LoadError: One of them cannot be had, or is something else.
+        LoadError: One of them cannot be had, or is something else; or the model cannot run on the inputs.
         RewriteError: The model cannot be traced, or the policy cannot be followed.
     """
     model = _made(factory, "the model", nn.Module)
@@ -82,7 +83,15 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
     else:
         rewritten = transform(model, asked)
     args = given if isinstance(given, tuple) else () if isinstance(given, Mapping) else (given,)
-    return rewritten.trace(*args, **(given if isinstance(given, Mapping) else {}))
+    try:
+        return rewritten.trace(*args, **(given if isinstance(given, Mapping) else {}))
+    except RewriteError:
+        raise
+    except Exception as err:
+        said = one_line(err).partition(" Hint:")[0]  # torch goes on with links and lines of its own
+        raise LoadError(
+            f"{factory!r} cannot be traced with {inputs!r}: {said}; call it in Python to see where"
+        ) from err
 
 
 def _made(spec: str, what: str, ready: Any) -> Any:

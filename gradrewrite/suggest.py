@@ -13,6 +13,7 @@ def nearest(pattern: str, known: Sequence[str], count: int = 5) -> list[str]:
     candidates = dict.fromkeys(n for n in known if not colon or n.startswith(f"{head}:"))
 
     def likeness(name: str) -> float:
-        return SequenceMatcher(None, wanted, name.partition(":")[2]).ratio()
+        _, colon, rest = name.partition(":")
+        return SequenceMatcher(None, wanted, rest if colon else name).ratio()
 
     return sorted(candidates or dict.fromkeys(known), key=likeness, reverse=True)[:count]
