@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -46,6 +48,22 @@ def test_demo(tmp_path: Path) -> None:
     assert re.search(r"layer=cell need clipping, max error=[\d.e-]+ avg error=[\d.e-]+\n", done.stdout)
     assert "error:cell x 40" in done.stdout
     assert "step/s" in done.stderr
+    for half in ("regression", "text"):
+        check_pictures(tmp_path / half, result[half]["edits"])
+
+
+def check_pictures(path: Path, edits: list[dict[str, list[str]]]) -> None:
+    page = path.with_suffix(".html").read_text()
+    ladder = ET.parse(path.with_suffix(".svg")).getroot()
+    shown = Counter(element.get("data-node") for element in ladder.iter())
+    inserted = [node for edit in edits for node in edit["nodes"]]
+    assert inserted
+    for node in inserted:
+        assert page.count(f'data-node="{node}"') == 1
+        assert shown[node] == 1
+    assert "<title>gradrewrite demo: " in page
+    assert path.with_name(f"{path.name}_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert 'alt="curves of the run"' in page
 
 
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
