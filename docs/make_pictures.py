@@ -94,7 +94,12 @@ def bert(steps: int = 40) -> Trained:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     net = BertForMaskedLM(BertConfig(vocab_size=64, max_position_embeddings=32, **sizes))
     clip = ClipByValue(3e-3, log=True)
     policy = [gr.on("error:bert.encoder.layer.?", clip), gr.on("gradient:*", CheckFinite("record"))]
