@@ -89,6 +89,24 @@ def test_errors_stand_beside_the_op_that_made_the_value() -> None:
     assert graph.meaning.origins[anchors["gradient:second.weight"].node].module == "second"
 
 
+def test_a_sum_of_errors_belongs_to_the_one_that_comes_last() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.lin(x)
+            return (h + torch.sigmoid(h)).sum()
+
+    graph = gr.transform(Residual(), []).trace(torch.ones(2, 3))
+    (anchor,) = [a for s, a in graph.meaning.anchors.items() if str(s) == "error:lin"]
+    (node,) = [n for n in graph.graph_module.graph.nodes if n.name == anchor.node]
+
+    assert str(node.target) == "aten.add.Tensor"
+    assert graph.meaning.origins[node.name].op == "sigmoid"
+
+
 def test_runs_of_one_module_are_counted() -> None:
     origins = recurrent().meaning.origins.values()
 
@@ -134,8 +152,15 @@ def test_shares_of_a_global_clip() -> None:
     sizes = [len(edit.nodes) for edit in graph.edits]
 
     assert len(sizes) == 6
-    assert len(set(sizes[1:])) == 1  # each member has its own norm and scaling, constants included
+    assert len(set(sizes[1:])) == 1
     assert sizes[0] > sizes[1]  # the total norm stands with the first
+    targets = {node.name: str(node.target) for node in graph.graph_module.graph.nodes}
+    for edit in graph.edits:  # each member has its own norm and scaling, constants included
+        own = Counter(targets[name] for name in edit.nodes)
+        assert own["aten.sum.default"] >= 1
+        assert own["aten.scalar_tensor.default"] >= 1
+        assert own["aten.where.self"] >= 2
+    assert sum(targets[name] == "aten.sum.default" for name in graph.edits[0].nodes) == 2
 
 
 def test_a_graph_without_edits_means_the_same_before_and_after() -> None:
