@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from gradrewrite._version import __version__
 from gradrewrite.doctor import diagnose, report
@@ -40,12 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     commands = {"draw": _draw, "sites": _sites, "plot": _plot, "demo": _demo, "doctor": _doctor}
     try:
-        commands[options.command](options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            commands[options.command](options)
     except (_Refused, LoadError) as err:
         return _fail(str(err))
     except RewriteError as err:
         return _fail(one_line(err))
     return 0
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"gradrewrite: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _fail(message: str) -> int:

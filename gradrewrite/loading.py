@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -83,8 +84,14 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
     else:
         rewritten = transform(model, asked)
     args = given if isinstance(given, tuple) else () if isinstance(given, Mapping) else (given,)
+    kwargs = given if isinstance(given, Mapping) else {}
+    signature = inspect.signature(rewritten.original.forward)
     try:
-        return rewritten.trace(*args, **(given if isinstance(given, Mapping) else {}))
+        signature.bind(*args, **kwargs)
+    except TypeError as err:
+        raise LoadError(f"the input: {inputs!r} does not fit forward{signature}: {err}") from err
+    try:
+        return rewritten.trace(*args, **kwargs)
     except RewriteError:
         raise
     except Exception as err:

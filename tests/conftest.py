@@ -11,6 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from models.shell import NUMBERS, SOURCE, Shell
+
 
 @pytest.fixture(autouse=True)
 def _fresh_torch() -> Iterator[None]:
@@ -18,3 +20,13 @@ def _fresh_torch() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Shell]:
+    name = f"models_of_the_command_line_{next(NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield Shell(tmp_path, name, capsys)
+    sys.modules.pop(name, None)

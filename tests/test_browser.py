@@ -99,6 +99,8 @@ def test_search_finds_sites_ops_modules_and_sources(opened: Opened) -> None:
     opened.page.press("#search", "Enter")
     assert opened.page.get_attribute("#graph .selected", "data-node") != first
     assert "2 of" in opened.page.inner_text("#count")
+    opened.page.click("#previous")
+    assert opened.page.get_attribute("#graph .selected", "data-node") == first
     opened.page.press("#search", "Escape")
     assert opened.count("#graph .node.hit") == 0
 
@@ -120,6 +122,14 @@ def test_a_click_shows_records_code_and_partner(opened: Opened) -> None:
     partner.click()
     assert opened.page.get_attribute("#graph .selected", "data-node") == name
     assert "lane\nforward" in opened.details().replace("\n\n", "\n")
+
+
+def test_curves_are_enlarged(opened: Opened) -> None:
+    assert opened.page.evaluate("document.querySelector('#curves img').naturalWidth") > 300
+    opened.page.click("#enlarge")
+    assert opened.count("#large img") == 1
+    opened.page.keyboard.press("Escape")
+    assert opened.count("#large img") == 0
 
 
 def test_edits_jump_to_their_nodes(opened: Opened) -> None:
@@ -237,10 +247,22 @@ def test_modules_fold_and_unfold(browser: Any, tmp_path: Path) -> None:
     inserted = sum(bool(n.mark) for n in net.nodes.values() if n.origin.runs and n.origin.runs[0][0] == "blocks.1")
     texts = [e.text_content() for e in opened.page.query_selector_all("#graph .summary") if e.is_visible()]
     assert any(f", {inserted} inserted" in text for text in texts)
+    assert opened.count("#edits details") == 2
     opened.page.fill("#search", "blocks.1.mlp.act/gelu")
     opened.page.press("#search", "Enter")  # a hit inside a folded module unfolds what is around it
     assert opened.page.query_selector("#graph .selected").is_visible()
     assert opened.page.evaluate("bands.find((band) => band.key === 'blocks.0').folded") is True
+    opened.close()
+
+
+def test_folded_modules_have_the_strongest_colour(browser: Any, tmp_path: Path) -> None:
+    steps = [Step(0, {"max_abs@error:blocks.0.norm1": 1.0, "max_abs@error:blocks.1.norm1": 100.0})]
+    opened = Opened(browser, viz.draw(transformer(), monitor=steps).render(tmp_path / "p", "html"))
+    fills = opened.page.evaluate(
+        "bands.filter((band) => band.depth === 0).map((band) => band.summary[1].rect.getAttribute('style'))"
+    )
+    stops = opened.page.evaluate("data.palette.stops")
+    assert fills == [f"fill:{stops[0]}", f"fill:{stops[-1]}"]
     opened.close()
 
 

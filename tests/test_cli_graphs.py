@@ -3,109 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import networkx as nx
 import pytest
 
-from gradrewrite import viz
 from gradrewrite.cli import main
 
-SOURCE = """
-import torch
-from torch import nn
+from models.shell import Shell
 
-import gradrewrite as gr
-from gradrewrite.passes import ClipByValue
-
-
-def make():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-class Frozen(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 2)
-        self.requires_grad_(False)
-
-
-class Branches(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 2)
-
-    def forward(self, x):
-        return x if super().forward(x).sum() > 0 else -x
-
-
-def transformed():
-    return gr.transform(make(), policy)
-
-
-def boom():
-    raise ValueError("two\\nlines")
-
-
-def five():
-    return 5
-
-
-def answers_five(site):
-    return 5
-
-
-def raises(site):
-    raise RuntimeError("no\\nway")
-
-
-model = make()
-inputs = (torch.ones(5, 3),)
-named = {"input": torch.ones(5, 3)}
-narrow = torch.ones(5, 2)
-number = 5
-policy = gr.on("error:0", ClipByValue(0.1, log=True))
-strange = gr.on("error:9", ClipByValue(0.1))
-"""
 RED = "#fa5252"
-_NUMBERS = count()
-
-
-@dataclass(frozen=True)
-class Shell:
-    """The command line in a folder that has a module of its own."""
-
-    folder: Path
-    module: str
-    capture: pytest.CaptureFixture[str]
-
-    def run(self, *words: str) -> tuple[int, str, str]:
-        """Exit status, and both streams; ``m:`` stands for the module."""
-        status = main([f"{self.module}:{word[2:]}" if word.startswith("m:") else word for word in words])
-        return status, *self.capture.readouterr()
-
-    def refused(self, *words: str) -> str:
-        """The one line on the error stream."""
-        status, out, err = self.run(*words)
-        assert (status, out, err.count("\n")) == (2, "", 1), err
-        assert err.startswith("gradrewrite: ")
-        return err
-
-
-@pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Shell]:
-    name = f"models_of_the_command_line_{next(_NUMBERS)}"
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield Shell(tmp_path, name, capsys)
-    sys.modules.pop(name, None)
-
-
 MODEL = ("m:make", "--input", "m:inputs")
 CLIPPED = (*MODEL, "--policy", "m:policy")
 
@@ -262,6 +171,7 @@ def test_sites_takes_one_pattern(shell: Shell) -> None:
         (("m:boom", "--input", "m:inputs"), "boom() raised ValueError: two lines; call it in Python to see where"),
         (("m:five", "--input", "m:inputs"), "made a int, wanted a torch.nn.Module"),
         (("m:make", "--input", "m:boom"), "the input: "),
+        (("m:make", "--input", "m:too_many"), "does not fit forward(input): too many positional arguments"),
         (("m:Frozen", "--input", "m:inputs"), "TraceError: nothing here needs a gradient"),
         (("m:Branches", "--input", "m:inputs"), "GraphBreakError: "),
         ((*MODEL, "--policy", "m:number"), "PolicyError: a policy is a function Site -> action, a rule (gr.on), or"),
@@ -324,39 +234,6 @@ def test_draw_refuses(shell: Shell, words: tuple[str, ...], wanted: str) -> None
     assert [p for p in sorted(shell.folder.iterdir()) if p.name != "__pycache__"] == before
 
 
-@pytest.mark.parametrize(("ending", "check"), [("png", is_png), ("svg", lambda p: "<svg" in p.read_text())])
-def test_plot(shell: Shell, ending: str, check: Callable[[Path], bool]) -> None:
-    Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
-    out = shell.folder / f"curves.{ending}"
-    assert shell.run("plot", "run.jsonl", "--out", str(out)) == (0, f"{out}\n", "")
-    assert check(out)
-
-
-def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
-    titles = []
-    plot = viz.plot
-    monkeypatch.setattr(viz, "plot", lambda steps, title: titles.append(title) or plot(steps, title=title))
-    assert shell.run("plot", "run.jsonl") == (0, "curves.png\n", "")
-    assert titles == ["run.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (("none.jsonl",), "cannot read none.jsonl: No such file or directory; give a file of monitor.to_jsonl"),
-        (("bad.jsonl",), "bad.jsonl, line 1: wanted one JSON object"),
-        (("run.jsonl", "--out", "x.html"), "--out x.html: the ending says the format; use one of .png, .svg, .pdf"),
-        (("run.jsonl", "--out", "folder/x.png"), "cannot write folder/x.png: No such file or directory"),
-        ((".",), "cannot read .: Is a directory"),
-    ],
-)
-def test_plot_refuses(shell: Shell, words: tuple[str, ...], wanted: str) -> None:
-    Path("bad.jsonl").write_text("step 1\n" * 2)
-    Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
-    assert wanted in shell.refused("plot", *words)
-
-
 @pytest.mark.parametrize("words", [("draw",), ("draw", "a:b"), ("sites", "a:b"), ("plot",), ("draw", "--view", "x")])
 def test_usage(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -365,3 +242,26 @@ def test_usage(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> No
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: gradrewrite")
+
+
+def test_reshaping_ops_on_request(shell: Shell) -> None:
+    counts = []
+    for more in ((), ("--reshapes",)):
+        assert shell.run("draw", *CLIPPED, "--out", "x.svg", *more)[0] == 0
+        counts.append(Path("x.svg").read_text().count("data-node="))
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_notice_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shell.folder / "bin").mkdir()
+    program = shell.folder / "bin" / "dot"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/bin:/usr/bin")
+    status, out, err = shell.run("draw", *CLIPPED, "--view", "overview", "--out", "x.svg")
+
+    assert (status, out) == (0, "x.svg\n")
+    assert err.splitlines() == [
+        "gradrewrite: Graphviz failed (status 1): it said nothing: drawn by gradrewrite's own layout"
+    ]

@@ -108,7 +108,7 @@ def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
     found = _colours.paint(net, measured(model, net)["clip rate"])
     (edit,) = net.edits
 
-    assert set(found) == {net.anchors[edit.site], *edit.nodes}
+    assert set(found) == set(edit.nodes)  # the node that holds the error is of the next op
     assert {paint.colour for paint in found.values()} == {_colours.palette()[-1]}
     drawing = viz.draw(model.trace(torch.ones(2, 4)), monitor=model.monitor)
     assert drawing.color_by == "clip rate"

@@ -17,7 +17,7 @@ import pytest
 from gradrewrite import viz
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.joint import JointGraph
-from gradrewrite.viz import _graphviz, _net, _overview, _sketch
+from gradrewrite.viz import _graphviz, _net, _overview, _sketch, _sketch_dot
 
 from models.graphs import GRAPHS, odd_names, recurrent, three_layers, transformer
 
@@ -161,6 +161,18 @@ def test_site_crosses_out_the_edge_that_was_replaced() -> None:
     assert svg.count('class="cross"') == 2 * len(cut)
 
 
+def test_a_gradient_that_is_returned_is_replaced_too() -> None:
+    graph = three_layers()
+    (site,) = [s for s in graph.sites if str(s) == "gradient:second.bias"]
+    sketch = viz.draw(graph, "site", site=site)._sketch
+    (cut,) = [link for link in sketch.links if link.kind == "cut"]
+    into = [link.source for link in sketch.links if link.target == "after gradient:second.bias"]
+    clip = next(e for e in graph.edits if e.site == site and e.text.startswith("ClipByGlobalNorm"))
+
+    assert cut.target == "before gradient:second.bias"
+    assert into == [f"after {clip.nodes[-1]}"]
+
+
 def test_site_without_an_edit_crosses_out_nothing() -> None:
     sketch = viz.draw(three_layers(), "site", site="error:third")._sketch
 
@@ -263,7 +275,7 @@ def test_without_a_system_dot_pygraphviz_draws(tmp_path: Path, monkeypatch: pyte
 def test_any_text_can_stand_in_a_label(text: str) -> None:
     item = _sketch.Item("k:1", "forward", 0, text, text, "", (), text, {"node": text})
     sketch = _sketch.Sketch(text, ("forward",), [item], [], [text])
-    svg = _sketch.finish_svg(_graphviz.run_dot(_sketch.to_dot(sketch), "svg"), sketch)
+    svg = _sketch_dot.finish_svg(_graphviz.run_dot(_sketch_dot.to_dot(sketch), "svg"), sketch)
 
     (group,) = [g for g in ET.fromstring(svg).iter(f"{SVG}g") if g.get("data-node") is not None]
     assert group.get("data-node") == _net.plain(text)

@@ -85,7 +85,7 @@ def palette() -> list[str]:
     from matplotlib.colors import to_hex
 
     scale = matplotlib.colormaps["RdPu"]
-    return [to_hex(scale(0.05 + 0.5 * n / (STOPS - 1))) for n in range(STOPS)]
+    return [to_hex(scale(0.05 + 0.4 * n / (STOPS - 1))) for n in range(STOPS)]
 
 
 def measure(run: Run, net: Net) -> list[Measured]:
@@ -115,9 +115,10 @@ def choose(found: Sequence[Measured], wanted: Metric | None) -> Measured | None:
 
 
 def paint(net: Net, measured: Measured) -> dict[str, Paint]:
-    """The colour of each node that shows a site."""
+    """The colour of each node that shows a site: what was inserted there, else the node that holds its value."""
     paints = paint_sites(measured)
-    return {name: paints[site] for site, names in nodes_of_sites(net).items() if site in paints for name in names}
+    found = nodes_of_sites(net)
+    return {name: paints[site] for site, names in found.items() if site in paints for name in names[1:] or names}
 
 
 def paint_sites(measured: Measured) -> dict[str, Paint]:
@@ -129,7 +130,7 @@ def paint_sites(measured: Measured) -> dict[str, Paint]:
 
 
 def nodes_of_sites(net: Net) -> dict[str, list[str]]:
-    """By site the nodes that show it: the one that holds its value, and those that its edits inserted."""
+    """By site the nodes that show it: first the one that holds its value, then those that its edits inserted."""
     found: dict[str, list[str]] = {str(site): [name] for site, name in net.anchors.items()}
     for edit in net.edits:
         found[str(edit.site)] += edit.nodes

@@ -14,6 +14,7 @@ from gradrewrite.joint import JointGraph
 from gradrewrite.monitor import Monitor
 from gradrewrite.sites import Site
 from gradrewrite.viz import _net
+from gradrewrite.viz._arrange import arrange
 from gradrewrite.viz._colours import Measured, Metric, choose, measure, paint, paint_sites
 from gradrewrite.viz._curves import plot
 from gradrewrite.viz._dot import ladder_dot
@@ -25,7 +26,8 @@ from gradrewrite.viz._picture import Paint, Picture, to_svg
 from gradrewrite.viz._raster import to_bytes
 from gradrewrite.viz._rungs import draw_ladder
 from gradrewrite.viz._site import find_site, sketch_site
-from gradrewrite.viz._sketch import Sketch, finish_svg, to_dot, to_picture
+from gradrewrite.viz._sketch import Sketch
+from gradrewrite.viz._sketch_dot import finish_svg, to_dot
 
 View = Literal["ladder", "overview", "site"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
@@ -106,7 +108,7 @@ class Drawing:
         except GraphvizError as err:
             notice = f"{err}: drawn by gradrewrite's own layout"
             warnings.warn(notice, DrawingWarning, stacklevel=3)
-            return _finish(to_picture(sketch, notice), form)
+            return _finish(arrange(sketch, notice), form)
         return finish_svg(data, sketch).encode() if form == "svg" else data
 
     @cached_property

@@ -12,7 +12,7 @@ TIME_LIMIT = 20.0  # seconds; a sketch of one screen takes a fraction of one
 _CHILD = """
 import sys, pygraphviz
 graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
-sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
+sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog=sys.argv[2]))
 """
 
 
@@ -26,7 +26,7 @@ def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
     Raises:
         GraphvizError: Graphviz is not there, did not end in time, or failed.
     """
-    command = find_graphviz(form)
+    command = find_graphviz(form, "nop2" if "layout=nop2" in source else "dot")
     if command is None:
         raise GraphvizError("Graphviz was found neither on PATH nor in pygraphviz; pip install pygraphviz")
     # Without fonts Graphviz says so on its error stream and goes on: only the exit status counts.
@@ -44,11 +44,11 @@ def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
     return done.stdout
 
 
-def find_graphviz(form: str) -> list[str] | None:
+def find_graphviz(form: str, engine: str = "dot") -> list[str] | None:
     """The command that draws: ``dot`` on PATH, else the library that the wheels of pygraphviz bring."""
     program = shutil.which("dot")
     if program is not None:
-        return [program, f"-T{form}"]
+        return [program, f"-K{engine}", f"-T{form}"]
     if importlib.util.find_spec("pygraphviz") is None:
         return None
-    return [sys.executable, "-c", _CHILD, form]
+    return [sys.executable, "-c", _CHILD, form, engine]

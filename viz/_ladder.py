@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._net import Net, Node, action_name, contracted, hidden_reshapes, lane_of_site
+from gradrewrite.viz._net import Net, Node, action_name, contracted, hidden_reshapes, lane_of_site, shown_for
 
 WIDTH, HEIGHT, GAP, PITCH = 132, 28, 12, 36  # of boxes, in pixels
-CHIP, CHIP_GAP = 66, 6  # of the further nodes of one edit
+CHIP, CHIP_GAP = 80, 6  # of the further nodes of one edit
 FORWARD, BACKWARD = 3, 5  # boxes side by side
 PILL, EDGE, CENTRE = 150, 40, 70
 HEADER, FOOT, TOP = 15, 5, 64
@@ -102,7 +102,7 @@ def lay_out(net: Net, *, reshapes: bool = False) -> Ladder:
     for number, row in enumerate(rows):
         spots += _spots(net, number, row)
     lines = [max([s.line + 1 for s in group] or [1]) for group in _by_row(spots, len(rows))]
-    edges = contracted(net, hidden) + [(source, key) for key, source in _returned(net, hidden)]
+    edges = contracted(net, hidden) + [(source, key) for key, source in shown_for(net, net.returned, hidden)]
     return Ladder(net, spots, lines, _bands([row.path for row in rows]), edges, hidden)
 
 
@@ -133,23 +133,10 @@ def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
         if not edit.nodes:
             row = rows.setdefault(net.orders[edit.site], _Row(net.orders[edit.site]))
             (row.forward if lane_of_site(edit.site) == "forward" else row.backward).append(number)
-    for key, source in _returned(net, hidden):
+    for key, source in shown_for(net, net.returned, hidden):
         row = row_of(net.nodes[source])
         (row.right if net.nodes[source].origin.lane == "backward" else row.left).append((key, None, key))
     return [rows[order] for order in sorted(rows)]
-
-
-def _returned(net: Net, hidden: Collection[str]) -> list[tuple[str, str]]:
-    """What the graph returns: the label, and the node that is shown for it."""
-    reads: dict[str, str] = {}
-    for source, reader in net.edges:
-        reads.setdefault(reader, source)
-    found = []
-    for label, name in net.returned:
-        while name in hidden and name in reads:
-            name = reads[name]
-        found.append((label, name))
-    return found
 
 
 def _spots(net: Net, number: int, row: _Row) -> list[Spot]:
@@ -170,15 +157,20 @@ def _spots(net: Net, number: int, row: _Row) -> list[Spot]:
 
 
 def _flow(net: Net, parts: Sequence[Node | int], room: float) -> list[list[tuple[Node | int, float, float]]]:
-    """Lines of parts with their left edges and widths; the first node of an edit has the room to name it."""
+    """Lines of parts with their left edges and widths.
+
+    An edit of several nodes has lines of its own; its first node has the room to name it.
+    """
     lines: list[list[tuple[Node | int, float, float]]] = []
-    x = room
+    x, block = room, -1
     for part in parts:
-        is_chip = isinstance(part, Node) and part.edit >= 0 and net.edits[part.edit].nodes[0] != part.name
+        number = part.edit if isinstance(part, Node) and part.edit >= 0 else -1
+        own = number if number >= 0 and len(net.edits[number].nodes) > 1 else -1
+        is_chip = own >= 0 and isinstance(part, Node) and net.edits[own].nodes[0] != part.name
         width = CHIP if is_chip else WIDTH
-        if x + width > room:
+        if x + width > room or own != block:
             lines.append([])
-            x = 0.0
+            x, block = 0.0, own
         lines[-1].append((part, x, width))
         x += width + (CHIP_GAP if is_chip else GAP)
     return lines

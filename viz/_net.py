@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,6 +133,19 @@ def contracted(net: Net, hidden: Iterable[str]) -> list[tuple[str, str]]:
     return found
 
 
+def shown_for(net: Net, returned: Iterable[tuple[str, str]], hidden: Collection[str]) -> list[tuple[str, str]]:
+    """What a graph returns, with the node that is shown for it: the nearest that is not hidden."""
+    reads: dict[str, str] = {}
+    for source, reader in net.edges:
+        reads.setdefault(reader, source)
+    found = []
+    for label, name in returned:
+        while name in hidden and name in reads:
+            name = reads[name]
+        found.append((label, name))
+    return found
+
+
 def hidden_reshapes(net: Net) -> set[str]:
     """Nodes that a picture leaves out: ops that only reshape and were not inserted."""
     return {name for name, node in net.nodes.items() if node.reshapes and not node.mark}
@@ -165,6 +178,11 @@ def shorten(text: str, width: int) -> str:
         return text
     head = (width - 2) // 3
     return f"{text[:head]}..{text[len(text) - (width - 2 - head) :]}"
+
+
+def shorten_front(text: str, width: int) -> str:
+    """Text of at most so many signs; the front goes, for parameters differ in their last words."""
+    return text if len(text) <= width else f"..{text[len(text) - width + 2 :]}"
 
 
 def describe(net: Net, node: Node) -> str:

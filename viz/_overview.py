@@ -48,7 +48,12 @@ def sketch_overview(net: Net, colours: Mapping[str, Paint], title: str) -> Sketc
     for node in net.nodes.values():
         if node.role != "op" or node.origin.order < 0:
             of_node[node.name] = -2 if node.mark == "records" else -1
-    items = [item for number, group in enumerate(groups) for item in _items(net, number, group, colours)]
+    labels = _told_apart([_label(group) for group in groups])
+    items = [
+        item
+        for number, (group, label) in enumerate(zip(groups, labels, strict=True))
+        for item in _items(net, number, group, label, colours)
+    ]
     records = [n for n in net.nodes.values() if n.mark == "records"]
     if records:
         items.append(_item(net, "records", "backward", -1, "records", "carried out of the graph", records))
@@ -135,7 +140,7 @@ def _merged(groups: Sequence[_Group]) -> list[_Group]:
     return [_Group([k for g in part for k in g.keys], [n for g in part for n in g.nodes]) for part in parts]
 
 
-def _items(net: Net, number: int, group: _Group, colours: Mapping[str, Paint]) -> list[Item]:
+def _items(net: Net, number: int, group: _Group, label: str, colours: Mapping[str, Paint]) -> list[Item]:
     items = []
     for lane in ("forward", "backward"):
         nodes = [n for n in group.nodes if n.origin.lane == lane]
@@ -143,7 +148,7 @@ def _items(net: Net, number: int, group: _Group, colours: Mapping[str, Paint]) -
             continue
         plain = [n for n in nodes if not n.mark]
         small = f"{len(plain)} op{'s' if len(plain) != 1 else ''}"
-        item = _item(net, f"{lane[0]}{number}", lane, number, _label(group), small, nodes)
+        item = _item(net, f"{lane[0]}{number}", lane, number, label, small, nodes)
         orders = {n.origin.order for n in group.nodes}
         sites = [str(s) for s, order in net.orders.items() if order in orders and lane_of_site(s) == lane]
         paints = [colours[site] for site in sites if site in colours]
@@ -189,6 +194,16 @@ def _label(group: _Group) -> str:
         name = _pattern(list(dict.fromkeys(names)))
     times = f" x {len(group.keys)}" if len(group.keys) > 1 else ""
     return f"{name}{_ops(group) if stretch >= 0 else ''}{times}"
+
+
+def _told_apart(labels: Sequence[str]) -> list[str]:
+    """Numbers behind labels that stand several times."""
+    seen: Counter[str] = Counter()
+    found = []
+    for label in labels:
+        found.append(f"{label} ({seen[label] + 1})" if seen[label] else label)
+        seen[label] += 1
+    return found
 
 
 def _name(key: _Key) -> str:

@@ -25,6 +25,7 @@ from gradrewrite.viz._picture import STYLE, Picture, draw_into
 VERSION = 1
 MOST_STEPS = 200
 MOST_UNFOLDED = 700  # boxes; a larger graph opens folded
+MOST_LISTED = 40  # edits; longer lists open closed, by action
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
 
 
@@ -58,6 +59,7 @@ def write_page(
         "view": view,
         "site": site,
         "most_unfolded": MOST_UNFOLDED,
+        "most_listed": MOST_LISTED,
         "geometry": _geometry(),
         **_layout(ladder, picture),
         "nodes": _nodes(graph, ladder.net),
@@ -78,7 +80,6 @@ def write_page(
         "graph": ET.tostring(svg, encoding="unicode"),
         "summary": html.escape(_summary(ladder)),
         "curves": f'<button id="enlarge" type="button">enlarge</button>{picture_of}' if curves else "<p>no records</p>",
-        "large": picture_of if curves else "",
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "code": here.joinpath("page.js").read_text(encoding="utf-8"),
     }

@@ -145,7 +145,7 @@ def _draw_clipping(clip: Clipping, ax: Axes) -> None:
     rate.plot(clip.steps, clip.rate, color=ORANGE, linewidth=0.8, alpha=0.7)
     rate.set_ylim(0, 1.05)
     rate.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"], color=ORANGE)
-    rate.set_ylabel(f"clip rate\n(last {clip.window} steps)", color=ORANGE)
+    rate.set_ylabel(f"clip rate\n(last {clip.window} steps)" if clip.window > 1 else "clip rate", color=ORANGE)
     ax.set_zorder(rate.get_zorder() + 1)
     ax.patch.set_visible(False)
     of = f", largest of {clip.num_clips}" if clip.num_clips > 1 else ""

@@ -16,10 +16,12 @@ BAND, PAPER, CUT = "#eef2f6", "#ffffff", "#c92a2a"
 STYLE = f"""
 svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {PAPER}; }}
 text {{ font-size: 10px; fill: {INK}; }} .small, .frame text {{ font-size: 8px; fill: {FAINT}; }}
+.node .small {{ fill: #495561; }}
 .head {{ font-size: 13px; font-weight: bold; }} .note {{ font-size: 11px; fill: {FAINT}; }}
 .frame rect {{ fill: {BAND}; fill-opacity: 0.55; stroke: #d5dde5; }}
 .node rect {{ fill: {PAPER}; stroke: {LINE}; }} .pill rect {{ fill: #f4f6f8; stroke: #cfd7df; }}
 .inserted rect {{ fill: {INSERTED}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
+.badged rect {{ stroke: {INSERTED_EDGE}; stroke-width: 2; }}
 .records rect {{ fill: {RECORDS}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
 .blamed rect {{ stroke: {CUT}; stroke-width: 3; }}
 path {{ fill: none; stroke: {LINE}; }} .saved {{ stroke: {SAVED}; stroke-dasharray: 3 2; }} .far {{ opacity: 0.35; }}

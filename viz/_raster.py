@@ -116,7 +116,7 @@ def _write(axes: Any, picture: Picture) -> None:
 
 
 def _is_edged(box: Box) -> bool:
-    return bool({"inserted", "records", "blamed"} & set(box.classes))
+    return bool({"inserted", "records", "blamed", "badged"} & set(box.classes))
 
 
 def _fill(box: Box) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gradrewrite.viz._ladder import (
     EDGE,
@@ -22,7 +23,7 @@ from gradrewrite.viz._ladder import (
     Spot,
     lane_of,
 )
-from gradrewrite.viz._net import Net, describe, run_name, shorten
+from gradrewrite.viz._net import Net, describe, run_name, shorten, shorten_front
 from gradrewrite.viz._picture import (
     INSERTED,
     INSERTED_EDGE,
@@ -38,9 +39,10 @@ from gradrewrite.viz._picture import (
     Words,
 )
 
+MANY = 12  # edges; what reads more (a total norm, one measurement of all gradients) is joined by faint lines
 _LEGEND = (
-    Swatch(INSERTED, INSERTED_EDGE, "inserted by an edit"),
-    Swatch(RECORDS, INSERTED_EDGE, "inserted: carries records out of the graph"),
+    Swatch(INSERTED, INSERTED_EDGE, "orange edge: inserted by an edit"),
+    Swatch(RECORDS, INSERTED_EDGE, "orange edge: carries records out of the graph"),
     Swatch(PAPER, SAVED, "dashed: a forward value saved for the backward"),
 )
 
@@ -58,7 +60,11 @@ def draw_ladder(ladder: Ladder, colours: Mapping[str, Paint], legend: Sequence[S
     boxes = {s.key: _box(ladder.net, s, tops[s.row] + s.line * PITCH, colours) for s in ladder.spots}
     rows = {s.key: s.row for s in ladder.spots}
     lanes = {s.key: lane_of(s) for s in ladder.spots}
-    lines = [_line(boxes[a], boxes[b], (lanes[a], lanes[b]), abs(rows[a] - rows[b])) for a, b in ladder.edges]
+    reads = Counter(b for _, b in ladder.edges)
+    lines = []
+    for a, b in ladder.edges:
+        line = _line(boxes[a], boxes[b], (lanes[a], lanes[b]), abs(rows[a] - rows[b]))
+        lines.append(replace(line, classes=("carried",)) if reads[b] > MANY else line)
     known = [*_LEGEND, *legend]
     summary = f"{len(ladder.net.nodes)} nodes, {len(ladder.net.edits)} edits, {ladder.net.num_inserted} nodes inserted"
     more = f"; {len(ladder.hidden)} ops that only reshape are hidden" if ladder.hidden else ""
@@ -123,14 +129,15 @@ def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, Paint]) -> Box:
     title = f"{title}\n{paint.words}" if paint is not None else title
     text = spot.text.removeprefix("gradient:") if is_pill else spot.text
     signs = int(spot.width // 6.6)
+    label = shorten_front(text, signs) if is_pill else shorten(text, signs)
     return Box(
         key=spot.key,
         x=spot.x,
         y=y,
         width=spot.width,
         height=18 if is_pill else HEIGHT,
-        text=shorten(text, signs),
-        small=shorten(spot.small, int(spot.width // 5.2)),
+        text=label,
+        small=shorten(spot.small, int(spot.width // 5.1)),
         classes=tuple(classes),
         title=title,
         data=data,

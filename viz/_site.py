@@ -11,11 +11,11 @@ import networkx as nx
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.sites import Pattern, Site
 from gradrewrite.suggest import nearest
-from gradrewrite.viz._net import Net, action_name, contracted, describe, hidden_reshapes
+from gradrewrite.viz._net import Net, action_name, contracted, describe, hidden_reshapes, shown_for
 from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
-MOST = 30  # boxes a side that were not inserted
+MOST = 24  # boxes a side that were not inserted
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def sketch_site(
         shown = set(side.names)
         pairs = [edge for edge in side.edges if edge[0] in shown and edge[1] in shown]
         for a, b in pairs:
-            is_saved = side.net.nodes[a].origin.lane != side.net.nodes[b].origin.lane
+            is_saved = b in side.net.nodes and side.net.nodes[a].origin.lane != side.net.nodes[b].origin.lane
             kind = "cut" if side.name == "before" and (a, b) in cut else ("saved" if is_saved else "")
             links.append(Link(f"{side.name} {a}", f"{side.name} {b}", kind))
     empty = [number for number in own if not after.edits[number].nodes]
@@ -96,15 +96,16 @@ def sketch_site(
 
 def _side(name: str, net: Net, seeds: Sequence[str], hops: int) -> _Side:
     hidden = hidden_reshapes(net) - set(seeds)
-    edges = contracted(net, hidden)
+    edges = [*contracted(net, hidden), *((name, label) for label, name in shown_for(net, net.returned, hidden))]
     graph = nx.DiGraph(edges)
     graph.add_nodes_from(seeds)
     distance: dict[str, int] = {}
     for one_way in (graph, graph.reverse(copy=False)):  # what reads the site, and what it is computed from
-        for seed in seeds:
-            for other, far in nx.single_source_shortest_path_length(one_way, seed, cutoff=hops).items():
+        for number, seed in enumerate(seeds):
+            cutoff = hops if number == 0 else min(hops, 1)  # around what was inserted only what it reads and feeds
+            for other, far in nx.single_source_shortest_path_length(one_way, seed, cutoff=cutoff).items():
                 distance[other] = min(far, distance.get(other, far))
-    order = {n: number for number, n in enumerate(net.nodes)}
+    order = {n: number for number, n in enumerate([*net.nodes, *(label for label, _ in net.returned)])}
     others = sorted((n for n in distance if n not in seeds), key=lambda n: (distance[n], order[n]))
     names = [*seeds, *others[:MOST]]
     return _Side(name, net, edges, sorted(names, key=order.__getitem__), max(0, len(others) - MOST))
@@ -126,8 +127,12 @@ def _items(side: _Side, anchor: str, blamed: Collection[str], colours: Mapping[s
 
 
 def _item(side: _Side, name: str, row: int) -> Item:
+    if name not in side.net.nodes:
+        data = {"returned": name, "side": side.name}
+        return Item(f"{side.name} {name}", side.name, row, name, "returned", "", (), name, data)
     node = side.net.nodes[name]
-    key, title, data = f"{side.name} {name}", describe(side.net, node), {"node": name, "side": side.name}
+    key, title = f"{side.name} {name}", describe(side.net, node)
+    data = {"node": name, "side": side.name}
     if node.edit >= 0:
         edit = side.net.edits[node.edit]
         data |= {"edit": str(node.edit), "site": str(edit.site), "action": edit.text}

@@ -269,7 +269,14 @@ function recolour() {
       const values = metric.values[site];
       if (values) value = step === null ? number(values.total) : (values.steps[at] === null ? null : number(values.steps[at]));
     }
-    box.rect.setAttribute("style", value === null || value === undefined ? "" : `fill:${colour(metric, value)}`);
+    box.value = value === undefined ? null : value;
+    box.rect.setAttribute("style", box.value === null ? "" : `fill:${colour(metric, value)}`);
+  }
+  for (const band of bands) for (const part of band.summary) { // the strongest of what is folded
+    const values = band.inside.filter((box) => box.lane === part.lane && box.value !== null).map((box) => box.value);
+    const bad = values.find((value) => !Number.isFinite(value));
+    const worst = bad === undefined ? Math.max(...values) : bad;
+    part.rect.setAttribute("style", values.length ? `fill:${colour(metric, worst)}` : "");
   }
   const legend = $("legend");
   legend.replaceChildren();
@@ -291,8 +298,17 @@ function colour(metric, value) {
 function say(text) { $("status").textContent = text; }
 
 // ---- controls
+const actions = new Map(); // edits by action, each list to be opened
+data.edits.forEach((edit) => actions.set(edit.action, (actions.get(edit.action) || 0) + 1));
+for (const [action, count] of actions) {
+  const group = make(make($("edits"), "li"), "details", { "data-action": action });
+  if (data.edits.length <= data.most_listed || actions.size === 1) group.open = true;
+  make(group, "summary", {}, `${action} (${count})`);
+  actions.set(action, make(group, "ol"));
+}
 data.edits.forEach((edit, at) => {
-  const button = make(make($("edits"), "li"), "button", { "data-jump": String(at) }, `${edit.action} at ${edit.site}`);
+  const list = actions.get(edit.action);
+  const button = make(make(list, "li"), "button", { "data-jump": String(at), title: edit.action }, edit.site);
   button.addEventListener("click", () => { select(byName.get(edit.nodes[0] || `edit ${at}`)); say(`edit ${at + 1} of ${data.edits.length}`); });
 });
 boxes.forEach((box) => box.element.addEventListener("click", () => { if (!dragged) select(box, { scroll: false }); }));
@@ -306,7 +322,13 @@ $("unfold").addEventListener("click", () => foldAll(false));
 $("in").addEventListener("click", () => zoom(scale * 1.25));
 $("out").addEventListener("click", () => zoom(scale / 1.25));
 $("fit").addEventListener("click", () => { zoom(Math.min(view.clientWidth / G.width, 1.5)); view.scrollTop = 0; });
-$("enlarge")?.addEventListener("click", () => $("large").showModal());
+$("enlarge")?.addEventListener("click", () => {
+  const large = $("large");
+  if (!large.querySelector("img")) large.prepend($("curves").querySelector("img").cloneNode());
+  large.showModal();
+});
+$("next").addEventListener("click", () => nextHit(1));
+$("previous").addEventListener("click", () => nextHit(-1));
 $("help").addEventListener("click", () => $("keys").showModal());
 for (const name of ["forward", "backward", "saved", "carried"]) {
   const box = $(name === "forward" || name === "backward" ? "lane-" + name : name);
@@ -365,7 +387,7 @@ let edit = -1;
 function nextEdit(by) {
   if (!data.edits.length) return;
   edit = (edit + by + data.edits.length) % data.edits.length;
-  $("edits").querySelectorAll("button")[edit].click();
+  $("edits").querySelector(`[data-jump="${edit}"]`).click();
 }
 
 const whole = data.boxes.length > data.most_unfolded || data.view === "overview";
