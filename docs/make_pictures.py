@@ -224,6 +224,7 @@ def _search(page: Page) -> None:
 def _choose(page: Page) -> None:
     for _ in range(2):
         page.click("#in")
+    page.evaluate("document.querySelectorAll('#edits details').forEach((list) => { list.open = true; })")
     page.click('[data-jump="1"]')
 
 

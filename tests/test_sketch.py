@@ -166,10 +166,10 @@ def test_a_gradient_that_is_returned_is_replaced_too() -> None:
     (site,) = [s for s in graph.sites if str(s) == "gradient:second.bias"]
     sketch = viz.draw(graph, "site", site=site)._sketch
     (cut,) = [link for link in sketch.links if link.kind == "cut"]
-    into = [link.source for link in sketch.links if link.target == "after gradient:second.bias"]
+    into = [link.source for link in sketch.links if link.target == "after gradient of second.bias"]
     clip = next(e for e in graph.edits if e.site == site and e.text.startswith("ClipByGlobalNorm"))
 
-    assert cut.target == "before gradient:second.bias"
+    assert cut.target == "before gradient of second.bias"
     assert into == [f"after {clip.nodes[-1]}"]
 
 

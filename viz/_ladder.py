@@ -136,7 +136,19 @@ def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
     for key, source in shown_for(net, net.returned, hidden):
         row = row_of(net.nodes[source])
         (row.right if net.nodes[source].origin.lane == "backward" else row.left).append((key, None, key))
+    for row in rows.values():
+        row.forward, row.backward = _together(row.forward), _together(row.backward)
     return [rows[order] for order in sorted(rows)]
+
+
+def _together(parts: Sequence[Node | int]) -> list[Node | int]:
+    """Parts in the order of execution, but the nodes of one edit beside each other."""
+    groups: dict[tuple[str, int], list[Node | int]] = {}
+    for number, part in enumerate(parts):
+        is_edited = isinstance(part, Node) and part.edit >= 0
+        key = ("edit", part.edit) if is_edited and isinstance(part, Node) else ("", number)
+        groups.setdefault(key, []).append(part)
+    return [part for group in groups.values() for part in group]
 
 
 def _spots(net: Net, number: int, row: _Row) -> list[Spot]:

@@ -25,7 +25,7 @@ text {{ font-size: 10px; fill: {INK}; }} .small, .frame text {{ font-size: 8px; 
 .records rect {{ fill: {RECORDS}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
 .blamed rect {{ stroke: {CUT}; stroke-width: 3; }}
 path {{ fill: none; stroke: {LINE}; }} .saved {{ stroke: {SAVED}; stroke-dasharray: 3 2; }} .far {{ opacity: 0.35; }}
-.carried {{ opacity: 0.12; }}
+.carried, .fan {{ opacity: 0.12; }}
 .cut {{ stroke: {CUT}; stroke-width: 2; stroke-dasharray: 4 3; }} .cross {{ stroke: {CUT}; stroke-width: 3; }}
 """
 

@@ -131,4 +131,4 @@ def _line_colour(classes: tuple[str, ...]) -> tuple[float, float, float, float]:
     from matplotlib.colors import to_rgba
 
     colour = CUT if {"cut", "cross"} & set(classes) else SAVED if "saved" in classes else LINE
-    return to_rgba(colour, 0.12 if "carried" in classes else 0.35 if "far" in classes else 1.0)
+    return to_rgba(colour, 0.12 if {"carried", "fan"} & set(classes) else 0.35 if "far" in classes else 1.0)

@@ -39,7 +39,7 @@ from gradrewrite.viz._picture import (
     Words,
 )
 
-MANY = 12  # edges; what reads more (a total norm, one measurement of all gradients) is joined by faint lines
+MANY = 12  # edges; what reads more (a total norm) or is read more (by every step) is joined by faint lines
 _LEGEND = (
     Swatch(INSERTED, INSERTED_EDGE, "orange edge: inserted by an edit"),
     Swatch(RECORDS, INSERTED_EDGE, "orange edge: carries records out of the graph"),
@@ -60,11 +60,12 @@ def draw_ladder(ladder: Ladder, colours: Mapping[str, Paint], legend: Sequence[S
     boxes = {s.key: _box(ladder.net, s, tops[s.row] + s.line * PITCH, colours) for s in ladder.spots}
     rows = {s.key: s.row for s in ladder.spots}
     lanes = {s.key: lane_of(s) for s in ladder.spots}
-    reads = Counter(b for _, b in ladder.edges)
+    reads, feeds = Counter(b for _, b in ladder.edges), Counter(a for a, _ in ladder.edges)
     lines = []
     for a, b in ladder.edges:
         line = _line(boxes[a], boxes[b], (lanes[a], lanes[b]), abs(rows[a] - rows[b]))
-        lines.append(replace(line, classes=("carried",)) if reads[b] > MANY else line)
+        is_fan = reads[b] > MANY or (feeds[a] > MANY and abs(rows[a] - rows[b]) > FAR)
+        lines.append(replace(line, classes=("fan",)) if is_fan and line.classes != ("carried",) else line)
     known = [*_LEGEND, *legend]
     summary = f"{len(ladder.net.nodes)} nodes, {len(ladder.net.edits)} edits, {ladder.net.num_inserted} nodes inserted"
     more = f"; {len(ladder.hidden)} ops that only reshape are hidden" if ladder.hidden else ""

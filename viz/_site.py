@@ -87,7 +87,7 @@ def sketch_site(
         for a, b in pairs:
             is_saved = b in side.net.nodes and side.net.nodes[a].origin.lane != side.net.nodes[b].origin.lane
             kind = "cut" if side.name == "before" and (a, b) in cut else ("saved" if is_saved else "")
-            links.append(Link(f"{side.name} {a}", f"{side.name} {b}", kind))
+            links.append(Link(_key(side, a), _key(side, b), kind))
     empty = [number for number in own if not after.edits[number].nodes]
     items += [_empty_item(after, number, len(items)) for number in empty]
     caption = _caption(after, site, own, sides, records)
@@ -126,12 +126,17 @@ def _items(side: _Side, anchor: str, blamed: Collection[str], colours: Mapping[s
     return items
 
 
+def _key(side: _Side, name: str) -> str:
+    """Name of a box; behind a colon Graphviz would read the name of a port."""
+    return f"{side.name} {name}".replace(":", " of ")
+
+
 def _item(side: _Side, name: str, row: int) -> Item:
     if name not in side.net.nodes:
         data = {"returned": name, "side": side.name}
-        return Item(f"{side.name} {name}", side.name, row, name, "returned", "", (), name, data)
+        return Item(_key(side, name), side.name, row, name, "returned", "", (), name, data)
     node = side.net.nodes[name]
-    key, title = f"{side.name} {name}", describe(side.net, node)
+    key, title = _key(side, name), describe(side.net, node)
     data = {"node": name, "side": side.name}
     if node.edit >= 0:
         edit = side.net.edits[node.edit]

@@ -220,9 +220,8 @@ def _escape(text: str) -> str:
 
 
 def _table(lines: Sequence[str], legend: Sequence[Swatch]) -> str:
-    rows = "".join(f'<tr><td align="left" colspan="2">{_escape(line)}</td></tr>' for line in lines)
+    rows = "".join(f'<tr><td align="left">{_escape(line)}</td></tr>' for line in lines)
     for swatch in legend:
-        colours = f'color="{swatch.edge}" bgcolor="{swatch.colour}"'
-        cell = f'<td width="16" height="11" fixedsize="true" border="1" {colours}></td>'
-        rows += f'<tr>{cell}<td align="left">{_escape(swatch.text)}</td></tr>'
+        square = f'<font point-size="16" color="{swatch.colour}">&#9632;</font>'
+        rows += f'<tr><td align="left">{square} {_escape(swatch.text)}</td></tr>'
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'

@@ -124,7 +124,7 @@ function placeLines() {
   for (const line of lines) {
     const a = standIn(line.from), b = standIn(line.to), key = `${a.key}\n${b.key}`;
     const off = a.key === b.key || !shown[a.lane] || !shown[b.lane] || seen.has(key)
-      || (line.kind === "saved" && !shown.saved) || (line.kind === "carried" && !shown.carried);
+      || (line.kind === "saved" && !shown.saved) || ((line.kind === "carried" || line.kind === "fan") && !shown.carried);
     line.element.classList.toggle("gone", off);
     if (off) continue;
     seen.add(key);
