@@ -14,7 +14,18 @@ import gradrewrite as gr
 
 from models.zoo import CASES, Case
 
-__all__ = ["CASES", "Case", "Probe", "eager_gradients", "failure", "gradients_of", "make_case", "run_case", "run_probe"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Probe",
+    "eager_gradients",
+    "failure",
+    "gradient",
+    "gradients_of",
+    "make_case",
+    "run_case",
+    "run_probe",
+]
 
 TensorFunction = Callable[[Tensor], Tensor]
 Gradients = dict[str, Tensor | None]
@@ -82,3 +93,12 @@ def failure(step: Callable[[], None]) -> gr.NonFiniteError:
     with pytest.raises(gr.NonFiniteError) as caught:
         step()
     return caught.value
+
+
+def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of the first parameter after one backward."""
+    model.zero_grad()
+    model(x).sum().backward()
+    (first, *_) = model.parameters()
+    assert first.grad is not None
+    return first.grad.clone()

@@ -281,78 +281,6 @@ def test_two_answers_of_one_clip_act_as_one() -> None:
         torch.testing.assert_close(through([action, action], g), through(action, g), rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="a hook inside a compiled model is applied elsewhere before")
-def test_pair_rewritten_graph_is_that_of_the_model_written_by_hand() -> None:
-    class ByHand(nn.Module):
-        def __init__(self, plain: nn.Module) -> None:
-            super().__init__()
-            self.plain = plain
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.plain[0](x)
-            h.register_hook(lambda g: g.clamp_min(-0.5).clamp_max(0.5))
-            return self.plain[2](self.plain[1](h))
-
-    plain, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(2, 4)
-    ours = gr.transform(plain, gr.on("error:0", ClipByValue(0.5))).trace(x)
-    theirs = gr.transform(ByHand(plain), []).trace(x)
-
-    assert ops(ours) == ops(theirs)
-    assert ops(ours) != ops(ours.before)
-
-
-def test_untouched_graph_is_that_without_probes() -> None:
-    """A policy that never answers leaves the ops that torch itself traces."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import default_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    plain, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.LayerNorm(3)), torch.randn(2, 4)
-    joint: list[list[str]] = []
-
-    def partition(gm: Any, *args: Any, **kwargs: Any) -> Any:
-        joint.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
-        return default_partition(gm, *args, **kwargs)
-
-    backend = aot_autograd(
-        fw_compiler=lambda g, _: make_boxed_func(g.forward),
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-    )
-    torch.compile(plain, backend=backend)(x).sum().backward()
-    graph = gr.transform(plain, lambda site: None).trace(x)
-
-    assert ops(graph) == joint[0]
-    assert ops(graph.before) == joint[0]
-    assert not graph.edits
-
-
-def test_edits_name_inserted_nodes_once() -> None:
-    policy = [
-        gr.on("error:*", ClipByValue(1.0, log=True)),
-        gr.on("gradient:*", [Scale(2.0), ClipByGlobalNorm(1.0)]),
-        gr.on("error:0", lambda g: g),
-    ]
-    graph = gr.transform(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), policy).trace(torch.randn(2, 4))
-    kinds = [f"{e.site.kind} {type(e.action).__name__}" for e in graph.edits]
-    inserted = [n for e in graph.edits for n in e.nodes] + list(graph.carriers)
-    names = {n.name for n in graph.graph_module.graph.nodes}
-
-    assert {k: kinds.count(k) for k in kinds} == {
-        "error ClipByValue": 3,
-        "error function": 1,
-        "gradient Scale": 4,
-        "gradient ClipByGlobalNorm": 4,
-    }
-    assert len(inserted) == len(set(inserted))
-    assert names - {n.name for n in graph.before.graph_module.graph.nodes} <= set(inserted)
-    assert set(inserted) <= names
-    assert len(names) == len(ops_nodes(graph.before)) + len(inserted)
-    order = [n.name for n in graph.graph_module.graph.nodes]
-    assert all(list(e.nodes) == sorted(e.nodes, key=order.index) for e in graph.edits)
-
-
 @pytest.mark.parametrize("make", [ClipByValue, ClipByNorm, ClipByGlobalNorm, Scale])
 def test_live_thresholds(make: Any) -> None:
     bound = torch.tensor(0.5)
@@ -384,11 +312,3 @@ def same(a: Tensor | None, b: Tensor) -> bool:
     """Equal bit for bit, but for the payload of NaN."""
     assert a is not None
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def ops(graph: gr.JointGraph) -> list[str]:
-    return [str(n.target) for n in graph.graph_module.graph.nodes if n.op == "call_function"]
-
-
-def ops_nodes(graph: gr.JointGraph) -> list[Any]:
-    return list(graph.graph_module.graph.nodes)

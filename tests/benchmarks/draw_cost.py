@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gradrewrite import viz
 from gradrewrite.joint import JointGraph
+
 from models.graphs import recurrent, transformer
 
 REPEATS = 5
