@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByValue, Keep, Scale, Zero
+from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Keep, Scale, Zero
 
 from helpers import CASES, gradient, make_case, run_case
 
