@@ -54,7 +54,7 @@ def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
     model = gr.transform(Breaking(), DOUBLE)
 
     with pytest.raises(
-        gr.GraphBreakError, match=r"test_module.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
+        gr.GraphBreakError, match=r"test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
     ):
         model(x)
     with pytest.raises(gr.GraphBreakError, match="explain"):
@@ -66,7 +66,7 @@ def test_graph_break_is_listed_and_warned_about_once(x: Tensor) -> None:
     wanted = gradient(plain, x)
     model = gr.transform(plain, DOUBLE, fullgraph=False)
 
-    with pytest.warns(gr.RewriteWarning, match=r"test_module.py:\d+ \"torch._dynamo.graph_break\(\)\""):
+    with pytest.warns(gr.RewriteWarning, match=r"test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\""):
         got = gradient(model, x)
     torch.testing.assert_close(got, 2 * wanted)
     with warnings.catch_warnings():
