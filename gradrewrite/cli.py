@@ -111,6 +111,8 @@ def _draw(options: argparse.Namespace) -> None:
     name, ending = _split(options.out, [*pictures, *exports])
     if ending in exports:
         _refuse_ignored(options, ending)
+    elif options.reshapes and options.view != "ladder" and ending != ".html":
+        raise _Refused("--reshapes belongs to the ladder and the page; leave it out, or take --view ladder")
     steps = _read(options.run) if options.run is not None else None
     graph = load_graph(options.model, options.input, options.policy)
     try:
@@ -143,6 +145,7 @@ def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
         "--hops": options.hops != 3,
         "--run": options.run is not None,
         "--color-by": options.color_by is not None,
+        "--reshapes": options.reshapes,
     }
     ignored = [flag for flag, is_given in given.items() if is_given]
     if ignored:

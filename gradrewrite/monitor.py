@@ -123,7 +123,7 @@ class Monitor:
         return diagnose(self.steps())
 
     def steps(self) -> list[Step]:
-        """The rows in the buffer, oldest first, with the bounds of norm clips. Waits for the device."""
+        """The rows in the buffer, oldest first, with the bounds of clips. Waits for the device."""
         with self._lock:
             return [Step(row.step, row.values() | row.bounds()) for row in self._read()]
 
@@ -201,12 +201,13 @@ class Monitor:
             if self._rows:
                 self._rows[-1].extra |= figures
 
-    def add_pack(self, names: tuple[str, ...], pack: Tensor) -> bool:
+    def add_pack(self, names: tuple[str, ...], pack: Tensor, *, is_own: bool = False) -> bool:
         """Add figures on a device to the last row; in place of those that were added under the same names.
 
         Args:
             names: Their addresses.
             pack: Their values, flat float32 or float64; nobody changes it later.
+            is_own: Whether nobody asked for them: a file that lacks them is then no matter for a warning.
 
         Returns:
             Whether there is a row.
@@ -215,7 +216,8 @@ class Monitor:
             if not self._rows:
                 return False
             self._rows[-1].added[names] = Added(names, pack)
-            self._outlets.note_late(self._rows[-1].step, names[0])
+            if not is_own:
+                self._outlets.note_late(self._rows[-1].step, names[0])
             return True
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:

@@ -222,7 +222,7 @@ class Guard:
     def _count(self, bad: Tensor) -> None:
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
-        self._monitor.add_pack((f"skipped@optimizer:{self._first_group}",), bad.reshape(1))
+        self._monitor.add_pack((f"skipped@optimizer:{self._first_group}",), bad.reshape(1), is_own=True)
         total, in_a_row = self._counts.unbind()
         self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from gradrewrite import _torch, markers
@@ -19,7 +20,7 @@ from gradrewrite.sites import Site
 _MARKERS = (markers.mark_activation, markers.mark_error)
 
 
-def owners(graph: fx.Graph, backward: Collection[str]) -> dict[fx.Node, int]:
+def owners(graph: fx.Graph, backward: Collection[str], inserted: Mapping[str, int] | None = None) -> dict[fx.Node, int]:
     """The torch-level op that each node belongs to, as the number of the value that the op makes.
 
     AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
@@ -29,10 +30,13 @@ def owners(graph: fx.Graph, backward: Collection[str]) -> dict[fx.Node, int]:
     Args:
         graph: A joint graph with its markers.
         backward: Names of the nodes of the backward.
+        inserted: Nodes that act on an error, by name, with its number: what follows reads them, not the marker.
     """
     nodes = list(graph.nodes)
-    nearest = _nearest_errors(nodes, backward)
-    found = {node: number_of(nodes[at]) for node, at in nearest.items()}
+    numbers = dict(inserted or {})
+    numbers |= {node.name: number_of(node) for node in nodes if node.target is markers.mark_error}
+    nearest = _nearest_errors(nodes, backward, numbers)
+    found = {node: numbers[nodes[at].name] for node, at in nearest.items()}
     waiting: list[fx.Node] = []
     for node in nodes:
         if node.target is markers.mark_activation:
@@ -43,12 +47,12 @@ def owners(graph: fx.Graph, backward: Collection[str]) -> dict[fx.Node, int]:
     return found
 
 
-def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str]) -> dict[fx.Node, int]:
-    """By node of the backward the place of the last marker of an error that it is computed from."""
+def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors: Collection[str]) -> dict[fx.Node, int]:
+    """By node of the backward the place of the last of ``errors`` that it is computed from."""
     order = {node: number for number, node in enumerate(nodes)}
     nearest: dict[fx.Node, int] = {}
     for node in nodes:
-        if node.target is markers.mark_error:
+        if node.name in errors:
             nearest[node] = order[node]
         elif node.name in backward:
             read = [nearest[n] for n in node.all_input_nodes if n in nearest]
@@ -81,11 +85,28 @@ def read_origins(
     last = max(ops, default=0)
     origins = {}
     for node in graph.nodes:
-        if node.op in ("call_function", "get_attr") and node.target not in _MARKERS:
-            op = ops.get(owner.get(node, last), Origin("forward", last))
-            origins[node.name] = replace(op, lane="backward" if node.name in backward else "forward")
+        if node.op == "call_function" and node.target not in _MARKERS:
+            written = _written(node)
+            number = owner.get(node if written is None else written, last)
+            is_forward = node.name not in backward or written is not None
+            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=_lane_name(is_forward))
+    for node in graph.nodes:
+        if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op
+            users = [origins[u.name] for u in node.users if u.name in origins]
+            origins[node.name] = users[0] if users else Origin("forward", last)
     origins |= _of_placeholders(graph, origins, given, last)
     return Meaning(origins, outputs=_outputs(graph, leaves))
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What an update of a buffer writes into it; AOTAutograd puts these behind the backward. None for other nodes."""
+    into, *rest = node.args or (None,)
+    is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
+    return rest[0] if is_update and isinstance(rest[0], fx.Node) else None
+
+
+def _lane_name(is_forward: bool) -> Lane:
+    return "forward" if is_forward else "backward"
 
 
 def with_edits(
@@ -115,7 +136,7 @@ def with_edits(
 
 
 def _lane(node: fx.Node) -> Lane:
-    return "backward" if _torch.is_backward(node) else "forward"
+    return _lane_name(not _torch.is_backward(node))
 
 
 def _ops(values: Sequence[Value]) -> dict[int, Origin]:

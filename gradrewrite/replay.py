@@ -56,7 +56,9 @@ class _Replay:
         self._graph = recipe.graph.graph
         self._nodes = list(self._graph.nodes)
         self._order = {node: number for number, node in enumerate(self._nodes)}
-        self._owners = owners(self._graph, recipe.backward)
+        numbers = {site: number for number, site in recipe.errors.items()}
+        acting = {name: numbers[e.site] for name, e in recipe.actions.items() if e.site in numbers}
+        self._owners = owners(self._graph, recipe.backward, acting)
         self._output = self._graph.output_node()
         self._states: dict[fx.Node, _State] = {}
         self._evidence = Evidence()

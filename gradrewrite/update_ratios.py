@@ -35,15 +35,15 @@ class UpdateRatios:
         """Take what gives names by ``id``; it is asked again where the optimizer has a parameter without a name."""
         self._names = names
         self._named: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too
 
     def before(self, optimizer: torch.optim.Optimizer) -> list[Before]:
         """Copy the parameters; nothing waits for the device."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        is_known = len(own) == len(self._named) and all(
-            p is ref() for p, (_, ref) in zip(own, self._named, strict=True)
-        )
+        is_known = len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True))
         if not is_known:
             names = self._names()
+            self._own = [weakref.ref(p) for p in own]
             self._named = [(names[id(p)], weakref.ref(p)) for p in own if id(p) in names]
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         for name, ref in self._named:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite
+from gradrewrite.passes import CheckFinite, ClipByValue
 
 from helpers import failure
 
@@ -292,3 +292,17 @@ def test_root_at_zero_in_the_backward(policy: gr.Policy) -> None:
     assert err.percent == 100.0
     assert [str(s.site) for s in err.window][-1] == "error:/sqrt"
     assert err.window[-1].smallest == err.window[-1].largest == 1.0
+
+
+def test_a_clip_of_the_error_on_the_way_changes_no_blame() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(torch.sqrt(self.lin(x) * 0.0)).sum()
+
+    for more in ([], [gr.on("error:*/sqrt", ClipByValue(10.0))]):
+        model = gr.transform(Net(), [gr.on("error:*/mul", CheckFinite()), *more])
+        assert failure(model(torch.ones(2, 3)).backward).op == "/sqrt"

@@ -105,7 +105,7 @@ def test_colours_of_a_run(shell: Shell) -> None:
     assert shell.run(*run, "--out", "rate.svg")[0] == 0
     assert "error:0: clip acted in 50% of the steps" in Path("rate.svg").read_text()
     assert shell.run(*run, "--color-by", "largest error", "--out", "size.svg")[0] == 0
-    assert "error:0: largest: 0.2" in Path("size.svg").read_text()
+    assert "error:0: largest absolute value: 0.2" in Path("size.svg").read_text()
     assert shell.run(*run, "--out", "page.html")[0] == 0
     assert '"steps":[0,1]' in Path("page.html").read_text()
     Path("run.jsonl").write_text(STEP % (0, '"Infinity"', 1))

@@ -20,7 +20,7 @@ from models.graphs import Three, three_layers
 
 @pytest.mark.parametrize("form", ["svg", "png", "pdf", "dot", "html"])
 @pytest.mark.parametrize("view", ["ladder", "overview", "site"])
-def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: viz.Drawing, form: viz.Format) -> None:
+def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: str, form: viz.Format) -> None:
     site = "error:second" if view == "site" else None
     drawing = viz.draw(three_layers(), view, site=site)  # type: ignore[arg-type]
     path = drawing.render(tmp_path / "a.b", form)
@@ -148,6 +148,33 @@ def test_scales() -> None:
     bad = _colours.measure(last_run([Step(0, {"max_abs@error:a": math.nan})]), net)[0]
     assert bad.legend()[-1].text == "NaN or infinite"
     assert math.isnan(bad.totals["error:a"])
+
+
+def test_of_several_clips_at_a_site_any_counts() -> None:
+    policy = [
+        gr.on("gradient:first.weight", ClipByNorm(1e-9)),
+        gr.on("gradient:*", ClipByGlobalNorm(1e9)),
+        gr.on("error:second", [ClipByValue(1e-9, log=True), ClipByNorm(1e9)]),
+    ]
+    model, net = trained(policy, [1.0, 1.0])
+    rates = measured(model, net)["clip rate"].totals
+
+    assert rates["gradient:first.weight"] == rates["error:second"] == 1.0
+    assert rates["gradient:second.weight"] == 0.0
+
+
+def test_the_largest_error_is_one_measure_of_what_the_first_clip_met() -> None:
+    steps = [Step(0, {"norm@error:a": 9.0, "max_abs@error:b": 3.0, "max_abs.2@error:b": 0.1})]
+    (largest,) = _colours.measure(last_run(steps), _net.read(three_layers()))
+
+    assert largest.totals == {"error:b": 3.0}
+    assert largest.legend()[0].text == "largest absolute value: 3 or less"
+
+
+def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
+    for view, site in (("overview", None), ("site", "error:second")):
+        data = Path(viz.draw(three_layers(), view, site=site).render(tmp_path / "a", "pdf")).read_bytes()  # type: ignore[arg-type]
+        assert b"/CreationDate (D:19700101" in data or b"/CreationDate" not in data
 
 
 def test_a_monitor_without_records_colours_nothing() -> None:

@@ -99,6 +99,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.to_networkx(3)  # type: ignore[arg-type]
 
 
-def test_exports_are_the_same_in_every_process() -> None:
+def test_actions_are_written_without_addresses() -> None:
     assert not [e.text for e in three_layers().edits if "0x" in e.text]
     assert any(e.text.startswith("<function three_layers.<locals>.<lambda>") for e in three_layers().edits)

@@ -15,7 +15,7 @@ from gradrewrite import viz
 from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _ladder, _net, _rungs
 
-from models.graphs import GRAPHS, ODD_NAMES, odd_names, recurrent, three_layers, transformer
+from models.graphs import GRAPHS, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
 
 EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
 Make = Callable[[], JointGraph]
@@ -124,6 +124,14 @@ def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
         inside = {b.key for b in boxes if frame.y <= b.y and b.y + b.height <= frame.y + frame.height}
         assert inside == {key for key, around in runs.items() if module in around}
         assert not [b for b in boxes if b.y < frame.y < b.y + b.height]
+
+
+def test_an_edit_without_nodes_does_not_break_its_band() -> None:
+    ladder = _ladder.lay_out(_net.read(live_thresholds()))
+    (band,) = [band for band in ladder.bands if band.path == (("inner", 0),)]
+    (spot,) = [spot for spot in ladder.spots if spot.node is None and spot.edit >= 0]
+
+    assert band.first <= spot.row <= band.last
 
 
 def test_odd_names_are_kept() -> None:

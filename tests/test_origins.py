@@ -13,7 +13,7 @@ import gradrewrite as gr
 from gradrewrite.joint import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
 
-from models.graphs import GRAPHS, Three, recurrent, three_layers, transformer
+from models.graphs import GRAPHS, Three, live_thresholds, recurrent, three_layers, transformer
 
 EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
 Make = Callable[[], JointGraph]
@@ -48,7 +48,7 @@ def test_the_forward_is_in_order_and_keeps_torch_s_modules(make: Make) -> None:
     assert graph is not None
     origins = graph.meaning.origins
     calls = [n for n in graph.graph_module.graph.nodes if n.op == "call_function"]
-    forward = [n for n in calls if origins[n.name].lane == "forward"]
+    forward = [n for n in calls if origins[n.name].lane == "forward" and not n.name.startswith("copy_")]
 
     orders = [origins[n.name].order for n in forward]
     assert orders == sorted(orders)
@@ -145,6 +145,18 @@ def test_buffers_checkpoints_and_checks() -> None:
     counters = [name for name in graph.carriers if name.startswith("measure")]
     assert len(counters) >= 3  # what comes in, goes out, and comes from outside
     assert set(counters) <= set(names(graph))
+
+
+def test_constants_and_updates_of_buffers_stand_where_they_are_used() -> None:
+    origins = live_thresholds().meaning.origins
+    constants = {o.op for name, o in origins.items() if name.startswith("_tensor_constant")}
+    updates = [o for name, o in origins.items() if name.startswith("copy_")]
+
+    assert constants
+    assert "square" not in constants  # not the last op
+    assert "sum" not in constants
+    assert updates
+    assert {(o.lane, o.module) for o in updates} == {("forward", "norm")}
 
 
 def test_shares_of_a_global_clip() -> None:

@@ -142,6 +142,20 @@ def test_of_many_steps_those_that_were_not_finite_stay() -> None:
     assert {0, 7, 501, 998, 999} <= set(data["records"]["steps"])
 
 
+def test_only_counts_of_bad_elements_mark_a_step() -> None:
+    assert _page._is_bad(Step(0, {"nan@error:a": 1.0}))
+    assert _page._is_bad(Step(0, {"loss@run": float("inf")}))
+    assert not _page._is_bad(Step(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
+
+
+def test_records_of_a_group_are_those_of_its_members() -> None:
+    _, data = page_of(three_layers())
+    edit = next(e for e in three_layers().edits if e.text.startswith("ClipByGlobalNorm"))
+    (box,) = [box for box in data["boxes"] if box["key"] == edit.nodes[0]]
+
+    assert "group:default" in box["sites"]
+
+
 def test_without_a_monitor_there_are_no_colours(tmp_path: Path) -> None:
     reader, data = page_of(three_layers())
 

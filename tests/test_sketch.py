@@ -50,8 +50,7 @@ def test_overview_has_every_inserted_node_and_edit_once(make: Make) -> None:
 
     assert names == inserted_in(graph)
     assert set(edits) == set(range(len(graph.edits)))
-    if make is not recurrent:  # an edit of a tensor that a module's backward makes in several runs is in one of them
-        assert set(edits.values()) <= {1}
+    assert set(edits.values()) <= {1}
 
 
 @EACH
@@ -79,9 +78,7 @@ def test_overview_folds_what_is_alike() -> None:
     deep = _overview.sketch_overview(_net.read(transformer()), {}, "")
     steps = _overview.sketch_overview(_net.read(recurrent()), {}, "")
 
-    assert {"blocks.0.attn", "blocks.1.attn"} & {item.text for item in deep.items} or "blocks.0" in {
-        item.text for item in deep.items
-    }
+    assert {"blocks.0", "blocks.1"} <= {item.text for item in deep.items}  # two fit unfolded
     assert any(item.text.startswith("step/add, tanh x 40") for item in steps.items)
 
 

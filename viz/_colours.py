@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gradrewrite.clips import clips_of
-from gradrewrite.history import COUNTS, Run
+from gradrewrite.history import COUNTS, Run, Series
 from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz._net import Net
@@ -31,6 +31,7 @@ class Measured:
         totals: By site its value over the whole run: the share of steps, or the largest.
         low: Where the scale begins.
         high: Where it ends.
+        name: What is measured, in words.
     """
 
     metric: Metric
@@ -38,6 +39,7 @@ class Measured:
     totals: Mapping[str, float]
     low: float
     high: float
+    name: str = ""
 
     def colour(self, value: float) -> str:
         """Colour of one value; what is not finite has its own."""
@@ -61,7 +63,7 @@ class Measured:
             return f"clip acted in {value:.0%} of the steps"
         if self.metric == "not finite":
             return f"at most {value:.3%} of the elements not finite"
-        return f"largest: {value:.4g}"
+        return f"{self.name}: {value:.4g}"
 
     def legend(self) -> list[Swatch]:
         """What the colours mean."""
@@ -70,10 +72,9 @@ class Measured:
                 Swatch(palette()[0], LINE, "clip never acted"),
                 Swatch(palette()[-1], LINE, "clip acted in every step"),
             ]
-        named = "largest absolute value" if self.metric == "largest error" else "largest share of elements not finite"
-        found = [Swatch(palette()[0], LINE, f"{named}: {self.low:.3g} or less")]
+        found = [Swatch(palette()[0], LINE, f"{self.name}: {self.low:.3g} or less")]
         if self.high > self.low:
-            found.append(Swatch(palette()[-1], LINE, f"{named}: {self.high:.3g} (logarithmic between)"))
+            found.append(Swatch(palette()[-1], LINE, f"{self.name}: {self.high:.3g} (logarithmic between)"))
         if any(not math.isfinite(v) for v in self.totals.values()):
             found.append(Swatch(NOT_FINITE, NOT_FINITE, "NaN or infinite"))
         return found
@@ -90,8 +91,11 @@ def palette() -> list[str]:
 
 def measure(run: Run, net: Net) -> list[Measured]:
     """The metrics that a run has records for."""
-    found = (_clip_rates(run, net), _largest(run), _not_finite(run, net.sites))
-    return [_measured(metric, by_site) for metric, by_site in zip(METRICS, found, strict=True) if by_site]
+    words, largest = _largest(run)
+    found = (_clip_rates(run, net), largest, _not_finite(run, net.sites))
+    names = ("", words, "largest share of elements not finite")
+    triples = zip(METRICS, found, names, strict=True)
+    return [_measured(metric, by_site, name) for metric, by_site, name in triples if by_site]
 
 
 def choose(found: Sequence[Measured], wanted: Metric | None) -> Measured | None:
@@ -137,10 +141,10 @@ def nodes_of_sites(net: Net) -> dict[str, list[str]]:
     return found
 
 
-def _measured(metric: Metric, by_site: Mapping[str, Mapping[int, float]]) -> Measured:
+def _measured(metric: Metric, by_site: Mapping[str, Mapping[int, float]], name: str) -> Measured:
     totals = {site: _total(metric, list(values.values())) for site, values in by_site.items()}
     positive = [v for values in by_site.values() for v in values.values() if 0 < v < math.inf]
-    return Measured(metric, by_site, totals, min(positive, default=0.0), max(positive, default=0.0))
+    return Measured(metric, by_site, totals, min(positive, default=0.0), max(positive, default=0.0), name)
 
 
 def _total(metric: Metric, values: Sequence[float]) -> float:
@@ -156,19 +160,33 @@ def _clip_rates(run: Run, net: Net) -> dict[str, dict[int, float]]:
         if isinstance(edit.action, GroupAction):
             members[f"group:{edit.action.group}"].append(str(edit.site))
     found: dict[str, dict[int, float]] = {}
-    for clip in clips_of(run):
-        for site in members.get(clip.site, [clip.site]):
-            found[site] = {step: float(acted) for step, acted in zip(clip.steps, clip.acted, strict=True)}
+    acted = [(clip.site, list(zip(clip.steps, clip.acted, strict=True))) for clip in clips_of(run)]
+    logged = [one for one in run.series.values() if one.at.record == "clipped"]
+    acted += [(one.at.site, [(n, v > 0) for n, v in zip(one.steps, one.values, strict=True)]) for one in logged]
+    for where, steps in acted:  # of several clips at a site any may have acted
+        for site in members.get(where, [where]):
+            known = found.setdefault(site, {})
+            for step, has_acted in steps:
+                known[step] = max(known.get(step, 0.0), float(has_acted))
     return found
 
 
-def _largest(run: Run) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
-    for record in ("norm", "max_abs"):  # the second wins
+def _largest(run: Run) -> tuple[str, dict[str, dict[int, float]]]:
+    """One measure for all sites, and its values: what the first of several clips at a site met."""
+    for record, words in (("max_abs", "largest absolute value"), ("norm", "largest norm")):
+        found: dict[str, Series] = {}
         for one in run.series.values():
             if one.at.record == record and one.at.kind in ("error", "gradient", "input"):
-                found[one.at.site] = dict(zip(one.steps, one.values, strict=True))
-    return found
+                known = found.get(one.at.site)
+                if known is None or _order(one) < _order(known):
+                    found[one.at.site] = one
+        if found:
+            return words, {site: dict(zip(one.steps, one.values, strict=True)) for site, one in found.items()}
+    return "", {}
+
+
+def _order(series: Series) -> int:
+    return int(series.at.number[1:] or 1)
 
 
 def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:

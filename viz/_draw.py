@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from gradrewrite.history import Run, Step
 from gradrewrite.joint import JointGraph
 from gradrewrite.monitor import Monitor
+from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz import _net
 from gradrewrite.viz._arrange import arrange
@@ -33,6 +34,9 @@ View = Literal["ladder", "overview", "site"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
 VIEWS: tuple[View, ...] = get_args(View)
 FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+_HOPS = 3
 
 
 class DrawingWarning(UserWarning):
@@ -159,7 +163,9 @@ class Drawing:
         """What the site reported last."""
         if self.run is None:
             return {}
-        found = [one for one in self.run.series.values() if one.at.site == str(self.site)]
+        actions = [edit.action for edit in self.graph.edits if edit.site == self.site]
+        sites = {str(self.site), *(f"group:{a.group}" for a in actions if isinstance(a, GroupAction))}
+        found = [one for one in self.run.series.values() if one.at.site in sites]
         return {f"{one.at.record}{one.at.number}, step {one.steps[-1]}": one.values[-1] for one in found}
 
     def _page(self) -> str:
@@ -183,7 +189,7 @@ def draw(
     view: View = "ladder",
     *,
     site: Site | str | None = None,
-    hops: int = 3,
+    hops: int = _HOPS,
     monitor: Monitor | Sequence[Step] | None = None,
     color_by: Metric | None = None,
     title: str = "",
@@ -229,6 +235,8 @@ def draw(
         raise ValueError(f"view={view!r}: choose one of {', '.join(map(repr, VIEWS))}")
     if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
         raise ValueError(f"hops is a whole number >= 0, got {hops!r}")
+    if view != "site" and hops != _HOPS:
+        raise ValueError(f"hops={hops} belongs to view='site', got view={view!r}")
     net = _net.read(graph)
     run = run_of(_steps(monitor))
     chosen = choose(measure(run, net), color_by) if run is not None else choose((), color_by)

@@ -109,6 +109,7 @@ def lay_out(net: Net, *, reshapes: bool = False) -> Ladder:
 def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
     """One row for each op that shows something, in the order of the forward; records first."""
     rows: dict[int, _Row] = {}
+    runs = {node.origin.order: node.origin.runs for node in net.nodes.values() if node.role == "op"}
 
     def row_of(node: Node) -> _Row:
         row = rows.setdefault(node.origin.order, _Row(node.origin.order))
@@ -131,7 +132,9 @@ def _rows(net: Net, hidden: Collection[str]) -> list[_Row]:
             row.backward.append(node)
     for number, edit in enumerate(net.edits):
         if not edit.nodes:
-            row = rows.setdefault(net.orders[edit.site], _Row(net.orders[edit.site]))
+            order = net.orders[edit.site]
+            row = rows.setdefault(order, _Row(order))
+            row.path = row.path or runs.get(order, ())
             (row.forward if lane_of_site(edit.site) == "forward" else row.backward).append(number)
     for key, source in shown_for(net, net.returned, hidden):
         row = row_of(net.nodes[source])

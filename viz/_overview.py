@@ -16,6 +16,7 @@ from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch
 
 MOST = 16  # boxes below each other
+_ANY = "\0"  # for any number; no name has it
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 _Run = tuple[str, int]
@@ -42,11 +43,11 @@ def sketch_overview(net: Net, colours: Mapping[str, Paint], title: str) -> Sketc
         colours: By site; a box has the strongest of its sites.
         title: Title of the picture.
     """
-    nodes = [n for n in net.nodes.values() if n.role == "op" and n.origin.order >= 0]
+    nodes = [n for n in net.nodes.values() if _is_drawn(n)]
     groups = _choose(nodes)
     of_node = {node.name: number for number, group in enumerate(groups) for node in group.nodes}
     for node in net.nodes.values():
-        if node.role != "op" or node.origin.order < 0:
+        if not _is_drawn(node):
             of_node[node.name] = -2 if node.mark == "records" else -1
     labels = _told_apart([_label(group) for group in groups])
     items = [
@@ -63,6 +64,11 @@ def sketch_overview(net: Net, colours: Mapping[str, Paint], title: str) -> Sketc
     )
     caption = [summary, "a number at an edge counts tensors; dashed: forward values saved for the backward"]
     return Sketch(title, ("forward", "backward"), items, links, caption)
+
+
+def _is_drawn(node: Node) -> bool:
+    """Whether a node is in a module's box: ops, and live tensors of actions."""
+    return (node.role == "op" or node.mark == "edit") and node.origin.order >= 0
 
 
 def _choose(nodes: Sequence[Node]) -> list[_Group]:
@@ -120,7 +126,7 @@ def _folded(groups: Sequence[_Group]) -> list[_Group]:
         if _names(group) in again:
             kind = (_names(group), stretch, any(n.mark for n in group.nodes))
         else:
-            template = tuple(_NUMBER.sub("*", name) for name, _ in runs)
+            template = tuple(_NUMBER.sub(_ANY, name) for name, _ in runs)
             ops = frozenset(Counter((n.target, n.origin.lane, n.mark) for n in group.nodes).items())
             kind = (template, stretch if runs else None, ops)
         known = alike.setdefault(kind, _Group([]))
@@ -211,7 +217,7 @@ def _name(key: _Key) -> str:
 
 
 def _template(key: _Key) -> tuple[str, int]:
-    return (_NUMBER.sub("*", key[0][-1][0]), key[1]) if key[0] else ("", 0)
+    return (_NUMBER.sub(_ANY, key[0][-1][0]), key[1]) if key[0] else ("", 0)
 
 
 def _pattern(names: Sequence[str]) -> str:

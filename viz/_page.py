@@ -13,8 +13,9 @@ from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradrewrite.history import Run, Step, last_run
+from gradrewrite.history import COUNTS, Run, Step, last_run, parse
 from gradrewrite.joint import JointGraph
+from gradrewrite.policy import GroupAction
 from gradrewrite.sinks import plain_number
 from gradrewrite.viz import _ladder
 from gradrewrite.viz._colours import NOT_FINITE, Measured, nodes_of_sites, palette
@@ -68,7 +69,7 @@ def write_page(
         "color_by": chosen.metric if chosen is not None else "",
         "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE},
     }
-    svg = ET.Element("svg", {"id": "graph", "xmlns": "http://www.w3.org/2000/svg", "role": "img"})
+    svg = ET.Element("svg", {"id": "graph", "xmlns": "http://www.w3.org/2000/svg", "role": "group"})
     svg.set("aria-label", plain(picture.title))
     draw_into(svg, picture)
     here = resources.files("gradrewrite.viz")
@@ -150,9 +151,12 @@ def _layout(ladder: Ladder, picture: Picture) -> dict[str, Any]:
 
 
 def _sites_of(net: Net, spot: Spot, sites: Mapping[str, list[str]]) -> list[str]:
-    if spot.node is not None:
-        return [plain(site) for site in dict.fromkeys(sites.get(spot.node.name, []))]
-    return [plain(str(net.edits[spot.edit].site))] if spot.edit >= 0 else []
+    found = sites.get(spot.node.name, []) if spot.node is not None else []
+    if spot.edit >= 0:
+        edit = net.edits[spot.edit]
+        group = [f"group:{edit.action.group}"] if isinstance(edit.action, GroupAction) else []
+        found = [*found, str(edit.site), *group]
+    return [plain(site) for site in dict.fromkeys(found)]
 
 
 def _in_order_of_elements(picture: Picture) -> list[str]:
@@ -223,9 +227,7 @@ def _sample(run: Run) -> list[Step]:
 
 
 def _is_bad(step: Step) -> bool:
-    return any(
-        not math.isfinite(v) or (v > 0 and a.startswith(("nonfinite", "nan", "inf"))) for a, v in step.records.items()
-    )
+    return any(not math.isfinite(v) or (v > 0 and parse(a).record in COUNTS) for a, v in step.records.items())
 
 
 def _number(value: float | None) -> float | str | None:

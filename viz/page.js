@@ -33,11 +33,14 @@ frames.replaceChildren();
 const front = make(svg, "g", { class: "summaries" });
 const rowBand = data.rows.map(() => []); // the bands around a row, outer ones first
 bands.forEach((band, at) => { for (let r = band.first; r <= band.last; r++) rowBand[r].push(at); });
+const boxesOf = data.rows.map(() => []);
+boxes.forEach((box) => { if (data.nodes[box.key] && !box.pill) boxesOf[box.row].push(box); });
 bands.forEach((band) => {
-  band.inside = boxes.filter((box) => box.row >= band.first && box.row <= band.last && box.key.indexOf("edit ") !== 0 && !box.pill);
+  band.inside = [];
+  for (let row = band.first; row <= band.last; row++) band.inside.push(...boxesOf[row]);
   band.element = make(frames, "g", { class: "band", "data-band": band.key });
   band.rect = make(band.element, "rect", { rx: 3 });
-  band.head = make(band.element, "g", { role: "button", tabindex: "-1" });
+  band.head = make(band.element, "g", { role: "button", tabindex: "0" });
   band.label = make(band.head, "text", {});
   make(band.head, "title", {}, `${band.key}: click to fold or unfold`);
   band.summary = ["forward", "backward"].map((lane) => {
@@ -46,10 +49,15 @@ bands.forEach((band) => {
     const group = make(front, "g", { class: "summary gone" + (inserted ? " inserted" : "") });
     const rect = make(group, "rect", { width: G.box, height: G.high, rx: 3 });
     make(group, "text", { x: 5, y: G.high / 2 + 3.5 }, `${nodes.length} ops` + (inserted ? `, ${inserted} inserted` : ""));
-    group.addEventListener("click", () => fold(band, false));
+    group.addEventListener("click", () => { if (!dragged) fold(band, false); });
     return { group, rect, lane, count: nodes.length, x: lane === "forward" ? G.forward : G.backward };
   });
-  band.head.addEventListener("click", () => fold(band, !band.folded));
+  band.head.addEventListener("click", () => { if (!dragged) fold(band, !band.folded); });
+  band.head.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    fold(band, !band.folded);
+  });
 });
 
 // ---- layout: rows from above; a folded band is one row
@@ -70,7 +78,7 @@ function layOut() {
     }
     if (!folded) { tops[row] = y + 2; y += data.rows[row] * G.pitch; }
     else if (folded.first === row) { folded.rowY = y + 2; y += G.pitch; }
-    if (folded && folded.last !== row) { for (const at of rowBand[row]) if (bands[at] === folded) break; continue; }
+    if (folded && folded.last !== row) continue;
     const ending = rowBand[row].map((at) => bands[at]).filter((band) => band.last === row && band.isDrawn).reverse();
     for (const band of ending) {
       if (folded && bands.indexOf(band) > bands.indexOf(folded)) continue;
@@ -222,7 +230,7 @@ const number = (value) => (typeof value === "string" ? Number(value) : value);
 function curve(place, values) {
   const wide = 330, high = 70, known = values.map((v) => (v === null ? null : number(v)));
   const finite = known.filter((v) => v !== null && Number.isFinite(v));
-  const low = Math.min(...finite, 0), top = Math.max(...finite, low + 1e-30);
+  const low = Math.min(...finite, 0), top = Math.max(...finite, low);
   const chart = make(place, "svg", { class: "curve", viewBox: `0 0 ${wide} ${high}`, role: "img" });
   const x = (n) => 6 + (wide - 12) * (known.length > 1 ? n / (known.length - 1) : 0.5);
   const y = (v) => high - 14 - (high - 26) * ((v - low) / (top - low || 1));
@@ -378,7 +386,7 @@ document.addEventListener("keydown", (event) => {
   const actions = {
     "/": () => $("search").focus(), "+": () => zoom(scale * 1.25), "=": () => zoom(scale * 1.25), "-": () => zoom(scale / 1.25),
     "0": () => $("fit").click(), n: () => step(selected ? selected.lane : "forward", 1), p: () => step(selected ? selected.lane : "forward", -1),
-    o: () => selected && select(partners(selected)[0]), f: () => band && fold(band, !foldedAround(selected.row)),
+    o: () => selected && select(partners(selected)[0]), f: () => { const folded = selected && foldedAround(selected.row); if (folded || band) fold(folded || band, !folded); },
     F: () => foldAll(true), U: () => foldAll(false), e: () => nextEdit(1), E: () => nextEdit(-1), "?": () => $("keys").showModal(),
   };
   if (actions[event.key]) { actions[event.key](); event.preventDefault(); }

@@ -61,6 +61,27 @@ class Step(nn.Module):
         return torch.tanh(self.read(x) + self.keep(state))
 
 
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x)).reshape(-1).exp().sin()
+
+
+class Constants(nn.Module):
+    """A tensor written into the forward, and a buffer that every run updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.last = nn.BatchNorm1d(4), Inner(), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return self.last(self.inner(x)).square().sum()
+
+
 class Odd(nn.Module):
     """Modules whose names no one would give."""
 
@@ -88,6 +109,18 @@ def three_layers() -> JointGraph:
 
 
 @functools.cache
+def live_thresholds() -> JointGraph:
+    """Thresholds that are tensors, a constant of the model, an updated buffer, an edit without nodes in a reshape."""
+    bound = torch.tensor(0.5)
+    policy = [
+        gr.on("error:inner", ClipByValue(bound, log=True)),
+        gr.on("gradient:*", ClipByNorm(bound)),
+        gr.on("error:inner/reshape", lambda g: g),
+    ]
+    return gr.transform(Constants(), policy).trace(torch.ones(4, 4))
+
+
+@functools.cache
 def no_edits() -> JointGraph:
     return gr.transform(Three(), []).trace(torch.ones(2, 4))
 
@@ -111,4 +144,6 @@ def transformer(layers: int = 2, *, clips_gradients: bool = True) -> JointGraph:
     return gr.transform(Gpt(layers=layers), policy).trace(*batch())
 
 
-GRAPHS = {graph.__name__: graph for graph in (three_layers, no_edits, recurrent, odd_names, transformer)}
+GRAPHS = {
+    graph.__name__: graph for graph in (three_layers, live_thresholds, no_edits, recurrent, odd_names, transformer)
+}
