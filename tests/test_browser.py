@@ -196,6 +196,11 @@ def test_it_is_operated_by_keys(opened: Opened) -> None:
     assert opened.page.get_attribute("#graph .selected", "class") != lane
     opened.page.keyboard.press("e")
     assert "edit 1 of" in opened.page.inner_text("#status")
+    opened.page.keyboard.press("E")
+    assert f"edit {len(three_layers().edits)} of" in opened.page.inner_text("#status")
+    opened.page.uncheck("#saved")
+    opened.page.keyboard.press("e")  # a box that was clicked takes no keys
+    assert "edit 1 of" in opened.page.inner_text("#status")
     width = float(opened.page.get_attribute("#graph", "width"))
     opened.page.keyboard.press("+")
     assert float(opened.page.get_attribute("#graph", "width")) > width

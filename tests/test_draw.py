@@ -171,6 +171,25 @@ def test_the_largest_error_is_one_measure_of_what_the_first_clip_met() -> None:
     assert largest.legend()[0].text == "largest absolute value: 3 or less"
 
 
+def test_a_share_of_zero_is_no_colour() -> None:
+    steps = [Step(0, {"nonfinite@error:second": 0.0, "nonfinite@error:third": 1.0})]
+    net = _net.read(three_layers())
+    (found,) = _colours.measure(last_run(steps), net)
+
+    assert found.colour(found.totals["error:second"]) == "#ffffff"
+    assert found.colour(found.totals["error:third"]) != "#ffffff"
+    assert found.legend()[0].text == "all elements finite"
+
+
+def test_an_edit_without_nodes_is_coloured_too() -> None:
+    steps = [Step(0, {"max_abs@error:first": 2.0})]
+    net = _net.read(three_layers())
+    (largest,) = _colours.measure(last_run(steps), net)
+    number = next(n for n, e in enumerate(net.edits) if str(e.site) == "error:first")
+
+    assert f"edit {number}" in _colours.paint(net, largest)
+
+
 def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
     for view, site in (("overview", None), ("site", "error:second")):
         data = Path(viz.draw(three_layers(), view, site=site).render(tmp_path / "a", "pdf")).read_bytes()  # type: ignore[arg-type]
@@ -206,9 +225,19 @@ def test_the_first_failure_is_found_without_naming_a_site() -> None:
     assert viz.draw(graph, "site", monitor=model.monitor.steps()).site is not None
 
 
+def test_of_records_alone_the_first_site_in_the_order_of_execution_counts() -> None:
+    steps = [
+        Step(0, {"nonfinite@error:first": 0.0, "nonfinite@error:second": 0.0}),
+        Step(1, {"nonfinite@error:first": 4.0, "nonfinite@error:second": 4.0}),  # the backward meets second first
+        Step(2, {"nonfinite@error:first": 0.0, "nonfinite@error:second": 0.0}),
+    ]
+
+    assert str(viz.draw(three_layers(), "site", monitor=steps).site) == "error:second"
+
+
 def test_nothing_failed() -> None:
     model, _ = trained(gr.on("gradient:*", ClipByNorm(1.0)), [1.0])
-    with pytest.raises(ValueError, match="the monitor has seen nothing non-finite; give site="):
+    with pytest.raises(ValueError, match="nothing non-finite was recorded; give site="):
         viz.draw(model.trace(torch.ones(2, 4)), "site", monitor=model.monitor)
 
 

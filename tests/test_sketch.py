@@ -213,8 +213,9 @@ def fake_dot(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("kill -SEGV $$", "crashed .signal 11."),
         ("echo no good >&2; exit 3", "failed .status 3.: no good"),
         ("exit 0", "it said nothing"),
+        ("echo garbage", "something that is no (svg|png): b'garbage"),
     ],
-    ids=["hangs", "crashes", "refuses", "says nothing"],
+    ids=["hangs", "crashes", "refuses", "says nothing", "writes nonsense"],
 )
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_graphviz_that_fails_is_said_and_replaced(

@@ -13,7 +13,7 @@ from gradrewrite.history import COUNTS, Run, Series
 from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz._net import Net
-from gradrewrite.viz._picture import LINE, Paint, Swatch
+from gradrewrite.viz._picture import LINE, PAPER, Paint, Swatch
 
 Metric = Literal["clip rate", "largest error", "not finite"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -45,6 +45,8 @@ class Measured:
         """Colour of one value; what is not finite has its own."""
         if not math.isfinite(value):
             return NOT_FINITE
+        if self.metric == "not finite" and value <= 0:
+            return PAPER
         return palette()[round(self.place(value) * (STOPS - 1))]
 
     def place(self, value: float) -> float:
@@ -72,7 +74,12 @@ class Measured:
                 Swatch(palette()[0], LINE, "clip never acted"),
                 Swatch(palette()[-1], LINE, "clip acted in every step"),
             ]
-        found = [Swatch(palette()[0], LINE, f"{self.name}: {self.low:.3g} or less")]
+        if self.metric == "not finite":
+            found = [Swatch(PAPER, LINE, "all elements finite")]
+            if self.high > 0:
+                found.append(Swatch(palette()[0], LINE, f"{self.name}: {self.low:.3g}"))
+        else:
+            found = [Swatch(palette()[0], LINE, f"{self.name}: {self.low:.3g} or less")]
         if self.high > self.low:
             found.append(Swatch(palette()[-1], LINE, f"{self.name}: {self.high:.3g} (logarithmic between)"))
         if any(not math.isfinite(v) for v in self.totals.values()):
@@ -122,7 +129,9 @@ def paint(net: Net, measured: Measured) -> dict[str, Paint]:
     """The colour of each node that shows a site: what was inserted there, else the node that holds its value."""
     paints = paint_sites(measured)
     found = nodes_of_sites(net)
-    return {name: paints[site] for site, names in found.items() if site in paints for name in names[1:] or names}
+    painted = {name: paints[site] for site, names in found.items() if site in paints for name in names[1:] or names}
+    empty = {f"edit {n}": str(edit.site) for n, edit in enumerate(net.edits) if not edit.nodes}
+    return painted | {key: paints[site] for key, site in empty.items() if site in paints}
 
 
 def paint_sites(measured: Measured) -> dict[str, Paint]:

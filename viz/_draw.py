@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from gradrewrite.history import Run, Step
 from gradrewrite.joint import JointGraph
 from gradrewrite.monitor import Monitor
+from gradrewrite.nonfinite import bad_steps, intended
 from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz import _net
@@ -274,12 +275,13 @@ def _first_failure(net: _net.Net, monitor: object, run: Run | None) -> tuple[Sit
         nodes = net.nodes.values()
         blamed = [n.name for n in nodes if (n.origin.module, n.origin.op, n.origin.lane) == (module, op, lane)]
         return by_name[str(error.site)], blamed
-    seen = choose(measure(run, net), None) if run is not None else None
-    bad = next((m for m in measure(run, net) if m.metric == "not finite"), None) if run is not None else None
-    for site in by_name.values():
-        if bad is not None and bad.totals.get(str(site), 0.0) > 0:
-            return site, ()
-    known = "the monitor has seen nothing non-finite" if seen is not None or run is not None else "there is no monitor"
+    bad = bad_steps(run) if run is not None else []
+    meant = intended(run, bad) if run is not None else set()
+    for one in bad:  # sites in the order of execution
+        found = [by_name[site] for site in one.sites if site in by_name and site not in meant]
+        if found:
+            return found[0], ()
+    known = "nothing non-finite was recorded" if run is not None else "there is no monitor"
     raise ValueError(f"view='site' needs a site: {known}; give site='error:...' (print(graph) lists them)")
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+_BEGINS = {"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF", "json": b"{"}
 _DATE = re.compile(rb"(/CreationDate \(D:)\d{14}")  # the same picture gives the same bytes
 TIME_LIMIT = 20.0  # seconds; a sketch of one screen takes a fraction of one
 
@@ -40,6 +41,8 @@ def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
         raise GraphvizError(f"{command[0]} does not start: {err.strerror}") from None
     if done.returncode < 0:
         raise GraphvizError(f"Graphviz crashed (signal {-done.returncode})")
+    if not done.returncode and done.stdout and _BEGINS[form] not in done.stdout[:1024]:
+        raise GraphvizError(f"Graphviz wrote something that is no {form}: {done.stdout[:40]!r}")
     if done.returncode or not done.stdout:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise GraphvizError(f"Graphviz failed (status {done.returncode}): {said[-1] if said else 'it said nothing'}")

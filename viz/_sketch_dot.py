@@ -175,7 +175,7 @@ def _edge_attributes(link: Link, *, is_far: bool = False) -> dict[str, str]:
     if link.kind == "saved":
         found |= {"style": "dashed", "color": SAVED}
     elif link.kind == "cut":
-        found |= {"style": "dashed", "color": CUT, "label": "   replaced", "fontcolor": CUT}
+        found |= {"style": "dashed", "color": CUT, "label": " X replaced", "fontcolor": CUT}
     elif is_far:
         found["color"] = "#d5dde5"
     return found
@@ -199,6 +199,8 @@ def finish_svg(svg: bytes, sketch: Sketch) -> str:
                 link.attrib.pop(f"{{{_XLINK}}}title", None)  # browsers would show both
         elif classes[:1] == ["edge"] and "cut" in classes:
             _cross_out(group)
+            for text in group.iter(f"{{{_SVG}}}text"):
+                text.text = "replaced"  # other formats have the X as a letter
         elif classes[:1] == ["node"] and title is not None:
             group.remove(title)  # words
     return ET.tostring(root, encoding="unicode")

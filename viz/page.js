@@ -197,7 +197,12 @@ function showDetails(box) {
   const place = $("details");
   place.replaceChildren();
   const node = data.nodes[box.key];
-  if (!node) { make(place, "p", {}, box.title || box.key); showRecords(place, box.sites); return; }
+  if (!node) {
+    const empty = box.key.startsWith("edit ") ? data.edits[Number(box.key.slice(5))] : null;
+    make(place, "p", {}, empty ? `${empty.action} at ${empty.site}: no nodes of its own` : box.key);
+    showRecords(place, box.sites);
+    return;
+  }
   const list = make(place, "dl");
   const rows = { node: box.key, calls: node.target, op: node.op, module: node.module || "(model)", lane: box.lane,
     shape: `[${node.shape}] ${node.dtype}`, source: node.source };
@@ -296,6 +301,7 @@ function recolour() {
 }
 function colour(metric, value) {
   if (!Number.isFinite(value)) return data.palette.bad;
+  if (metric.name === "not finite" && value <= 0) return "#ffffff";
   let place = 0;
   if (metric.name === "clip rate") place = value;
   else if (value > 0 && metric.low > 0) place = metric.high > metric.low ? Math.log(value / metric.low) / Math.log(metric.high / metric.low) : 1;
@@ -317,7 +323,7 @@ for (const [action, count] of actions) {
 data.edits.forEach((edit, at) => {
   const list = actions.get(edit.action);
   const button = make(make(list, "li"), "button", { "data-jump": String(at), title: edit.action }, edit.site);
-  button.addEventListener("click", () => { select(byName.get(edit.nodes[0] || `edit ${at}`)); say(`edit ${at + 1} of ${data.edits.length}`); });
+  button.addEventListener("click", () => { atEdit = at; select(byName.get(edit.nodes[0] || `edit ${at}`)); say(`edit ${at + 1} of ${data.edits.length}`); });
 });
 boxes.forEach((box) => box.element.addEventListener("click", () => { if (!dragged) select(box, { scroll: false }); }));
 $("search").addEventListener("input", (event) => search(event.target.value));
@@ -381,7 +387,7 @@ function step(lane, by) {
   select(same[Math.min(same.length - 1, Math.max(0, at + by))]);
 }
 document.addEventListener("keydown", (event) => {
-  if (event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  if (event.target.matches("input:not([type=checkbox]):not([type=range]), select") || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const band = selected && rowBand[selected.row].length ? bands[rowBand[selected.row].at(-1)] : null;
   const actions = {
     "/": () => $("search").focus(), "+": () => zoom(scale * 1.25), "=": () => zoom(scale * 1.25), "-": () => zoom(scale / 1.25),
@@ -391,11 +397,11 @@ document.addEventListener("keydown", (event) => {
   };
   if (actions[event.key]) { actions[event.key](); event.preventDefault(); }
 });
-let edit = -1;
+let atEdit = -1;
 function nextEdit(by) {
   if (!data.edits.length) return;
-  edit = (edit + by + data.edits.length) % data.edits.length;
-  $("edits").querySelector(`[data-jump="${edit}"]`).click();
+  atEdit = (atEdit < 0 && by < 0 ? data.edits.length - 1 : atEdit + by + data.edits.length) % data.edits.length;
+  $("edits").querySelector(`[data-jump="${atEdit}"]`).click();
 }
 
 const whole = data.boxes.length > data.most_unfolded || data.view === "overview";
