@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,3 +31,15 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.syspath_prepend(tmp_path)
     yield Shell(tmp_path, name, capsys)
     sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def plain() -> nn.Module:
+    """A small model without random numbers."""
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 2)).eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    """Its input."""
+    return torch.randn(5, 4)

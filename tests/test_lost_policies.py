@@ -16,16 +16,6 @@ from helpers import gradient
 DOUBLE = gr.on("gradient:*", Scale(2.0))
 
 
-@pytest.fixture
-def plain() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 2)).eval()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(5, 4)
-
-
 class Breaking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

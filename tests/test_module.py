@@ -21,16 +21,6 @@ DOUBLE = gr.on("gradient:*", Scale(2.0))
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
 
 
-@pytest.fixture
-def plain() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 2)).eval()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(5, 4)
-
-
 def test_shares_parameters_and_state(plain: nn.Module) -> None:
     model = gr.transform(plain, DOUBLE)
 

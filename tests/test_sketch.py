@@ -72,6 +72,8 @@ def test_overview_fits_on_one_screen(make: Make) -> None:
 
     assert len(sketch.items) <= 2 * _overview.MOST + 1
     assert len({item.row for item in sketch.items}) <= _overview.MOST + 1
+    svg = ET.fromstring(viz.draw(make(), "overview")._repr_svg_())
+    assert float((svg.get("height") or "").removesuffix("px")) <= 1000
 
 
 def test_overview_folds_what_is_alike() -> None:

@@ -10,7 +10,7 @@ from gradrewrite.viz._net import shorten
 from gradrewrite.viz._picture import Box, Frame, Line, Picture, Words
 from gradrewrite.viz._sketch import SIGNS, Item, Link, Sketch
 
-HEIGHT, GAP, PITCH, TOP, MARGIN = 32, 18, 58, 74, 16
+HEIGHT, GAP, PITCH, TOP, MARGIN = 32, 18, 46, 74, 16
 SIDE = 60  # room beside a column, where edges between rows far apart run
 _SIGN = 6.4  # pixels; the widest letters of names are wider, the most are not
 _WIDEST_LINE = 220

@@ -35,8 +35,6 @@ View = Literal["ladder", "overview", "site"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
 VIEWS: tuple[View, ...] = get_args(View)
 FORMATS: tuple[Format, ...] = get_args(Format)
-
-
 _HOPS = 3
 
 
@@ -63,7 +61,7 @@ class Drawing:
     graph: JointGraph
     view: View
     site: Site | None = None
-    hops: int = 3
+    hops: int = _HOPS
     run: Run | None = None
     color_by: Metric | None = None
     blamed: Collection[str] = ()

@@ -30,7 +30,8 @@ class Node:
 
     Attributes:
         name: Its fx name.
-        role: ``"op"``; ``"placeholder"`` for what comes in; ``"constant"`` for a live tensor of an action.
+        role: ``"op"``; ``"placeholder"`` for what comes in; ``"constant"`` for a live tensor of an action or a constant
+            of the model.
         target: What it calls, ``aten.mul.Tensor``.
         origin: Lane, order, op and modules.
         mark: ``"edit"`` if an edit inserted it, ``"records"`` if it carries records, else ``""``.

@@ -186,6 +186,8 @@ def finish_svg(svg: bytes, sketch: Sketch) -> str:
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _XLINK)
     root = ET.fromstring(svg.decode())
+    for side in ("width", "height"):  # points would be a third larger on a screen
+        root.set(side, (root.get(side) or "").replace("pt", "px"))
     items = {item.key: item for item in sketch.items}
     for group in root.iter(f"{{{_SVG}}}g"):
         classes = (group.get("class") or "").split()
