@@ -135,5 +135,7 @@ def _counts(boxes: Mapping[str, Box], link: Link, sketch: Sketch) -> list[Words]
     """How many tensors an edge stands for, beside it."""
     if link.tensors < 2 or link.kind == "carried":
         return []
-    x, y = _middle(_route(boxes, link, sketch))
-    return [Words(x + 4, y - 3, str(link.tensors), "small")]
+    points = _route(boxes, link, sketch)
+    x, y = _middle(points)
+    is_upright = points[0][0] == points[-1][0]
+    return [Words(x + (7 if is_upright else 4), y + (4 if is_upright else -3), str(link.tensors), "small")]
