@@ -6,20 +6,33 @@ Inductor is imported inside functions: it takes a second, and ``import gradrewri
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import (
+    OptimizedModule,
+    _debug_get_cache_entry_list,
+    cached_backends,
+    innermost_backend,
+)
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -31,13 +44,18 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel as DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DistributedDataParallel",
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "Unsupported",
@@ -83,13 +101,254 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
     return (reason.reason, reason.user_stack) if reason is not None and reason.graph_break else None
 
 
-def recompile_limit_times(factor: int) -> contextlib.AbstractContextManager[None]:
-    """Allow several backends as many compilations of one code object as torch allows one."""
-    patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(
-        recompile_limit=dynamo_config.recompile_limit * factor,
-        accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * factor,
-    )
+class CompiledFunction:
+    """A function under ``torch.compile``, and what torch keeps for it.
+
+    torch keeps compiled code with the code object of each frame, which Python's garbage collector does not look into,
+    and every backend in a table. So nothing is freed by itself; ``drop`` frees it.
+    """
+
+    _num_running = 0
+    _lock = threading.Lock()
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        backend: Callable[..., Any],
+        settings: Mapping[str, Any],
+        while_tracing: Callable[[], contextlib.AbstractContextManager[Collection[int]]],
+    ) -> None:
+        """Compile with these arguments of ``torch.compile``; TypeError for one that it does not take.
+
+        Args:
+            fn: The function.
+            backend: The backend. It holds what belongs to a model weakly: torch may keep it after ``drop``.
+            settings: Other arguments of ``torch.compile``.
+            while_tracing: Entered on the thread that traces a frame; no other thread traces meanwhile. It gives the
+                identities of objects that compiled code is not guarded on.
+        """
+        settings = dict(settings)
+        if isinstance(settings.get("options"), dict):
+            settings["options"] = dict(settings["options"])  # torch.compile takes entries out of it
+        compiled = torch.compile(nn.Identity(), backend=backend, **settings)
+        self._frames: _Frames | None = None
+        self._run = fn
+        if isinstance(compiled, OptimizedModule):  # otherwise torch.compile is disabled
+            context: Any = compiled.dynamo_ctx
+            context.callback = self._frames = _Frames(context.callback, while_tracing)
+            # Whole graphs are asked of the tracer. While a function runs that has this set, no other thread's compiled
+            # code runs behind a graph break (torch before 2.15).
+            context.fullgraph = False
+            self._run = context(fn)
+
+    @classmethod
+    def is_running(cls) -> bool:
+        """Whether a thread is in a function of this kind."""
+        return cls._num_running > 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        with self._lock:
+            clear_dropped()
+            CompiledFunction._num_running += 1
+        try:
+            return self._run(*args)
+        finally:
+            with self._lock:
+                CompiledFunction._num_running -= 1
+
+    @property
+    def drop(self) -> Callable[[], None]:
+        """Frees what torch keeps; a function that does not keep this object alive."""
+        return self._frames.compiled.drop if self._frames is not None else _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+class CompiledCode:
+    """The code that torch has compiled for one backend."""
+
+    def __init__(self, backend: Any) -> None:
+        """Start without code, and remove the backend from the table in which torch keeps every backend."""
+        self._backend = weakref.ref(backend)
+        self._codes: dict[int, types.CodeType] = {}
+        cached_backends.pop(id(backend), None)
+
+    def add(self, code: types.CodeType) -> None:
+        """Note that a frame with this code object is compiled."""
+        self._codes[id(code)] = code
+
+    def drop(self) -> None:
+        """Let torch forget it, as it does when an object is deleted that code was compiled for."""
+        codes, self._codes = self._codes, {}
+        backend, guards = self._backend(), []
+        for code in codes.values():
+            for entry in _debug_get_cache_entry_list(code):
+                if entry.backend is backend and not _is_dropped(entry):
+                    guards.append(entry.guard_manager)
+                    gone = DeletedGuardManagerWrapper("the model that gradrewrite compiled it for is gone")
+                    cast(Any, entry.guard_manager.extra_state).invalidate(entry, gone)
+            _dropped.append(weakref.ref(code))
+        _forget_guards(guards)
+
+
+def _forget_guards(dropped: Sequence[Any]) -> None:
+    """Let go of guards that are not in use any more.
+
+    torch leaves a ``weakref.finalize`` for each class, module and function that compiled code is guarded on. It holds
+    the guards until that object is gone, so for a class for good; ``torch.compiler.reset()`` does not release them.
+    """
+    identities = {id(guards) for guards in dropped}
+    for finalizer in weakref.finalize._registry.copy():  # type: ignore[attr-defined]
+        if id(_guards_held_by(finalizer)) in identities:
+            finalizer.detach()
+
+
+def _guards_held_by(finalizer: weakref.finalize[Any, Any]) -> Any:
+    alive = finalizer.peek()
+    callback = alive[1] if alive is not None else None
+    method = callback.func if isinstance(callback, functools.partial) else None
+    manager = method.__self__ if isinstance(method, types.MethodType) else None
+    # A manager whose guards could not be made has none.
+    return vars(manager).get("guard_manager") if isinstance(manager, CheckFunctionManager) else None
+
+
+def backend_in_use() -> tuple[Any, types.CodeType, Any] | None:
+    """Return the backend object that torch.compile uses for the current frame, the frame's code and its ``self``."""
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # called by hand
+        return None
+    root = tx.output.root_tx
+    return innermost_backend(cast(Any, tx.output.compiler_fn)), root.f_code, root.f_locals.get("self")
+
+
+class _Frames:
+    """Dynamo's callback for frames that it has no code for."""
+
+    def __init__(
+        self, callback: Any, while_tracing: Callable[[], contextlib.AbstractContextManager[Collection[int]]]
+    ) -> None:
+        self._callback = callback
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # where torch looks for the backend
+        self._backend = innermost_backend(callback)
+        self._while_tracing = while_tracing
+        self.compiled = CompiledCode(self._backend)
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        with compile_lock, self._while_tracing() as unguarded:
+            self.compiled.add(frame.f_code)
+            try:
+                with self._limits(frame.f_code), self._without_guards_on(unguarded):
+                    return self._callback(frame, *args)
+            finally:
+                _forget_stacks()
+
+    def _limits(self, code: types.CodeType) -> contextlib.AbstractContextManager[None]:
+        """Allow each backend as many compilations of a code object as torch allows all; dropped ones do not count."""
+        entries = _debug_get_cache_entry_list(code)
+        times = len({id(self._backend), *(id(entry.backend) for entry in entries if not _is_dropped(entry))})
+        more = sum(_is_dropped(entry) for entry in entries)
+        patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(
+            recompile_limit=dynamo_config.recompile_limit * times + more,
+            accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * times + more,
+        )
+        return patch
+
+    @contextlib.contextmanager
+    def _without_guards_on(self, unguarded: Collection[int]) -> Iterator[None]:
+        """Let compiled code be used whatever has become of these objects, and of what they contain."""
+        if not unguarded:
+            yield
+            return
+        hooks = self._callback.hooks
+        given = hooks.guard_filter_fn
+
+        def keep(guards: Sequence[Any]) -> list[bool]:
+            names = tuple({guard.name for guard in guards if id(guard.value) in unguarded})
+            kept = list(given(guards)) if given is not None else [True] * len(guards)
+            inside = tuple(f"{name}[" for name in names)
+            ours = [guard.name in names or guard.name.startswith(inside) for guard in guards]
+            return [k and not o for k, o in zip(kept, ours, strict=True)]
+
+        hooks.guard_filter_fn = keep
+        try:
+            yield
+        finally:
+            hooks.guard_filter_fn = given
+
+
+def _forget_stacks() -> None:
+    """Clear what torch remembers of this thread's compilations: Python stacks, whose code objects would never die."""
+    metrics = get_metrics_context()
+    if not metrics.in_progress():
+        metrics._edits.clear()
+
+
+_dropped: deque[weakref.ref[types.CodeType]] = deque()
+
+
+def _is_dropped(entry: Any) -> bool:
+    return isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
+
+
+def clear_dropped() -> None:
+    """Take the empty entries from code objects that have no others; torch counts them as compilations.
+
+    Torch must not be looking for code meanwhile: if a thread compiles, it is left for later.
+    """
+    if not _dropped or CompiledFunction.is_running() or not compile_lock.acquire(blocking=False):
+        return
+    try:
+        for _ in range(len(_dropped)):
+            code = _dropped.popleft()()
+            if code is None:
+                continue
+            entries = _debug_get_cache_entry_list(code)
+            if not all(_is_dropped(entry) for entry in entries):
+                _dropped.append(weakref.ref(code))
+                continue
+            del entries
+            reset_code(code)
+    finally:
+        compile_lock.release()
+
+
+_SPLITS = (True, "ddp_optimizer")
+
+
+def whole_graphs_under_ddp() -> contextlib.AbstractContextManager[None]:
+    """Keep DistributedDataParallel, in whose forward this runs, from splitting graphs into its buckets.
+
+    Outside of such a forward nothing is changed: up to 2.11 torch's settings are process-wide.
+    """
+    if DistributedDataParallel._get_active_ddp_module() is None or dynamo_config.optimize_ddp not in _SPLITS:
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(optimize_ddp=False)
     return patch
+
+
+def is_ddp_split(gm: fx.GraphModule) -> bool:
+    """Whether a graph is a part that DDPOptimizer made of one of Dynamo's."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and reason.reason.startswith("DDPOptimizer")
+
+
+def ranks_around(modules: Iterable[nn.Module]) -> tuple[str, int]:
+    """Return the name of the data parallelism around these modules and its number of ranks; ``("", 1)`` if none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return "", 1
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None:
+        return "DistributedDataParallel", ddp.process_group.size()
+    if str(dynamo_config.optimize_ddp).startswith("python_reducer"):  # then torch does not say whose forward runs
+        return "DistributedDataParallel (python_reducer)", torch.distributed.get_world_size()
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
+    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in modules):
+        return "FSDP2 (fully_shard)", torch.distributed.get_world_size()
+    return "", 1
 
 
 def outside_of_graphs(fn: _Function, reason: str) -> _Function:
@@ -98,26 +357,25 @@ def outside_of_graphs(fn: _Function, reason: str) -> _Function:
     return outside
 
 
-@contextlib.contextmanager
-def on_compile(start: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call ``start`` and ``end`` around each compilation that this thread does inside the block."""
-    thread = threading.get_ident()
+def keep_lstms_differentiable(gm: fx.GraphModule) -> None:
+    """Let the LSTMs of a Dynamo graph be traced as what can be differentiated.
 
-    def at_start(_: Any) -> None:
-        if threading.get_ident() == thread:
-            start()
+    On the CPU torch decomposes an LSTM into oneDNN's inference kernel if its *input* needs no gradient, though its
+    parameters may; that kernel has no backward (2.11 to 2.15). The setting that switches it off is process-wide.
+    """
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "call_function" and node.target is torch.lstm:
+                node.target = _lstm
 
-    def at_end(_: Any) -> None:
-        if threading.get_ident() == thread:
-            end()
 
-    callback_handler.register_start_callback(at_start)
-    callback_handler.register_end_callback(at_end)
-    try:
-        yield
-    finally:
-        callback_handler.remove_start_callback(at_start)
-        callback_handler.remove_end_callback(at_end)
+def _lstm(*args: Any, **kwargs: Any) -> Any:
+    given = [*args, *kwargs.values()]
+    x = kwargs["input"] if "input" in kwargs else args[0]
+    states_and_parameters = (t for a in given if isinstance(a, (tuple, list)) for t in a if isinstance(t, Tensor))
+    if torch.is_grad_enabled() and not x.requires_grad and any(t.requires_grad for t in states_and_parameters):
+        x = x.detach().requires_grad_()  # nobody asks for this gradient, so nothing computes it
+    return torch.lstm(*args, **{**kwargs, "input": x}) if "input" in kwargs else torch.lstm(x, *args[1:], **kwargs)
 
 
 def is_tracing() -> bool:
@@ -141,6 +399,27 @@ def is_mask(tensor: Tensor) -> bool:
     if isinstance(tensor, FakeTensor) or not tensor.is_floating_point():
         return False
     return bool(torch.isneginf(tensor).any()) and not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
+
+
+def refuse_compiled_autograd(backward: fx.GraphModule, make_error: Callable[[], Exception]) -> None:
+    """Raise an error where compiled autograd would copy the nodes of a backward graph, instead of running its code.
+
+    Compiled autograd reads the graph that the partitioner returned, and nothing of what was compiled. Each
+    fx.GraphModule has a class of its own, which its copies do not share, so no other graph is touched.
+    """
+    kind = type(backward)
+    plain = cast(property, kind.graph)
+
+    def read(gm: fx.GraphModule) -> Any:
+        readers = [
+            frame.f_globals.get("__name__") for frame in (sys._getframe(1), sys._getframe(2))
+        ]  # one is disable's
+        if "torch._dynamo.compiled_autograd" in readers:
+            raise make_error()
+        return plain.__get__(gm)
+
+    untraced = torch.compiler.disable(read)  # the tracer may be on while compiled autograd is at work
+    kind.graph = property(untraced, plain.__set__)  # type: ignore[assignment, method-assign]
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -241,6 +520,16 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return cast(Callable[..., Any], target)(*args, **kwargs)
 
 
+def refuses_shared_memory(err: AssertionError) -> bool:
+    """Whether AOTAutograd gave up because an input that is written to shares its memory with another."""
+    return "view input mutations" in str(err)
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one storage."""
+    return a.layout is b.layout is torch.strided and storage_key(a) == storage_key(b)
+
+
 def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
     """What a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -280,6 +569,69 @@ def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
     if not isinstance(reference, FakeTensor):
         return tensor
     return reference.fake_mode.from_tensor(tensor, static_shapes=True).detach()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included, as long as both are alive."""
+    return cast(int, StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator of ``torch.ops`` with one overload; None for anything else."""
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:
+    """Yield the autograd nodes, with output numbers, of an output and of the tensors that it is a view of.
+
+    AOTAutograd may make all of these outside of a graph. The base that the graph returns is not among them, unless it
+    is an input: the gradient of a view of an input does not come through the graph.
+    """
+    base = tensor._base
+    current: tuple[Any, int] = (tensor.grad_fn or tensor, tensor.output_nr)
+    yield current
+    if base is None:
+        return
+    end = (base.grad_fn or base, base.output_nr)
+    is_input = base.grad_fn is None or not base.grad_fn.next_functions
+    while not isinstance(current[0], Tensor):
+        following = [pair for pair in current[0].next_functions if pair[0] is not None]
+        if len(following) != 1 or following[0] == end:
+            break
+        (current,) = following
+        yield current
+    if is_input:
+        yield end
+
+
+def regenerated_outputs(graph: fx.Graph) -> set[int]:
+    """Positions of the Dynamo graph's outputs whose gradients do not come into a joint graph.
+
+    Those that need no gradient, and views that AOTAutograd makes outside of the graph, from a base that it returns.
+    """
+    descs = graph.output_node().meta.get("desc") or ()
+    returned = {desc.idx for desc in descs if isinstance(desc, PlainAOTOutput)}
+    known = (node.meta["desc"].output for node in tangents(graph))
+    inside = {output.idx for output in known if isinstance(output, PlainAOTOutput)}
+    return returned - inside
+
+
+def has_unknown_size(tensor: Tensor) -> bool:
+    """Whether a size or a stride depends on data."""
+    return bool(free_unbacked_symbols([*tensor.shape, *tensor.stride()]))
+
+
+def assumptions(graph: fx.Graph) -> Any:
+    """Return the assumptions on data-dependent sizes of a graph, as a value that compares equal if none was added."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    env = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
+    if env is None:
+        return None
+    asserts = {symbol: len(known) for symbol, known in env.deferred_runtime_asserts.items()}
+    unbacked = {symbol: known for symbol, known in env.var_to_range.items() if free_unbacked_symbols(symbol)}
+    return asserts, unbacked, {s: r for s, r in env.replacements.items() if free_unbacked_symbols(s)}
 
 
 def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
@@ -390,17 +742,24 @@ def inductor(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     forward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
     backward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
+    is_cacheable: Callable[[], bool],
 ) -> Callable[..., Any]:
     """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
+            if is_cacheable():
+                return compile_fx_inner(g, xs, **kwargs)
+            with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+                return compile_fx_inner(g, xs, **kwargs)
+
         if kwargs.get("is_backward", False):
-            return backward(lambda g, xs: compile_fx_inner(g, xs, **kwargs), graph, example_inputs)
+            return backward(compile_graph, graph, example_inputs)
         if kwargs.get("is_inference", False):
-            return compile_fx_inner(graph, example_inputs, **kwargs)
-        return forward(lambda g, xs: compile_fx_inner(g, xs, **kwargs), graph, example_inputs)
+            return compile_graph(graph, example_inputs)
+        return forward(compile_graph, graph, example_inputs)
 
     patches = dict(options)
     asked = {name: options.get(name, getattr(config, name)) for name in _OURS}
@@ -457,6 +816,23 @@ def _inductor_partitioner(partition: Callable[..., tuple[fx.GraphModule, fx.Grap
 
 def _hashed(*identity: Any) -> Any:
     return identity
+
+
+def compiled_alone(model: nn.Module, backend: str = "inductor") -> Callable[..., Any]:
+    """A model under plain torch.compile, with a code object of its own: transforms do not count against its limit."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_name="plain_model")
+    return torch.compile(run, backend=backend, fullgraph=True)
+
+
+def num_generated_kernels() -> int:
+    """Return the number of kernels that Inductor has generated in this process."""
+    from torch._inductor import metrics
+
+    return int(metrics.generated_kernel_count)
 
 
 def stop_folding() -> None:
@@ -524,6 +900,11 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def runs_backward(frame: FrameType) -> bool:
+    """Whether a Python frame is the one that hands a backward to the autograd engine and waits for it."""
+    return frame.f_code is _engine_run_backward.__code__
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running ends, after gradients are accumulated."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -543,17 +924,48 @@ def global_hooks() -> tuple[tuple[int, ...], ...]:
     )
 
 
+_OURS_WHILE_TRACING = -1  # torch counts hooks from 0
+
+
 def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """Identities of the hooks registered on one module."""
-    return tuple(
-        tuple(hooks)
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._backward_pre_hooks,
-            module._backward_hooks,
-        )
+    """Identities of the hooks registered on one module; those of ``shown_while_tracing`` are left out."""
+    dicts = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
     )
+    # Read at once: another thread may be tracing.
+    return tuple(tuple(key for key in tuple(hooks) if key != _OURS_WHILE_TRACING) for hooks in dicts)
+
+
+@contextlib.contextmanager
+def shown_while_tracing(modules: Sequence[nn.Module], show: Callable[[Any], Any]) -> Iterator[Collection[int]]:
+    """Pass what these modules return (or are given, where they have forward hooks) through ``show``.
+
+    It is done by a hook on each module, put into its dictionary without the counter of hooks moving. Gives the
+    identities of the dictionaries. A module that has forward hooks and forward pre-hooks is left out.
+    """
+
+    def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+        return show(output)
+
+    def on_input(module: nn.Module, args: Any) -> Any:
+        return (show(args[0]), *args[1:]) if args else None
+
+    changed = []
+    try:
+        for module in modules:
+            if not module._forward_hooks:
+                module._forward_hooks[_OURS_WHILE_TRACING] = on_output
+                changed.append(module._forward_hooks)
+            elif _OURS_WHILE_TRACING not in module._forward_hooks and not module._forward_pre_hooks:
+                module._forward_pre_hooks[_OURS_WHILE_TRACING] = on_input
+                changed.append(module._forward_pre_hooks)
+        yield {id(hooks) for hooks in changed}
+    finally:
+        for hooks in changed:
+            del hooks[_OURS_WHILE_TRACING]
 
 
 def find_plain_op(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
