@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -19,7 +20,7 @@ from gradrewrite.sites import Pattern, Site
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 _ROOT = re.compile(r"([LG])\[(['\"])(.+?)\2\]")
 _STEP = re.compile(r"\.([^\W\d]\w*|\d+)|\[(\d+)\]|\[(['\"])(.+?)\3\]")
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))  # not torchvision
 
 
 class Names:
@@ -38,6 +39,11 @@ class Names:
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that names begin at and that are still there."""
+        return [module for module in (ref() for _, ref in self._roots) if module is not None]
 
     def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
         """Learn the roots of a frame and read all names anew (modules may have come and gone).
@@ -66,6 +72,12 @@ class Names:
             return self.modules[id(found[0])]
         return ".".join(_steps(path)[1])
 
+    def all_modules(self) -> Iterator[nn.Module]:
+        """Every module that has a name."""
+        for _, ref in self._roots:
+            root = ref()
+            yield from root.modules() if root is not None else ()
+
     def parameter(self, tensor: Tensor) -> str | None:
         """Name of a parameter, or None for any other tensor."""
         return self.parameters.get(id(tensor))
@@ -78,10 +90,10 @@ class Names:
             if root is None:
                 continue
             for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
-                if pattern.matches(Site(pattern.kind or "error", name)):
+                if pattern.matches(Site(pattern.kind or "error", name, output_of=(name,))):
                     found.add(self.modules[id(module)])
             for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
-                if pattern.matches(Site(pattern.kind or "error", name)):
+                if pattern.matches(Site(pattern.kind or "error", name, output_of=(name,))):
                     found.add(self.parameters[id(parameter)])
         return found
 

@@ -45,7 +45,7 @@ class Place:
 
 
 def find_places(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf]) -> tuple[list[Place], list[Site]]:
-    """All sites of a marked graph, and those that are outside of it.
+    """All sites of a marked graph, and those whose error, or a part of it, is outside of it.
 
     Values come in execution order, then parameters, then inputs.
     """
@@ -53,13 +53,18 @@ def find_places(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, L
     if not outputs:
         return [], []
     markers, order = read_markers(graph), {node: number for number, node in enumerate(graph.nodes)}
+    regenerated = _torch.regenerated_outputs(graph)
     places: list[Place] = []
     outside: list[Site] = []
     for number, site in name_values(values).items():
-        places += _places_of_value(markers, order, number, site)
         value = values[number]
-        if value.is_returned and value.fake.requires_grad and number not in markers.errors:
+        places += _places_of_activation(markers, order, number, site)
+        is_lost = value.is_returned and value.fake.requires_grad and number not in markers.errors
+        is_lost |= value.is_bypassed and value.fake.requires_grad
+        if is_lost or value.returned_through & regenerated:
             outside.append(site("error"))
+        else:
+            places += _places_of_error(markers, order, number, site)
     returned = edit.outputs_of(graph.output_node())
     for kind_is_parameter in (True, False):
         for position, leaf_position in outputs:
@@ -70,19 +75,25 @@ def find_places(graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, L
     return places, outside
 
 
-def _places_of_value(
+def _places_of_activation(
     markers: Markers, order: Mapping[fx.Node, int], number: int, site: Callable[[Kind], Site]
 ) -> list[Place]:
-    places = []
     marker = markers.activations.get(number)
-    if marker is not None:
-        activation = site("activation")
-        if activation.dtype.is_floating_point or activation.dtype.is_complex:
-            places.append(Place(activation, _marked(marker), marker, order[marker]))
+    if marker is None:
+        return []
+    activation = site("activation")
+    if not (activation.dtype.is_floating_point or activation.dtype.is_complex):
+        return []
+    return [Place(activation, _marked(marker), marker, order[marker])]
+
+
+def _places_of_error(
+    markers: Markers, order: Mapping[fx.Node, int], number: int, site: Callable[[Kind], Site]
+) -> list[Place]:
     marker = markers.errors.get(number)
-    if marker is not None:
-        places.append(Place(site("error"), _marked(marker), marker, order[marker], marker=marker))
-    return places
+    if marker is None:
+        return []
+    return [Place(site("error"), _marked(marker), marker, order[marker], marker=marker)]
 
 
 def _site_of_leaf(node: fx.Node, leaf: Leaf) -> Site:

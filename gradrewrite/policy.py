@@ -154,8 +154,26 @@ def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
     Raises:
         PolicyError: An answer is no action, or may not stand at this kind of site; or the policy itself raised.
     """
-    if not callable(policy):
-        return tuple(action for item in policy for action in ask(item, site))
+    return tuple(answered.action for answered in ask_in_order(policy, site))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An action that a policy answered with, and where in the nested lists of the policy the callback stands."""
+
+    position: tuple[int, ...]
+    action: Any
+
+
+def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
+    """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies."""
+    if callable(policy):
+        return tuple(Answered(position, action) for action in _ask_callback(policy, site))
+    items = enumerate(policy)
+    return tuple(found for number, item in items for found in ask_in_order(item, site, (*position, number)))
+
+
+def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ...]:
     try:
         answer = policy(site)
     except RewriteError:

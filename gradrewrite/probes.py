@@ -22,7 +22,7 @@ from gradrewrite import _torch, markers
 from gradrewrite.errors import PolicyError
 from gradrewrite.intended import hands_on_infinity
 from gradrewrite.names import Names, source_of
-from gradrewrite.nodes import changed_in_place, fake_of, is_checkpoint, op_name
+from gradrewrite.nodes import Aliases, changed_in_place, fake_of, is_checkpoint, op_name
 from gradrewrite.sites import Kind, Site
 
 Run = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
@@ -47,7 +47,23 @@ def tap(x: Tensor, name: str) -> Tensor:
     """
     if not isinstance(name, str):
         raise TypeError(f"gr.tap(x, name): name is a string, got {type(name).__name__}")
+    listener = _tap_listener.get()
+    if listener is not None:
+        listener(x, name)
     return x
+
+
+_tap_listener: ContextVar[Callable[[Tensor, str], None] | None] = ContextVar("gradrewrite_taps", default=None)
+
+
+@contextlib.contextmanager
+def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Report the taps of a model that runs eagerly inside the block."""
+    token = _tap_listener.set(listener)
+    try:
+        yield
+    finally:
+        _tap_listener.reset(token)
 
 
 def _tap_module(x: Any) -> Any:
@@ -62,12 +78,20 @@ def _probe(x: Tensor, number: int) -> None:
     with torch.no_grad():
         markers.mark_activation(x, number)
     if x.requires_grad:
-        x.register_hook(lambda g: markers.mark_error(g, number))
+        # Of a gradient that autograd knows to be zero there may be none.
+        x.register_hook(lambda g: None if g is None else markers.mark_error(g, number))
+
+
+def _probe_outputs(*outputs: Any) -> None:
+    tracing = _tracing.get()
+    if tracing is not None and _torch.is_tracing():
+        tracing.note_outputs(outputs)
 
 
 torch.compiler.allow_in_graph(tap)
 torch.compiler.allow_in_graph(_tap_module)
 fx.node.has_side_effect(_probe)
+fx.node.has_side_effect(_probe_outputs)
 
 
 @dataclass(eq=False)
@@ -83,7 +107,12 @@ class Value:
         taps: Names given to it by ``gr.tap``.
         identities: Pass-through modules that returned it.
         is_returned: Whether the graph returns it.
+        returned_through: Positions of the outputs of the graph that are this value or views of it.
         may_be_infinite: Whether the program itself fills it with infinities.
+        is_selection: Whether it is an element of a tuple, or the result of indexing.
+        is_view: Whether it is a view of another tensor.
+        replaces: The value that the same tensor was before an in-place op.
+        is_overwritten: Whether autograd gave the tensor another history when such an op changed it.
         same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
     """
 
@@ -95,25 +124,53 @@ class Value:
     taps: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
     is_returned: bool = False
+    returned_through: set[int] = field(default_factory=set)
     may_be_infinite: bool = False
+    is_selection: bool = False
+    is_view: bool = False
+    replaces: Value | None = None
+    is_overwritten: bool = False
     same_as: Value | None = None
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether a part of its error goes past it: behind an in-place op on a view, to what it is a view of."""
+        return self.is_view and self.is_overwritten
+
+    @property
+    def is_unused_selection(self) -> bool:
+        """Whether it is one that Dynamo leaves out of its graphs; in the body of a checkpoint it does not."""
+        return self.is_selection and not self.used_in and not self.is_returned
 
 
 class _Tracing:
-    """Tells which values are one tensor while AOTAutograd traces."""
+    """Tells which values are one tensor, and which outputs are views of which values, while AOTAutograd traces."""
 
     def __init__(self, values: Sequence[Value]) -> None:
         self._values = values
-        self._first: dict[tuple[Any, int], int] = {}
+        self._first: dict[tuple[Any, int], int] = {}  # by autograd node and output of it
 
     def knows(self, x: Tensor, number: int) -> bool:
         """Note a value; True if an earlier one is the same tensor at the same version."""
         if not x.requires_grad:
             return False
+        value = self._values[number]
+        value.is_view = x._is_view()
         first = self._first.setdefault((x.grad_fn or x, x.output_nr), number)
+        if first == number and value.replaces is not None:
+            value.replaces.is_overwritten = True
         if first != number:
-            self._values[number].same_as = self._values[first]
+            value.same_as = self._values[first]
         return first != number
+
+    def note_outputs(self, outputs: Sequence[Any]) -> None:
+        """Note the outputs that are views of a value: AOTAutograd may make such an output outside of the graph."""
+        for position, output in enumerate(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                for node in _torch.view_chain(output):
+                    number = self._first.get(node)
+                    if number is not None:
+                        self._values[number].returned_through.add(position)
 
 
 _tracing: ContextVar[_Tracing | None] = ContextVar("gradrewrite_tracing", default=None)
@@ -151,10 +208,14 @@ def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
         first = value.same_as
         if first is not None:
             first.used_in += value.used_in
+            first.returned_through |= value.returned_through
+            first.is_returned |= value.is_returned
+            first.is_overwritten |= value.is_overwritten
             first.taps += value.taps
             first.identities += value.identities
-    names = _Namer([value for value in values if value.same_as is None])
-    return {n: partial(names.site, value) for n, value in enumerate(values) if value.same_as is None}
+    named = {n: value for n, value in enumerate(values) if value.same_as is None and not value.is_unused_selection}
+    names = _Namer(list(named.values()))
+    return {n: partial(names.site, value) for n, value in named.items()}
 
 
 class _Reader:
@@ -168,15 +229,17 @@ class _Reader:
 
     def read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node], *, is_body: bool) -> None:
         """Read one graph; ``outer`` maps the placeholders of a checkpoint's body to the nodes outside."""
+        aliases = Aliases(gm.graph)
         for node in list(gm.graph.nodes):
             if node.op == "output" and not is_body:  # what a body returns is used where the checkpoint stands
                 for value in self._use(node, (), outer):
                     value.is_returned = True
+                with gm.graph.inserting_before(node):
+                    gm.graph.call_function(_probe_outputs, tuple(node.args[0]))
             elif node.op in ("call_function", "call_method", "call_module"):
-                self._read_call(gm, node, outer)
+                self._read_call(gm, node, outer, aliases)
 
-    def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
-        runs = self._runs(node)
+    def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node], aliases: Aliases) -> None:
         if is_checkpoint(node):
             self._enter(gm, node, outer)
             return
@@ -185,17 +248,22 @@ class _Reader:
         if node.target in (tap, _tap_module):
             self._tap(node, outer)
             return
+        runs = self._runs(node)
         self._use(node, runs, outer)
         changed = changed_in_place(node)
-        made = node if changed is None else changed
-        may_be_infinite = hands_on_infinity(op_name(node), node, self._infinite)
-        if may_be_infinite:
-            self._infinite |= {node, made}
-        fake = fake_of(outer.get(made, made))
-        if fake is None or (changed is None and id(fake) in self._current):
-            return
-        value = Value(op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
-        self._add(value, made, after=node)
+        writes_infinity = hands_on_infinity(op_name(node), node, self._infinite)
+        last = node
+        for made in aliases.of_all(changed, after=node) if changed else [node]:
+            fake = fake_of(outer.get(made, made))
+            if fake is None or (not changed and id(fake) in self._current):
+                continue
+            may_be_infinite = writes_infinity or (bool(changed) and made in self._infinite)
+            if may_be_infinite:
+                self._infinite |= {node, made}
+            value = Value(op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
+            value.is_selection = node.target is operator.getitem
+            value.replaces = self._current.get(id(fake))
+            last = self._add(value, made, after=last)
 
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
         body_node, *args = node.args
@@ -228,11 +296,12 @@ class _Reader:
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
-    def _add(self, value: Value, made: fx.Node, *, after: fx.Node) -> None:
+    def _add(self, value: Value, made: fx.Node, *, after: fx.Node) -> fx.Node:
         self._current[id(value.fake)] = value
         with after.graph.inserting_after(after):
-            after.graph.call_function(_probe, (made, len(self.values)))
+            probe = after.graph.call_function(_probe, (made, len(self.values)))
         self.values.append(value)
+        return probe
 
     def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
         used = []

@@ -15,7 +15,7 @@ from gradrewrite.errors import PolicyError
 from gradrewrite.joint import Edit, number_of, value_of
 from gradrewrite.origins import Anchor
 from gradrewrite.places import Leaf, Place, find_places
-from gradrewrite.policy import AdaptingAction, GroupAction, MeasuringAction, Policy, ask
+from gradrewrite.policy import AdaptingAction, Answered, GroupAction, MeasuringAction, Policy, ask, ask_in_order
 from gradrewrite.probes import Value
 from gradrewrite.recipe import Given, Recipe
 from gradrewrite.records import Carried, Check
@@ -26,7 +26,7 @@ from gradrewrite.tracing import Mode, Traced, Tracer, action_key, check_dense, t
 
 ScaleOf = Callable[[torch.device], Tensor]
 
-# From this many measured sites on, statistics of errors and activations are opaque too: see docs/design.md.
+# From this many measured errors and activations on, their statistics are opaque too: see docs/design.md.
 MANY = 64
 
 
@@ -43,6 +43,8 @@ class Rewritten:
         live: The tensors that the graph reads at every backward, by name.
         out_of_reach: Sites at which the policy answered but which are outside the graph, with the answers.
         recipe: What a replay of a failed step needs; None where nothing is checked.
+        assumes: Whether an action assumes something of a size that depends on data. Such an assumption becomes part of
+            the code of the forward and the backward, but not of the key under which Inductor stores that code.
     """
 
     sites: tuple[Site, ...]
@@ -53,6 +55,7 @@ class Rewritten:
     live: Mapping[str, Tensor]
     out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
     recipe: Recipe | None
+    assumes: bool
 
 
 def rewrite(
@@ -84,14 +87,15 @@ def rewrite(
         CallbackError: A tensor function breaks its contract.
     """
     rewriter = _Rewriter(graph, scale_of)
+    assumed = _torch.assumptions(graph)
     places, out_of_reach = find_places(graph, values, leaves)
     anchors = {place.site: _anchor(place) for place in places}
-    answers = [ask(policy, place.site) for place in places]
-    rewriter.num_measured = sum(any(isinstance(a, AdaptingAction) for a in actions) for actions in answers)
-    for place, actions in zip(places, answers, strict=True):
-        rewriter.insert(place, [a for a in actions if not isinstance(a, GroupAction)])
+    answers = [(place, ask_in_order(policy, place.site)) for place in places]
+    rewriter.num_measured = sum(place.output is None and _is_measured(found) for place, found in answers)
+    for place, found in answers:
+        rewriter.insert(place, [a.action for a in found if not isinstance(a.action, GroupAction)])
     rewriter.insert_measured()
-    rewriter.insert_groups([(p, a) for p, actions in zip(places, answers, strict=True) for a in actions])
+    rewriter.insert_groups([(place, answered) for place, found in answers for answered in found])
     recipe = rewriter.note_recipe(places, given or {}, is_last=is_last)
     carriers = rewriter.carry_out()
     edit.erase_markers(graph)
@@ -108,6 +112,7 @@ def rewrite(
         live=live,
         out_of_reach=tuple((site, actions) for site, actions in lost if actions),
         recipe=recipe,
+        assumes=_torch.assumptions(graph) != assumed,
     )
 
 
@@ -178,7 +183,7 @@ class _Rewriter:
         self.edits[number] = Edit(first.site, self.edits[number].action, tuple(n.name for n in new))
         addresses: list[str] = []
         for place, _, _ in members:
-            own = self.reports.addresses(action.measures, str(place.site))
+            own = self.reports.addresses.new(action.measures, str(place.site))
             addresses += own
             if action.fails is not None:
                 self._check(place, action.fails, own[-1], place.node)
@@ -192,15 +197,22 @@ class _Rewriter:
         has_scale = self._scale_of is not None and site.kind != "activation"
         return Mode(is_opaque, self._scale_of(site.device) if has_scale and self._scale_of is not None else None)
 
-    def insert_groups(self, answers: Sequence[tuple[Place, Any]]) -> None:
-        """Insert the group actions; the sites of a group are treated together."""
+    def insert_groups(self, answers: Sequence[tuple[Place, Answered]]) -> None:
+        """Insert the group actions; the sites of a group are treated together.
+
+        Groups come in the order in which the policy list names them; those of one callback in the order of its sites.
+        """
         groups: dict[tuple[type, Hashable], dict[int, tuple[Place, GroupAction]]] = defaultdict(dict)
-        for place, action in answers:
+        named_at: dict[tuple[type, Hashable], tuple[int, ...]] = {}
+        for place, answered in answers:
+            action = answered.action
             if isinstance(action, GroupAction):
-                members = groups[type(action), action.group]
-                members.setdefault(id(place), (place, action))
-                _check_same(next(iter(members.values())), (place, action))
-        for members in groups.values():
+                key = (type(action), action.group)
+                groups[key].setdefault(id(place), (place, action))
+                _check_same(next(iter(groups[key].values())), (place, action))
+                named_at[key] = min(named_at.get(key, answered.position), answered.position)
+        for key in sorted(groups, key=named_at.__getitem__):  # stable: equal positions stay in the order of sites
+            members = groups[key]
             first = next(iter(members.values()))
             self._insert_group([place for place, _ in members.values()], first[1])
 
@@ -285,11 +297,15 @@ class _Rewriter:
         tag = "is_forward" if is_forward else "is_backward"
         (count,), new = edit.splice(graph, self.graph, [node], before, tag)
         self.counters += [n.name for n in new]
-        self.reports.records.append(Report((f"{name}@{where}",), count, is_forward))
+        self.reports.records.append(Report(tuple(self.reports.addresses.new([name], where)), count, is_forward))
 
     def _sites_by_value(self, places: Sequence[Place], kind: Kind) -> dict[int, Site]:
         numbers = {p.before: p.site for p in places if p.site.kind == kind}
         return {number_of(node): site for node, site in numbers.items()}
+
+
+def _is_measured(found: Sequence[Answered]) -> bool:
+    return any(isinstance(answered.action, AdaptingAction) for answered in found)
 
 
 def _anchor(place: Place) -> Anchor:

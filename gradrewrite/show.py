@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -14,6 +15,7 @@ from gradrewrite.policy import Policy
 from gradrewrite.probes import Value
 from gradrewrite.recipe import Given
 from gradrewrite.rewrite import ScaleOf, rewrite
+from gradrewrite.sites import Site
 
 
 def show(
@@ -24,8 +26,8 @@ def show(
     *,
     given: Mapping[int, Given] | None = None,
     scale_of: ScaleOf | None = None,
-) -> JointGraph:
-    """Rewrite a joint graph and show it beside the graph as it was."""
+) -> tuple[JointGraph, tuple[tuple[Site, tuple[Any, ...]], ...]]:
+    """Rewrite a joint graph and show it beside the graph as it was; and the answers at sites that are out of reach."""
     meaning = read_origins(gm.graph, values, leaves, given or {})
     before = edit.copy_of(gm)
     edit.erase_markers(before.graph)
@@ -36,4 +38,4 @@ def show(
     carriers = [node for node in after.graph.nodes if node.name in result.carriers]
     meaning = with_edits(meaning, result.anchors, result.edits, carriers)
     plain = JointGraph(before, result.sites, meaning=meaning)
-    return JointGraph(after, result.sites, result.edits, result.carriers, plain, meaning)
+    return JointGraph(after, result.sites, result.edits, result.carriers, plain, meaning), result.out_of_reach

@@ -58,7 +58,8 @@ class Site:
         Args:
             pattern: ``[kind:]glob[#call]`` after ``fnmatch.fnmatchcase``; ``*`` crosses dots and
                 slashes. Without ``/`` the glob is compared with the modules whose output the value
-                is (or with the parameter's name), with ``/`` with ``module/op``.
+                is (or with the parameter's name), with ``/`` with ``module/op`` and with names of
+                modules and parameters that have a ``/`` themselves.
 
         Returns:
             True if any address of the site matches.
@@ -104,8 +105,13 @@ class Pattern:
         """Compare with every address of the site."""
         if self.kind is not None and self.kind != site.kind:
             return False
-        by_op = "/" in self.glob
         return any(
-            by_op == ("/" in name) and fnmatchcase(name, self.glob) and self.call in (None, call)
+            self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)
             for name, call in site.addresses or ((site.name, site.call),)
         )
+
+    def _may_mean(self, site: Site, name: str) -> bool:
+        """Whether the glob is of the kind that an address of the site is: with ``/`` for an op."""
+        has_slash = "/" in self.glob
+        is_op = site.kind in ("error", "activation") and "/" in name and name not in site.output_of
+        return has_slash == is_op or (not is_op and "/" in name)

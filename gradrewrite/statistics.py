@@ -27,10 +27,10 @@ def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
 
     It does not overflow while it is representable; 0 if the tensor is empty, inf or NaN if an element is.
     """
-    size = _size(tensor)
+    size = size_of(tensor)
     if _is_empty(tensor):
         return size.new_zeros(())
-    largest = size.amax()
+    largest = _padded(size, 0.0).amax()
     if math.isinf(order):
         return largest
     # Dividing by an infinite or a zero maximum would make NaN; by one it changes nothing.
@@ -43,7 +43,8 @@ def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
     return unit * (share**order).sum() ** (1.0 / order)
 
 
-def _size(x: Tensor) -> Tensor:
+def size_of(x: Tensor) -> Tensor:
+    """Absolute values, in at least float32."""
     size = x.abs()
     return size.to(torch.promote_types(size.dtype, torch.float32))
 
@@ -56,16 +57,40 @@ def _is_empty(x: Tensor) -> bool:
     return _torch.statically_known_true(x.numel() == 0)
 
 
+def _may_be_empty(x: Tensor) -> bool:
+    """Whether the size depends on data and may be 0: a reduction must then not assume that there is an element."""
+    return not _torch.statically_known_true(x.numel() != 0)
+
+
+def _padded(x: Tensor, neutral: float) -> Tensor:
+    """The tensor, flat and with one more element where it may be empty: ``amax`` of none is an error."""
+    return torch.cat([x.reshape(-1), x.new_full((1,), neutral)]) if _may_be_empty(x) else x
+
+
+def _number(x: Tensor) -> Tensor:
+    """Number of elements, on the device: a size that depends on data is no number while a graph is traced."""
+    return torch.ones_like(x, dtype=torch.float32).sum()
+
+
 def _or_nan(reduce: Statistic) -> Statistic:
     """NaN for an empty tensor."""
-    return lambda x: torch.full((), math.nan, device=x.device) if _is_empty(x) else reduce(x)
+
+    def reduce_or_nan(x: Tensor) -> Tensor:
+        if _is_empty(x):
+            return torch.full((), math.nan, device=x.device)
+        return torch.where(_number(x) == 0, math.nan, reduce(x)) if _may_be_empty(x) else reduce(x)
+
+    return reduce_or_nan
 
 
 def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
     """Share of the elements for which the mask holds; 0 for an empty tensor."""
 
     def share(x: Tensor) -> Tensor:
-        return torch.zeros((), device=x.device) if _is_empty(x) else mask(x).to(torch.float32).mean()
+        if _is_empty(x):
+            return torch.zeros((), device=x.device)
+        found = mask(x).to(torch.float32)
+        return found.sum() / _number(x).clamp(min=1.0) if _may_be_empty(x) else found.mean()
 
     return share
 
@@ -75,12 +100,15 @@ def _count(mask: Statistic) -> Statistic:
     return lambda x: mask(x).to(_dtype(x)).sum()
 
 
+largest_of = _or_nan(lambda size: _padded(size, 0.0).amax())  # of absolute values
+mean_of = _or_nan(lambda size: size.mean())
+
 STATISTICS: Mapping[str, Statistic] = {
-    "max_abs": _or_nan(lambda x: _size(x).amax()),
-    "mean_abs": _or_nan(lambda x: _size(x).mean()),
+    "max_abs": lambda x: largest_of(size_of(x)),
+    "mean_abs": lambda x: mean_of(size_of(x)),
     "norm": norm_of,
-    "min": _or_nan(lambda x: x.amin()),
-    "max": _or_nan(lambda x: x.amax()),
+    "min": _or_nan(lambda x: _padded(x, math.inf).amin()),
+    "max": _or_nan(lambda x: _padded(x, -math.inf).amax()),
     "nan": _count(torch.isnan),
     "inf": _count(torch.isinf),
     "nonfinite": _count(lambda x: torch.isfinite(x).logical_not()),

@@ -79,7 +79,7 @@ def check_dense(action: Any, site: Site, value: Tensor) -> None:
     """Raise UnsupportedGradientError where a gradient is sparse."""
     if value.layout is not torch.strided:
         raise UnsupportedGradientError(
-            f"{site}: the gradient is {value.layout}; {_show(action)} needs a dense one. Make the layer's "
+            f"{site}: the gradient is {value.layout}; {describe(action)} needs a dense one. Make the layer's "
             "gradient dense (sparse=False), or let the policy leave this site alone"
         )
 
@@ -113,9 +113,9 @@ def trace_function(
             raise
         except Exception as err:
             raise CallbackError(
-                f"{sites[0]}: {_show(action)} could not be traced: {type(err).__name__}: {_first_line(err)}. A tensor "
-                "function computes with torch operations alone: no branch on values (use torch.where), no .item(), "
-                "no state"
+                f"{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: {_first_line(err)}. A "
+                "tensor function computes with torch operations alone: no branch on values (use torch.where), no "
+                ".item(), no state"
             ) from err
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
@@ -134,10 +134,10 @@ def trace_function(
 def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
     """What is said to a function that changes what it closes over, or takes a tensor out of torch."""
     refused = CallbackError(
-        f"{site}: {_show(action)} changes a tensor that it closes over; report figures with gr.record instead"
+        f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead"
     )
     leaving = CallbackError(
-        f"{site}: {_show(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
+        f"{site}: {describe(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
         "there cannot become part of the graph. Compute with torch operations"
     )
     return refused, leaving
@@ -164,9 +164,14 @@ def action_key(action: Any) -> Hashable:
 
 
 def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
-    """Keep the strides: what is downstream was traced for them. Where memory overlaps or has gaps, contiguous."""
+    """Keep the strides: what is downstream was traced for them. Contiguous where memory overlaps or has gaps.
+
+    And where a size depends on data: its strides cannot be compared.
+    """
     if all(_torch.statically_known_true(a == b) for a, b in zip(result.stride(), value.stride(), strict=True)):
         return result
+    if _torch.has_unknown_size(value):
+        return result.contiguous()
     order = sorted(range(value.dim()), key=lambda d: (value.stride(d), value.shape[d]), reverse=True)
     if value.permute(order).is_contiguous():
         back = sorted(range(value.dim()), key=order.__getitem__)
@@ -176,14 +181,14 @@ def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
 
 def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
     if not isinstance(result, Tensor):
-        raise CallbackError(f"{site}: {_show(action)} returned {type(result).__name__}; it has to return a tensor")
+        raise CallbackError(f"{site}: {describe(action)} returned {type(result).__name__}; it has to return a tensor")
     for what in ("shape", "dtype", "device"):
         got, wanted = getattr(result, what), getattr(value, what)
         same = _same_shape(got, wanted) if what == "shape" else got == wanted
         if not same:
             hint = f"; end it with .to({wanted})" if what != "shape" else ""
             raise CallbackError(
-                f"{site}: {_show(action)} changed the {what} from {_text(wanted)} to {_text(got)}; "
+                f"{site}: {describe(action)} changed the {what} from {_text(wanted)} to {_text(got)}; "
                 f"a gradient keeps it{hint}"
             )
 
@@ -192,13 +197,13 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
     for node in list(graph.nodes):
         if _torch.is_random(node):
             raise CallbackError(
-                f"{site}: {_show(action)} calls the random op {node.target}; random numbers in the backward would "
+                f"{site}: {describe(action)} calls the random op {node.target}; random numbers in the backward would "
                 "change those of the forward. Draw them outside and let the function close over the tensor"
             )
         if node.target is torch.ops.aten._local_scalar_dense.default:
             raise CallbackError(
-                f"{site}: {_show(action)} reads a value on the host (.item(), float(), bool()), which would make every "
-                "backward wait for the device; compute with tensors"
+                f"{site}: {describe(action)} reads a value on the host (.item(), float(), bool()), which would make "
+                "every backward wait for the device; compute with tensors"
             )
         if node.target is torch.ops.aten.copy_.default:  # the argument was changed in place: what counts is returned
             node.replace_all_uses_with(node.args[1])
@@ -219,7 +224,8 @@ def _tensor_key(value: Tensor) -> Hashable:
     return (tuple(value.shape), value.stride(), value.dtype, value.device)
 
 
-def _show(action: Any) -> str:
+def describe(action: Any) -> str:
+    """Return an action as text for a message."""
     if isinstance(action, Action) or not callable(action):
         return repr(action)
     return f"the tensor function {getattr(action, '__qualname__', repr(action))}"
