@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ LISTED = 5  # sites named in one finding
 COUNTS = ("nonfinite", "nan", "inf")
 MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
 BACKWARD = frozenset(("outside", "error", "input", "gradient", "group"))
+BOUNDS = frozenset(("bound", "limit"))
 _EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group")
 
 
@@ -139,21 +140,29 @@ def last_run(steps: Sequence[Step]) -> Run:
     """The last run of several in one file: where the number of the step falls back, a new one begins."""
     begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
     last = steps[begins[-1] :] if begins else steps
+    addresses = {address for step in last for address in step.records}
     series: dict[str, Series] = {}
     for step in last:
         for address, value in step.records.items():
             if address not in series:
-                series[address] = Series(parse(address), [], [])
+                series[address] = Series(parse(address, addresses), [], [])
             series[address].steps.append(step.step)
             series[address].values.append(value)
     return Run(last, series)
 
 
-def parse(address: str) -> Address:
-    """Take an address ``record@site`` or ``record.2@site`` apart."""
+def parse(address: str, known: Collection[str]) -> Address:
+    """Take an address ``record@site`` or ``record.2@site`` apart.
+
+    Args:
+        address: The address.
+        known: All addresses of the run: ``layer.2`` is the second ``layer`` only where there is a first, or where it is
+            the name of a bound, which is numbered like what it bounds.
+    """
     name, _, site = address.partition("@")
     record, _, number = name.rpartition(".")
-    if record and number.isdecimal():
+    is_numbered = record in BOUNDS or f"{record}@{site}" in known
+    if record and number.isdecimal() and int(number) > 1 and is_numbered:
         return Address(record, f".{number}", site, kind_of(site))
     return Address(name, "", site, kind_of(site))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -81,6 +82,12 @@ class Monitor:
         with self._lock:
             return self._guards.skipped
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether ``gr.guard`` has given it an optimizer that is still there."""
+        with self._lock:
+            return bool(self._guards.alive)
+
     def latest(self) -> dict[str, float]:
         """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
 
@@ -125,7 +132,7 @@ class Monitor:
     def steps(self) -> list[Step]:
         """The rows in the buffer, oldest first, with the bounds of clips. Waits for the device."""
         with self._lock:
-            return [Step(row.step, row.values() | row.bounds()) for row in self._read()]
+            return [Step(row.step, row.values()) for row in self._read()]
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a scalar of your own, such as the loss, to the row of the last backward; nothing waits for the device.
@@ -189,6 +196,11 @@ class Monitor:
         """Write the rows that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
             self._outlets.write(self._read())
+
+    def __del__(self) -> None:
+        """Write what is left: its model may be deleted long before the program ends."""
+        if self.__dict__.get("_outlets") and self._num_rows and not sys.is_finalizing():
+            self.flush()
 
     def watch(self, guard: Guard, num_groups: int) -> int:
         """Tell a guard of every check that skips (called by ``gr.guard``); returns the number of its first group."""
@@ -314,7 +326,7 @@ class Monitor:
 
     def _append(self, row: Row) -> None:
         if not self._num_rows:
-            atexit.register(_flush, weakref.ref(self))
+            _to_flush.add(self)
         row.close()
         if len(self._rows) == self.capacity:
             lost = self._rows.popleft()
@@ -342,8 +354,12 @@ class Monitor:
             return [row.values() for row in self._read(last)]
 
 
-def _flush(ref: weakref.ref[Monitor]) -> None:
+_to_flush: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush() -> None:
     """Write and say what is left when the program ends."""
-    monitor = ref()
-    if monitor is not None:
+    for monitor in list(_to_flush):
+        _to_flush.discard(monitor)
         monitor.flush()

@@ -64,7 +64,7 @@ class Outlets:
             try:
                 for row in rows:
                     if row.step >= self._next.get(sink.key, 0):
-                        sink.write(row.step, row.values() | row.bounds())
+                        sink.write(row.step, row.values())
                         self._next[sink.key] = row.step + 1
             except Exception as err:  # a writer's failure must not end training
                 self._sinks.remove(sink)

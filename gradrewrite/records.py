@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradrewrite.errors import CallbackError
 from gradrewrite.sites import Site
-from gradrewrite.statistics import IN_UNITS, measure
+from gradrewrite.statistics import IN_UNITS, largest_of, mean_of, measure, size_of
 
 OnFailure = Literal["raise", "skip", "warn", "record"]
 
@@ -23,7 +23,7 @@ class Recording:
     """What one action reports while it is traced.
 
     Attributes:
-        names: Names of the records in each value.
+        names: Names of the records in each value, as they were given: occurrences are numbered where they leave.
         values: Tensors of one or more records.
         kept: Tensors that are kept.
         logs: Whether the action logs.
@@ -54,13 +54,8 @@ class Recording:
         self.bound = None
 
     def add(self, names: Sequence[str], value: Tensor) -> None:
-        """Report a tensor of as many records as there are names; a name used before is numbered."""
-        taken = {name for names in self.names for name in names}
-        fresh = []
-        for name in names:
-            fresh.append(_unused(name, taken))
-            taken.add(fresh[-1])
-        self.names.append(tuple(fresh))
+        """Report a tensor of as many records as there are names."""
+        self.names.append(tuple(names))
         self.values.append(value)
 
 
@@ -105,6 +100,7 @@ class Carried:
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
         bounds: Bounds of clips that are numbers, by address: ``bound@site`` by norm, ``limit@site`` by value.
+        counts: Addresses of counts of elements, which add up over several runs in one backward.
     """
 
     packs: tuple[tuple[str, ...], ...] = ()
@@ -114,6 +110,7 @@ class Carried:
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
     bounds: tuple[tuple[str, float], ...] = ()
+    counts: frozenset[str] = frozenset()
 
 
 _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
@@ -163,10 +160,9 @@ def record_clip(before: Tensor, after: Tensor) -> None:
     if recording is None:
         return
     recording.logs = True
-    size = before.abs().to(torch.promote_types(before.abs().dtype, torch.float32))
-    empty = before.numel() == 0
-    record("max_abs", size.new_full((), torch.nan) if empty else size.amax())
-    record("mean_abs", size.new_full((), torch.nan) if empty else size.mean())
+    size = size_of(before)
+    record("max_abs", largest_of(size))
+    record("mean_abs", mean_of(size))
     record("clipped", ((after != before) & (before == before)).any().to(size.dtype))
 
 
@@ -227,12 +223,3 @@ def recording(device: torch.device, *, is_opaque: bool = False, scale: Tensor | 
         yield current
     finally:
         _recording.reset(token)
-
-
-def _unused(name: str, taken: Container[str]) -> str:
-    if name not in taken:
-        return name
-    number = 2
-    while f"{name}.{number}" in taken:
-        number += 1
-    return f"{name}.{number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ import torch
 from torch import fx
 
 from gradrewrite import _torch, edit
+from gradrewrite.history import BOUNDS
 from gradrewrite.joint import value_of
 from gradrewrite.records import Carried, Check, LogLine
 from gradrewrite.sites import Site
-from gradrewrite.statistics import pack
+from gradrewrite.statistics import COUNTS, pack
 from gradrewrite.tracing import Traced
 
 
@@ -27,6 +29,46 @@ class Report:
     skips: bool = False
 
 
+class Addresses:
+    """The addresses ``record@site`` of a graph; the only place that numbers a name that was used before at its site."""
+
+    def __init__(self) -> None:
+        self._number: dict[str, int] = {}  # of the occurrence, by address
+        self.counts: set[str] = set()  # those of counts of elements
+
+    def new(self, names: Iterable[str], where: str, *, number: int | None = None) -> list[str]:
+        """Addresses of new records: each with the first number that is free, or with this one if it is."""
+        found = []
+        for name in names:
+            wanted = (n for n in itertools.chain([number or 1], itertools.count(1)))
+            chosen = next(n for n in wanted if _address(name, n, where) not in self._number)
+            found.append(_address(name, chosen, where))
+            self._number[found[-1]] = chosen
+            if name in COUNTS:
+                self.counts.add(found[-1])
+        return found
+
+    def of_action(self, named: Sequence[Sequence[str]], where: str, bound: str | None) -> tuple[list[list[str]], str]:
+        """Addresses of what one action reports.
+
+        Args:
+            named: Names of its records, in each of its tensors.
+            where: The site.
+            bound: Name of a bound that is a number, and so no record; None if there is none.
+
+        Returns:
+            The addresses, and that of the bound (``""`` if there is none); bounds are numbered like what they bound.
+        """
+        plain = self.new((name for names in named for name in names if name not in BOUNDS), where)
+        number = self._number[plain[0]] if plain else None
+        rest = iter(plain)
+        addresses = [
+            [self.new([name], where, number=number)[0] if name in BOUNDS else next(rest) for name in names]
+            for names in named
+        ]
+        return addresses, self.new([bound], where, number=number)[0] if bound is not None else ""
+
+
 @dataclass
 class Reports:
     """Nodes that have to leave the graph."""
@@ -37,35 +79,22 @@ class Reports:
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     bounds: list[tuple[str, float]] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
+    addresses: Addresses = field(default_factory=Addresses)
     _packs: list[tuple[tuple[str, ...], list[Report]]] = field(default_factory=list)
 
     def add(self, where: str, site: Site, traced: Traced, extras: Sequence[fx.Node]) -> list[str]:
         """Take what a traced action returns beside the replacement; returns the addresses of its records."""
-        addresses: list[str] = []
-        for names, node in zip(traced.records, extras, strict=False):
-            new = tuple(self.addresses(names, where))
-            addresses += new
-            self.records.append(Report(new, node, site.kind == "activation", traced.fails == "skip"))
+        bound = None if traced.bound is None else traced.bound[0]
+        named, address_of_bound = self.addresses.of_action(traced.records, where, bound)
+        for own, node in zip(named, extras, strict=False):
+            self.records.append(Report(tuple(own), node, site.kind == "activation", traced.fails == "skip"))
+        addresses = [address for own in named for address in own]
         self.kept += [(site, node) for node in extras[len(traced.records) :]]
         if traced.logs:
             self.logs.append(LogLine(site, *addresses[-3:]))
         if traced.bound is not None:
-            name, bound = traced.bound
-            suffix = addresses[0].partition("@")[0].partition(".")[2]  # numbered like what it bounds
-            self.bounds.append((f"{name}{'.' + suffix if suffix else ''}@{where}", bound))
+            self.bounds.append((address_of_bound, traced.bound[1]))
         return addresses
-
-    def addresses(self, names: Iterable[str], where: str) -> list[str]:
-        """Addresses of new records; a name used before is numbered."""
-        new = []
-        for name in names:
-            address, number = f"{name}@{where}", 2
-            while address in self.taken:
-                address, number = f"{name}.{number}@{where}", number + 1
-            self.taken.add(address)
-            new.append(address)
-        return new
 
     def pack_into(self, graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
         """Pack the records; returns the packs and all new nodes."""
@@ -95,4 +124,9 @@ class Reports:
             groups=tuple(self.groups),
             checks=tuple(sorted(self.checks, key=lambda check: check.order)),
             bounds=tuple(self.bounds),
+            counts=frozenset(self.addresses.counts),
         )
+
+
+def _address(name: str, number: int, where: str) -> str:
+    return f"{name}@{where}" if number == 1 else f"{name}.{number}@{where}"

@@ -13,7 +13,6 @@ from torch import Tensor
 from gradrewrite.failure import CheckedRun
 from gradrewrite.records import Carried
 from gradrewrite.sites import Site
-from gradrewrite.statistics import COUNTS
 from gradrewrite.witness import Witness
 
 
@@ -158,14 +157,14 @@ class Row:
             known: dict[str, float] = {}
             for run in self.runs:
                 for name, value in run.values().items():
-                    is_count = name.partition("@")[0].partition(".")[0] in COUNTS
-                    known[name] = known[name] + value if is_count and name in known else value
+                    adds_up = name in known and name in run.carried.counts
+                    known[name] = known[name] + value if adds_up else value
             self._values = {name: known[name] for name in values}
         later = {name: value for added in self.added.values() for name, value in added.values().items()}
-        return self._values | self.extra | later
+        return self._values | self.bounds() | self.extra | later
 
     def bounds(self) -> dict[str, float]:
-        """Bounds of norm clips that are numbers, by address; those that are tensors are records."""
+        """Bounds of clips that are numbers, by address; those that are tensors are records of the graph."""
         return {name: value for run in self.runs for name, value in run.carried.bounds}
 
     def has(self, wanted: Callable[[Carried], bool]) -> bool:
