@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 
 from gradrewrite import _torch
-from gradrewrite.errors import RewriteError, TraceError
+from gradrewrite.errors import GraphBreakError, RewriteError, TraceError
 from gradrewrite.job import Job, Runnable, Traced
 from gradrewrite.monitor import Monitor
 from gradrewrite.names import user_line
+from gradrewrite.nodes import returned_inputs
 from gradrewrite.places import Leaf
 from gradrewrite.policy import Policy
 from gradrewrite.probes import place, tracing
@@ -25,11 +28,14 @@ Engine = Literal["inductor", "op by op", "trace"]
 class Backend:
     """A torch.compile backend with a policy; made by ``gr.backend``."""
 
-    def __init__(self, session: Session, engine: Engine) -> None:
-        """Compile for a session."""
+    def __init__(self, session: Session, engine: Engine, *, is_silent: bool = False) -> None:
+        """Compile for a session; ``is_silent`` where no backward follows, so that what is skipped does not matter."""
         self.session = session
+        self.is_silent = is_silent
         self.engine: Engine = engine
         self.__name__ = "gradrewrite"
+        self._compiled: dict[int, _torch.CompiledCode] = {}  # by identity of what torch.compile made of this object
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def monitor(self) -> Monitor:
@@ -50,7 +56,41 @@ class Backend:
     ) -> Runnable:
         """Compile one graph of Dynamo, as torch.compile asks."""
         settings = {} if self.engine == "op by op" else _torch.inductor_options(mode, options)
-        return _compile(self.session, gm, example_inputs, self.engine, settings)
+        broken = _torch.graph_break_of(gm)
+        if broken is not None and not self.is_silent and not _torch.is_ddp_split(gm):
+            self.session.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
+        run = _compile(self.session, gm, example_inputs, self.engine, settings)
+        if not self.session.has_model:  # for a model, its entry does this
+            self._live_with_modules()
+        return run
+
+    def _live_with_modules(self) -> None:
+        """Let torch forget what is compiled for a module, as ``torch.compile(module)`` does, when that is gone.
+
+        What is compiled for a function that is given modules stays: it may be given others.
+        """
+        used = _torch.backend_in_use()
+        if used is None:
+            return
+        asked, code, owner = used
+        if not any(owner is root for root in self.session.names.roots):
+            return
+        if id(asked) not in self._compiled:
+            self._compiled[id(asked)] = _torch.CompiledCode(asked)
+            weakref.finalize(asked, self._compiled.pop, id(asked), None).atexit = False
+        self._compiled[id(asked)].add(code)
+        for module in self.session.names.roots:
+            if module not in self._watched:
+                self._watched.add(module)
+                weakref.finalize(module, _drop_unused, weakref.ref(self)).atexit = False
+
+
+def _drop_unused(ref: weakref.ref[Backend]) -> None:
+    backend = ref()
+    if backend is not None and not backend.session.names.roots:
+        for compiled in list(backend._compiled.values()):
+            compiled.drop()
+        _torch.clear_dropped()  # what is dropped still counts against torch's recompile limit
 
 
 def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
@@ -78,8 +118,7 @@ def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
     return Backend(Session(policy, monitor), "inductor")
 
 
-# The options are kept with the backend, so that no other options can get their id.
-_registered: dict[int, tuple[Backend, Mapping[str, Any] | None]] = {}
+_registered: dict[int, Backend] = {}  # by identity of what torch.compile made of the name and the options
 
 
 def registered_backend(
@@ -98,9 +137,14 @@ def registered_backend(
     policy, monitor = rest.pop("policy", []), rest.pop("monitor", None)
     if "policy" not in (options or {}):
         return backend([], monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
-    if id(options) not in _registered:
-        _registered[id(options)] = (backend(policy, monitor=monitor), options)
-    return _registered[id(options)][0](gm, example_inputs, mode=mode, options=rest)
+    used = _torch.backend_in_use()
+    if used is None:
+        return backend(policy, monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
+    asked, *_ = used
+    if id(asked) not in _registered:
+        _registered[id(asked)] = backend(policy, monitor=monitor)
+        weakref.finalize(asked, _registered.pop, id(asked), None).atexit = False
+    return _registered[id(asked)](gm, example_inputs, mode=mode, options=rest)
 
 
 def _compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine, options: Mapping[str, Any]) -> Runnable:
@@ -136,6 +180,7 @@ def _compile_rewritten(
         partition=job.partition,
         forward=job.compile_forward,
         backward=job.compile_backward,
+        is_cacheable=lambda: job.is_cacheable,
     )
     if engine == "trace":
         raise Traced(TraceError("no output of the model depends on a parameter or an input that needs a gradient"))
@@ -173,13 +218,18 @@ def _raising(error: RewriteError) -> Runnable:
     return run
 
 
+_SPLIT = (
+    "DistributedDataParallel lets torch split this graph into its buckets (DDPOptimizer), where gradient sites, checks "
+    "and global clips are lost. Set torch._dynamo.config.optimize_ddp = False, or use "
+    "DistributedDataParallel(gr.transform(model, policy))"
+)
+
+
 def _compile(
     session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine, options: Mapping[str, Any]
 ) -> Runnable:
     """Compile one Dynamo graph; a policy's error becomes a callable that raises it when the graph runs."""
     broken = _torch.graph_break_of(gm)
-    if broken is not None:
-        session.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
     if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         return _compile_plain(gm, inputs, engine, options)
     local, global_, frame = _torch.current_frame()
@@ -190,6 +240,8 @@ def _compile(
             "backend counts as one) would run without the policy. Make one backend per function, call "
             "torch.compiler.reset(), or raise torch._dynamo.config.recompile_limit",
         )
+    if _torch.is_ddp_split(gm) and torch.is_grad_enabled() and session.policy not in ([], ()):
+        return _raising(GraphBreakError(_SPLIT))
     session.names.enter_frame(gm, local, global_)
     is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
     given = _given(session, gm, inputs, "value" if _is_resumed(frame) else "input")
@@ -201,12 +253,15 @@ def _compile(
         given,
         is_compiled=engine == "inductor",
         is_last=broken is None,
+        ranks=_torch.ranks_around(session.names.all_modules()),
     )
     try:
         placeholders = gm.graph.find_nodes(op="placeholder")
+        job.returned = returned_inputs(gm.graph)
         job.values = place(gm, session.names, [placeholders[n] for n, known in given.items() if known.is_mask])
+        _torch.keep_lstms_differentiable(gm)
         gm.recompile()
-        with tracing(job.values):
+        with tracing(job.values), _named(given, inputs):
             run = _compile_rewritten(gm, inputs, engine, options, job)
         if is_whole and session.has_model:
             session.check_rules()  # before anything runs, so that the model stays as it was
@@ -216,6 +271,25 @@ def _compile(
     finally:
         session.names.leave_frame()
         job.values = ()  # fake tensors, of no use any more
+
+
+@contextlib.contextmanager
+def _named(given: Mapping[int, Given], inputs: Sequence[Any]) -> Iterator[None]:
+    """Say which buffer and which parameter are meant where torch cannot compile what shares its memory."""
+    try:
+        yield
+    except AssertionError as err:
+        parameters = [n for n, known in given.items() if known.role == "parameter"]
+        pairs = ((n, m) for n, known in given.items() if known.role == "buffer" for m in parameters)
+        found = next(((n, m) for n, m in pairs if _torch.share_memory(inputs[n], inputs[m])), None)
+        if found is None or not _torch.refuses_shared_memory(err):
+            raise
+        buffer, parameter = (given[n].name for n in found)
+        raise TraceError(
+            f"buffer {buffer!r} shares its memory with parameter {parameter!r}, and the forward writes to one of them, "
+            "which torch.compile cannot differentiate. Give the buffer memory of its own "
+            f"({parameter}.detach().clone()), or write outside of the forward: before the call, or after the backward"
+        ) from err
 
 
 def _given(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
-import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradrewrite import _torch
@@ -52,32 +54,39 @@ class Hooks:
         return tuple(read)
 
 
-_identity_lock = threading.Lock()
-_identity_forward = nn.Identity.forward
+@contextlib.contextmanager
+def _identities_shown(ref: weakref.ref[nn.Module]) -> Iterator[Collection[int]]:
+    """Let pass-through modules of a model appear in the graph that is traced.
 
-
-def _shown_forward(self: nn.Identity, input: Tensor) -> Tensor:
-    shown: Tensor = _tap_module(input)
-    return shown
-
-
-def _show_identities() -> None:
-    """Let pass-through modules appear in graphs while they are traced.
-
-    The class is changed, not the modules: a hook that is there only while the tracer looks would be guarded on, and
-    every call would be traced anew.
+    They get hooks that are there only meanwhile. Compiled code is not guarded on these; ``Hooks`` notices what the
+    user registers there.
     """
-    global _identity_forward
-    with _identity_lock:
-        if nn.Identity.forward is not _shown_forward:
-            _identity_forward = nn.Identity.forward
-            nn.Identity.forward = _shown_forward  # type: ignore[method-assign]
+    model = ref()
+    modules = [m for m in model.modules() if _passes_through(m)] if model is not None else []
+    with _torch.shown_while_tracing(modules, _tap_module) as unguarded:
+        yield unguarded
 
 
-def _hide_identities() -> None:
-    with _identity_lock:
-        if nn.Identity.forward is _shown_forward:
-            nn.Identity.forward = _identity_forward  # type: ignore[method-assign]
+def _passes_through(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Identity)
+        and type(module).forward is nn.Identity.forward
+        and "forward" not in module.__dict__
+    )
+
+
+class _WeakBackend:
+    """A backend as torch gets it: torch may keep it for longer than its model lives."""
+
+    __name__ = "gradrewrite"
+
+    def __init__(self, backend: Backend) -> None:
+        self._ref = weakref.ref(backend)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        backend = self._ref()
+        assert backend is not None  # the entry, through which alone compiled code is called, holds it
+        return backend(gm, example_inputs, **kwargs)
 
 
 class Entry:
@@ -87,15 +96,28 @@ class Entry:
     would run the plain model.
     """
 
-    num_loose = 0  # entries that may break the graph: behind a break, their frames share code objects again
-
     def __init__(self, session: Session, backend: Backend, model: nn.Module, settings: Mapping[str, Any]) -> None:
         """Compile with these arguments of ``torch.compile``; TypeError for one that it does not take."""
         self._model = model
         self._fullgraph = bool(settings["fullgraph"])
         self._hooks = Hooks(model)
-        Entry.num_loose += not self._fullgraph
-        self._compiled = torch.compile(_fresh_function(session, self._fullgraph), backend=backend, **settings)
+        session.entry_name = f"gradrewrite_entry_{next(_counter)}"
+        self._session, self._backend = session, backend
+        self._compiled = self._compile(backend, settings)
+        # For calls that no backward follows: in parts, if it must be, and without a word on them.
+        self._silent_backend = Backend(session, backend.engine, is_silent=True)
+        self._evaluating = self._compile(self._silent_backend, {**settings, "fullgraph": False})
+        self._refusal = ""  # why the model cannot be one graph where it has no backward
+
+    def _compile(self, backend: Backend, settings: Mapping[str, Any]) -> _torch.CompiledFunction:
+        compiled = _torch.CompiledFunction(
+            _fresh_function(self._session, bool(settings["fullgraph"])),
+            _WeakBackend(backend),
+            settings,
+            partial(_identities_shown, weakref.ref(self._model)),
+        )
+        weakref.finalize(self, compiled.drop).atexit = False
+        return compiled
 
     def is_stale(self) -> bool:
         """Whether hooks have changed since the model was compiled."""
@@ -105,22 +127,44 @@ class Entry:
         """Call the model.
 
         Raises:
-            GraphBreakError: The tracer cannot see the whole model.
+            TypeError: The model's own, for arguments that it does not take.
+            GraphBreakError: The tracer cannot see the whole model, and a backward could follow.
             NotRewrittenError: Torch would run the plain model.
         """
-        many = contextlib.nullcontext() if self._fullgraph else _torch.recompile_limit_times(Entry.num_loose)
+        has_backward = torch.is_grad_enabled()
+        if self._fullgraph:  # which refuses; a tensor that may_have_backward does not know is then told by the result
+            has_backward = may_have_backward(self._model, args, kwargs)
+        return self._run(self._compiled, args, kwargs) if has_backward else self._evaluate(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model where no backward follows: there a graph break is no reason to refuse."""
+        refusal = self._refusal
+        if self._fullgraph and not refusal:
+            try:
+                return self._run(self._compiled, args, kwargs)
+            except GraphBreakError as err:  # its text alone is kept: it holds on to the inputs
+                self._refusal = refusal = str(err)
+            except NotRewrittenError as err:
+                refusal = str(err)
+        result = self._run(self._evaluating, args, kwargs)
+        if self._fullgraph and makes_gradients(result, (args, kwargs)):
+            raise GraphBreakError(refusal)  # the model itself has switched gradients on
+        return result
+
+    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with _torch.on_compile(_show_identities, _hide_identities), many:
-                return self._compiled(self._model, args, kwargs)
+            with _torch.whole_graphs_under_ddp():
+                return compiled(self._model, args, kwargs)
         except (_torch.Unsupported, _torch.UserError) as err:
+            wrong = _wrong_arguments(self._model, args, kwargs)
+            if wrong is not None:
+                raise wrong from None
             raise _graph_break(err) from err
         except _torch.FailOnRecompileLimitHit as err:
             raise NotRewrittenError(
                 f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
                 "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
             ) from err
-        finally:
-            _hide_identities()
 
 
 def _fresh_function(session: Session, fullgraph: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
@@ -129,16 +173,13 @@ def _fresh_function(session: Session, fullgraph: bool) -> Callable[[nn.Module, t
             _runs_plain(session, fullgraph, (model, args, kwargs))
         return model(*args, **kwargs)
 
-    session.entry_name = f"gradrewrite_entry_{next(_counter)}"
     code = entry.__code__.replace(co_name=session.entry_name)
     return types.FunctionType(code, entry.__globals__, session.entry_name, entry.__defaults__, entry.__closure__)
 
 
 def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
     """Torch runs the plain model: refuse, or warn, where a backward could follow."""
-    model, args, kwargs = call
-    leaves = itertools.chain(model.parameters(), tensors_in((args, kwargs)))
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in leaves):
+    if not may_have_backward(*call):
         return
     text = (
         "torch runs the plain model, so the policy does not hold (torch.compiler.disable, a stance, "
@@ -147,6 +188,32 @@ def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
     if fullgraph:
         raise NotRewrittenError(f"{text}; lift it, or pass fullgraph=False to run without the policy")
     session.say_once("plain", text)
+
+
+def may_have_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a backward could follow a call: gradients are on, and a parameter or an input needs one."""
+    leaves = itertools.chain(model.parameters(), tensors_in((args, kwargs)))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+
+
+def makes_gradients(result: Any, inputs: Any) -> bool:
+    """Whether a backward can begin at what a call has made, whatever the mode in which it was called."""
+    given = {id(t) for t in tensors_in(inputs)}
+    return any(t.grad_fn is not None and id(t) not in given for t in tensors_in(result))
+
+
+def _wrong_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
+    """The error that the plain model raises for arguments that its forward does not take; None if it takes them."""
+    if any(_torch.global_hooks()) or any(_torch.hooks_of(model)):
+        return None  # a hook may change the arguments
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        try:
+            model.forward(*args, **kwargs)
+        except TypeError as err:
+            return err
+    return None
 
 
 def _graph_break(err: Exception) -> GraphBreakError:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, fx
 
 from gradrewrite import _torch, edit
-from gradrewrite.errors import RewriteError
+from gradrewrite.errors import NotRewrittenError, RewriteError
 from gradrewrite.joint import JointGraph
 from gradrewrite.places import Leaf
 from gradrewrite.policy import GroupAction
@@ -45,11 +45,14 @@ class Job:
     given: Mapping[int, Given]
     is_compiled: bool
     is_last: bool
+    ranks: tuple[str, int] = ("", 1)
     values: Sequence[Value] = ()
     carried: Carried = field(default_factory=Carried)
     live: Mapping[str, Tensor] = field(default_factory=dict)
     clipped: list[weakref.ref[Tensor]] = field(default_factory=list)
     copies: bool = False
+    is_cacheable: bool = True
+    returned: Collection[int] = ()
     forwards: Forwards | None = None
 
     def rewrite(self, graph: fx.Graph) -> None:
@@ -61,7 +64,7 @@ class Job:
         scale_of = None if scale is None else scale.on
         values, leaves, policy = self.values, self.leaves, self.session.policy
         result = rewrite(graph, values, leaves, policy, given=self.given, scale_of=scale_of, is_last=self.is_last)
-        self.carried, self.live = result.carried, result.live
+        self.carried, self.live, self.is_cacheable = result.carried, result.live, not result.assumes
         assert graph.owning_module is not None
         shown = JointGraph(graph.owning_module, result.sites, result.edits, result.carriers)
         _torch.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
@@ -69,14 +72,14 @@ class Job:
             if self.is_compiled and result.recipe.is_random:
                 _torch.replace_random(result.recipe.graph)
             self.forwards = Forwards(result.recipe)
-        self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits))
+        lost = tuple(site for site, _ in result.out_of_reach)
+        self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits, lost))
         for site, actions in result.out_of_reach:
-            self.session.say_once(
-                f"view {site}",
-                f"{site}: {actions} cannot act: the model returns this value as a view of another that it returns, and "
-                "torch.compile makes such views anew outside of the graph. Act on the other value, or return a copy "
-                "(.clone())",
-            )
+            self.session.note_out_of_reach(site, actions)
+        returned = {self.leaves[position].name for position in self.returned if position in self.leaves}
+        for edit_ in result.edits:
+            if edit_.site.kind in ("gradient", "input") and edit_.site.name in returned:
+                self.session.say_once(f"returned {edit_.site}", _RETURNED.format(edit_.site))
         grouped = {e.site.name for e in result.edits if isinstance(e.action, GroupAction)}
         self.clipped = [leaf.ref for leaf in self.leaves.values() if leaf.ref is not None and leaf.name in grouped]
         if result.carried.groups and not self.is_whole:
@@ -97,7 +100,9 @@ class Job:
             scale = self.session.loss_scale
             scale_of = None if scale is None else scale.on
             values, leaves, policy = self.values, self.leaves, self.session.policy
-            joint = show(graph.owning_module, values, leaves, policy, given=self.given, scale_of=scale_of)
+            joint, out_of_reach = show(graph.owning_module, values, leaves, policy, given=self.given, scale_of=scale_of)
+            for site, actions in out_of_reach:
+                self.session.note_out_of_reach(site, actions)
             self.session.check_rules_on(joint.sites)
         except RewriteError as err:
             raise Traced(err) from None
@@ -112,6 +117,7 @@ class Job:
         if count:
             edit.hold_last(backward.graph, count)
             backward.recompile()
+        _torch.refuse_compiled_autograd(backward, _compiled_autograd)
         return forward, backward
 
     def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
@@ -149,6 +155,7 @@ class Job:
         def run(args: list[Any]) -> Any:
             if not session.has_model:
                 session.check_rules()
+                session.check_ranks(*self.ranks)
                 session.say_now()
             if carried.groups and watch.is_accumulating():
                 session.say_once("accumulated", _ACCUMULATED.format(", ".join(carried.groups)))
@@ -173,9 +180,21 @@ class Job:
         return _torch.boxed(run)
 
 
+def _compiled_autograd() -> NotRewrittenError:
+    return NotRewrittenError(
+        "compiled autograd takes the backward graph apart and compiles it anew: checks, guards, records and live "
+        "thresholds of the policy would be lost. Switch it off for this backward: torch._dynamo.config."
+        "compiled_autograd = False, or call backward() outside of torch._dynamo.compiled_autograd's context manager"
+    )
+
+
 _ACCUMULATED = (
     "{}: gradients of an earlier backward were still in .grad; the global clip acts on the gradients of each backward "
     "by itself, not on their sum"
+)
+_RETURNED = (
+    "{}: the model returns this tensor, itself or as a view; what the caller's use of it adds to the gradient comes "
+    "after the actions. Return a copy (.clone()) to have all of it in the graph"
 )
 _AGAIN = (
     "{}: the model ran several times before this backward; the global clip acts on the gradients of each run by "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradrewrite import _torch
 from gradrewrite.backend import Backend, Engine
-from gradrewrite.entry import Entry, kept_random_state, tensors_in
+from gradrewrite.entry import Entry, kept_random_state, makes_gradients, tensors_in
 from gradrewrite.errors import GraphBreakError, RewriteError
 from gradrewrite.job import Traced
 from gradrewrite.joint import JointGraph
@@ -20,7 +20,9 @@ from gradrewrite.monitor import Monitor
 from gradrewrite.policy import Policy
 from gradrewrite.session import Explanation, Session
 
-_OWN = frozenset(("original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "training"))
+_OWN = frozenset(
+    ("__class__", "original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "training")
+)
 
 
 def transform(
@@ -53,7 +55,7 @@ def transform(
         A module with the same parameters and state_dict keys.
 
     Raises:
-        TypeError: ``model`` is no module, or ``loss_scale`` neither scaler nor tensor.
+        TypeError: ``model`` is no module or a DistributedDataParallel, or ``loss_scale`` neither scaler nor tensor.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
 
     Example:
@@ -68,6 +70,11 @@ def transform(
         raise TypeError("this module is transformed already; transform model.original, with a list of both policies")
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.transform takes an nn.Module, got {type(model).__name__}; for a function use gr.backend")
+    if isinstance(model, _torch.DistributedDataParallel):
+        raise TypeError(
+            "gr.transform takes the model inside of DistributedDataParallel, whose own forward cannot be traced; wrap "
+            "in this order: DistributedDataParallel(gr.transform(model, policy))"
+        )
     scale = None if loss_scale is None else LossScale(loss_scale)
     return RewrittenModule(model, policy, fullgraph=fullgraph, dynamic=dynamic, monitor=monitor, loss_scale=scale)
 
@@ -113,7 +120,7 @@ class RewrittenModule(nn.Module):
         Raises:
             GraphBreakError: The tracer cannot see the whole model (``fullgraph=True``).
             NotRewrittenError: Torch would run the plain model (``fullgraph=True``).
-            PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
+            PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed, or not on several processes.
         """
         return _run(self, args, kwargs)
 
@@ -122,8 +129,11 @@ class RewrittenModule(nn.Module):
             self._restart()
         before = _torch.graph_breaks_so_far()
         result = self._entry(args, kwargs)
-        if not self._settings["fullgraph"]:
+        has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
+        if not self._settings["fullgraph"] and has_backward:
             self._look_for_plain_ops(result, (args, kwargs), before)
+        if has_backward:
+            self._session.check_ranks(*_torch.ranks_around(self.modules()))
         self._session.check_rules()
         self._session.say_now()
         return result

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from gradrewrite.errors import NoSuchSiteError, RewriteWarning
+from gradrewrite.errors import NoSuchSiteError, PolicyError
 from gradrewrite.joint import Edit
 from gradrewrite.loss_scale import LossScale
 from gradrewrite.monitor import Monitor
 from gradrewrite.names import Inputs, Names
-from gradrewrite.policy import Policy, check_policy, rules_of
+from gradrewrite.policy import GroupAction, MeasuringAction, Policy, check_policy, rules_of
 from gradrewrite.sites import Pattern, Site
 from gradrewrite.suggest import nearest
+from gradrewrite.tracing import describe
+from gradrewrite.voice import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,15 @@ class GraphReport:
         is_whole: Whether the graph holds all that one call of the model does.
         sites: Its sites.
         edits: What was inserted.
+        out_of_reach: Sites of ``sites`` at which the policy answered and nothing was inserted, because their error, or
+            a part of it, is outside of the graph.
     """
 
     frame: str
     is_whole: bool
     sites: tuple[Site, ...]
     edits: tuple[Edit, ...]
+    out_of_reach: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,21 @@ class Explanation:
         for number, graph in enumerate(self.graphs):
             lines.append(f"graph {number} ({graph.frame}): {len(graph.sites)} sites, {len(graph.edits)} edits")
             lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
+            lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
         lines += [f"skipped: {line}" for line in self.skipped]
         return "\n".join(lines)
+
+
+_CLIPS_APART = (
+    "{!r} at gradient sites under {} with {} processes is not supported yet: each process would clip its own "
+    "gradients, before they are reduced, and not the gradients that the optimizer uses. Clip after loss.backward() for "
+    "now, with torch.nn.utils.clip_grad_norm_; clips of single sites act in each process by itself and are allowed"
+)
+_SKIPS_APART = (
+    "{!r} with gr.guard under {} with {} processes is not supported yet: a check sees the gradients of its own process "
+    "alone, so one process could skip an update that the others make, and their parameters would differ from then on. "
+    "Use CheckFinite('raise') for now, or look at the reduced gradients after loss.backward()"
+)
 
 
 class Session:
@@ -106,6 +124,16 @@ class Session:
         self.graphs.clear()
         self._checked_rules = False
 
+    def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
+        """Say once that the actions at a site were not inserted."""
+        self.say_once(
+            f"view {site}",
+            f"{site}: {', '.join(map(describe, actions))} cannot act, and nothing was inserted, because a part of this "
+            "error does not come by here. Either the model returns this value, or a view of it, beside other views of "
+            "the same memory (torch.compile makes such outputs outside of the graph), or it changes this value, a "
+            "view, in place. Return or change a copy (.clone()), or act on another value",
+        )
+
     def say_once(self, key: str, text: str) -> None:
         """Warn at the next safe moment, once for each key."""
         if key not in self.said:
@@ -115,7 +143,24 @@ class Session:
     def say_now(self) -> None:
         """Warn of what has gathered."""
         while self._to_say:
-            warnings.warn(self._to_say.pop(0), RewriteWarning, stacklevel=4)
+            warn(self._to_say.pop(0))
+
+    def check_ranks(self, trainer: str, number: int) -> None:
+        """Raise PolicyError for what does not act on the gradients of several processes as it should.
+
+        Args:
+            trainer: What shares the training among them.
+            number: How many processes there are.
+        """
+        if number == 1:
+            return
+        edits = [e for graph in self.graphs for e in graph.edits]
+        clips = [e for e in edits if isinstance(e.action, GroupAction) and e.site.kind == "gradient"]
+        if clips:
+            raise PolicyError(_CLIPS_APART.format(clips[0].action, trainer, number))
+        skips = [e for e in edits if isinstance(e.action, MeasuringAction) and e.action.fails == "skip"]
+        if skips and self.monitor.is_guarded:
+            raise PolicyError(_SKIPS_APART.format(skips[0].action, trainer, number))
 
     def check_rules(self) -> None:
         """Raise NoSuchSiteError for a rule that matched no site of any graph so far; once."""
@@ -132,7 +177,7 @@ class Session:
             if any(pattern.matches(site) for site in sites):
                 continue
             names = {*self.names.modules.values(), *self.names.parameters.values()}
-            silent = sorted(n for n in names if n and pattern.matches(Site(pattern.kind or "error", n)))
+            silent = sorted(n for n in names if n and pattern.matches(Site(pattern.kind or "error", n, output_of=(n,))))
             if not silent:
                 shared = self.names.first_names(pattern)
                 known = [str(s) for s in sites if s.name in shared]
@@ -141,5 +186,15 @@ class Session:
             self.say_once(
                 rule.pattern,
                 f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "
-                "(unused, frozen, or not a tensor): the rule does nothing",
+                f"(unused, frozen, or not a tensor): the rule does nothing{self._advice(silent)}",
             )
+
+    def _advice(self, silent: Sequence[str]) -> str:
+        """Return the advice to use ``gr.tap``, if one of these names is an ``nn.Identity`` that names no value."""
+        identities = {self.names.modules.get(id(m)) for m in self.names.all_modules() if isinstance(m, nn.Identity)}
+        if identities.isdisjoint(silent):
+            return ""
+        return (
+            ". An nn.Identity names no value under gr.backend, or if it has both forward hooks and forward pre-hooks; "
+            "name the value in the forward with gr.tap(x, name)"
+        )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import deque
 
+from gradrewrite.callers import warn_caller
 from gradrewrite.errors import RewriteWarning
 from gradrewrite.failure import find_failure
 from gradrewrite.records import LogLine
@@ -60,8 +60,8 @@ class Voice:
 
 
 def warn(text: str) -> None:
-    """Warn of something that is not as it should be."""
-    warnings.warn(text, RewriteWarning, stacklevel=3)
+    """Warn of something that is not as it should be; the warning names the user's line."""
+    warn_caller(text, RewriteWarning)
 
 
 def _log(line: LogLine, values: dict[str, float]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
+from gradrewrite.callers import warn_caller
 from gradrewrite.history import Run, Step
 from gradrewrite.joint import JointGraph
 from gradrewrite.monitor import Monitor
@@ -110,7 +110,7 @@ class Drawing:
             data = run_dot(source, form)
         except GraphvizError as err:
             notice = f"{err}: drawn by gradrewrite's own layout"
-            warnings.warn(notice, DrawingWarning, stacklevel=3)
+            warn_caller(notice, DrawingWarning)
             return _finish(arrange(sketch, notice), form)
         return finish_svg(data, sketch).encode() if form == "svg" else data
 

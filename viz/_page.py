@@ -227,7 +227,9 @@ def _sample(run: Run) -> list[Step]:
 
 
 def _is_bad(step: Step) -> bool:
-    return any(not math.isfinite(v) or (v > 0 and parse(a).record in COUNTS) for a, v in step.records.items())
+    return any(
+        not math.isfinite(v) or (v > 0 and parse(a, step.records).record in COUNTS) for a, v in step.records.items()
+    )
 
 
 def _number(value: float | None) -> float | str | None:
