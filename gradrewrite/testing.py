@@ -1,0 +1,668 @@
+"""The oracle for users: a policy on one's own model, compared with hooks on the plain model.
+
+The plain model runs eagerly, and what it does is observed from outside: a ``TorchFunctionMode`` sees its torch-level
+ops, hooks on the modules see their calls. From that the values are named by the rules that hold for rewritten graphs,
+the policy is asked at the same sites, and its actions run as hooks of eager autograd. Neither the tracer nor the
+rewriter takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import itertools
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gradrewrite import _torch
+from gradrewrite.entry import kept_random_state, tensors_in
+from gradrewrite.errors import TraceError
+from gradrewrite.module import RewrittenModule, transform
+from gradrewrite.names import Inputs, user_line
+from gradrewrite.policy import Action, AdaptingAction, GroupAction, Policy, ask_in_order
+from gradrewrite.probes import Run, Value, listen_to_taps, name_values
+from gradrewrite.records import Recording, recording
+from gradrewrite.reports import Addresses
+from gradrewrite.sites import Kind, Site
+
+Loss = Callable[[Any], Tensor]
+_Key = tuple[Any, int]  # autograd node, or the tensor itself where there is none; output of the node
+
+# Relative tolerances: one of the largest gradient, and one of each element.
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.bfloat16: 5e-2,
+    torch.float16: 1e-2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What ``assert_matches_eager`` compared.
+
+    Attributes:
+        acted: Sites at which actions stood, in the rewritten graph and in the eager model.
+        changed: Those of them at which the actions changed the gradient in the eager model; a clip that is loose
+            everywhere compares nothing.
+        refused: Sites at which the policy answered, and which the rewritten graph refused with a warning: their error,
+            or a part of it, is outside of the graph. The eager model had no hook there.
+        gradients: Names of the parameters and inputs whose gradients were compared.
+    """
+
+    acted: tuple[str, ...]
+    changed: tuple[str, ...]
+    refused: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+def assert_matches_eager(
+    model: nn.Module,
+    policy: Policy,
+    *args: Any,
+    compiled: bool = True,
+    loss_fn: Loss | None = None,
+    steps: int = 1,
+    rtol: float | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """Compare a policy on a model with the same policy as hooks of eager autograd on the plain model.
+
+    Both are run on copies, from the same parameters, buffers and random numbers. Outputs, buffers, all gradients and
+    what actions record at float64 errors and gradients have to agree, and the actions have to stand at the same sites.
+
+    Args:
+        model: The model; it stays as it was.
+        policy: Any policy. Actions at activations change no gradient and are not compared.
+        *args: Inputs of the model; leaves that require a gradient are compared too.
+        compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
+        loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,
+            otherwise the sum of all differentiable outputs, each element weighted differently.
+        steps: Steps of gradient descent after which gradients are compared again.
+        rtol: Tolerance relative to the element, and to the largest gradient of the model. None: 1e-9 for float64, 1e-4
+            for float32, 1e-2 for float16, 5e-2 for bfloat16. NaN equals NaN.
+        **kwargs: Inputs of the model.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        AssertionError: Something differs; the message names it. Differences that ``docs/semantics.md`` describes are
+            among them: actions that change zeros where the loss ignores an output, gradients of parameters and inputs
+            that the model returns, an ``nn.Identity`` with hooks of its own.
+        RewriteError: The policy cannot be followed on this model.
+        TraceError: No output needs a gradient, or the model computes nothing.
+
+    Example:
+        >>> import gradrewrite as gr
+        >>> from gradrewrite.passes import ClipByNorm
+        >>> from gradrewrite.testing import assert_matches_eager
+        >>> plain = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> policy = gr.on("error:0", ClipByNorm(0.1))
+        >>> assert_matches_eager(plain, policy, torch.ones(4, 2), compiled=False).acted
+        ('error:0',)
+    """
+    given, held = (model.original if isinstance(model, RewrittenModule) else model), (args, kwargs)
+    plain, rewritten = copy.deepcopy(given), copy.deepcopy(given)
+    changed = transform(rewritten, policy)
+    if compiled:
+        changed.compile(options={"fallback_random": True})
+    acted: dict[str, None] = {}
+    altered: dict[str, None] = {}
+    refused: dict[str, None] = {}
+    names: dict[str, None] = {}
+    with kept_random_state(), torch.enable_grad():
+        for step in range(steps):
+            with kept_random_state():
+                got = _run(changed, rewritten, held, loss_fn)
+            graphs = changed.explain().graphs
+            if not graphs:
+                raise TraceError("the model computes nothing that has a backward (it may return its input as it is)")
+            lost = {str(site) for graph in graphs for site in graph.out_of_reach}
+            hooked = _Hooked(plain, policy, lost, [site for graph in graphs for site in graph.sites])
+            wanted = _run(hooked, plain, held, loss_fn)
+            edits = (edit.site for graph in graphs for edit in graph.edits if edit.site.kind == "error")
+            _check_sites({str(site) for site in edits if 0 not in site.shape}, hooked)
+            where = f"step {step}: " if steps > 1 else ""
+            _check_step(got, wanted, rtol, where)
+            _check_records(changed.monitor.latest(), hooked.records, where)
+            acted |= hooked.acted
+            altered |= hooked.changed
+            refused |= dict.fromkeys(sorted(lost))
+            names |= dict.fromkeys(got.gradients)
+            _descend(plain, rewritten)
+    return Comparison(tuple(acted), tuple(altered), tuple(refused), tuple(names))
+
+
+def assert_inert(
+    model: nn.Module, *args: Any, compiled: bool = True, loss_fn: Loss | None = None, **kwargs: Any
+) -> None:
+    """Show that the empty policy changes nothing: outputs, buffers and gradients are equal bit for bit.
+
+    Args:
+        model: The model; it stays as it was.
+        *args: Inputs of the model.
+        compiled: Compare with plain torch.compile, whose number of generated kernels has to be the same too; False
+            compares the graph that runs op by op with the eager model, or, where that differs, with plain
+            torch.compile(backend="aot_eager"), for a traced model may compute otherwise than an eager one.
+        loss_fn: As for ``assert_matches_eager``.
+        **kwargs: Inputs of the model.
+
+    Raises:
+        AssertionError: Something differs; the message names it.
+
+    Example:
+        >>> from gradrewrite.testing import assert_inert
+        >>> assert_inert(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)), torch.ones(4, 2), compiled=False)
+    """
+    given, held = (model.original if isinstance(model, RewrittenModule) else model), (args, kwargs)
+    plain, rewritten = copy.deepcopy(given), copy.deepcopy(given)
+    changed = transform(rewritten, [])
+    run: Callable[..., Any] = plain
+    if compiled:
+        changed.compile()
+        run = _torch.compiled_alone(plain)
+    with kept_random_state(), torch.enable_grad():
+        begin = _torch.num_generated_kernels()
+        with kept_random_state():
+            wanted = _run(run, plain, held, loss_fn)
+        middle = _torch.num_generated_kernels()
+        with kept_random_state():
+            got = _run(changed, rewritten, held, loss_fn)
+        end = _torch.num_generated_kernels()
+        if not compiled and not _are_equal(got, wanted):
+            traced = copy.deepcopy(given)
+            wanted = _run(_torch.compiled_alone(traced, backend="aot_eager"), traced, held, loss_fn)
+    _check_step(got, wanted, 0.0, "empty policy: ")
+    if end - middle != middle - begin:
+        raise AssertionError(
+            f"empty policy: {end - middle} kernels were generated, plain torch.compile has {middle - begin}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one forward and backward left behind, by name."""
+
+    outputs: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor | None]
+
+
+def _run(run: Callable[..., Any], module: nn.Module, held: Any, loss_fn: Loss | None) -> _Step:
+    """One step from the state of ``module``; inputs are copies, for a model may change them in place."""
+    args, kwargs = _copied(held)
+    module.zero_grad()
+    torch.clear_autocast_cache()  # casts of parameters as they were before the last step
+    out = run(*args, **kwargs)
+    outputs = {f"output {n}": t.detach().clone() for n, t in enumerate(tensors_in(out))}
+    loss = _loss(out, loss_fn)
+    loss.backward()
+    if isinstance(run, _Hooked):
+        run.finish()
+    inputs = {name: t.grad for name, t in _named_inputs(module, args, kwargs) if t.requires_grad and t.is_leaf}
+    gradients = {f"gradient:{name}": p.grad for name, p in module.named_parameters() if p.requires_grad}
+    gradients |= {f"input:{name}": g for name, g in inputs.items()}
+    copies = {name: None if g is None else g.detach().to_dense().clone() for name, g in gradients.items()}
+    return _Step(outputs, {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}, copies)
+
+
+def _copied(value: Any) -> Any:
+    """Containers with copies of their tensors; leaves stay leaves."""
+    if isinstance(value, Tensor):
+        copied = value.detach().clone().requires_grad_(value.requires_grad)
+        return copied if value.is_leaf else copied * 1
+    if isinstance(value, Mapping):
+        items = {key: _copied(item) for key, item in value.items()}
+        return items if type(value) is dict else copy.copy(value).__class__(**items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value
+
+
+def _loss(out: Any, loss_fn: Loss | None) -> Tensor:
+    if loss_fn is not None:
+        return loss_fn(out)
+    tensors = [t for t in tensors_in(out) if t.requires_grad]
+    if not tensors:
+        raise TraceError("no output of the model depends on a parameter or an input that needs a gradient")
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        return tensors[0].reshape(())
+    return torch.stack([_weighted(t) for t in tensors]).sum()
+
+
+def _weighted(t: Tensor) -> Tensor:
+    real = torch.view_as_real(t) if t.is_complex() else t
+    wide = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
+    return (wide * torch.cos(torch.arange(wide.numel(), dtype=wide.dtype, device=wide.device))).sum().to(torch.float64)
+
+
+def _named_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    inputs = Inputs(module)
+    for path, tensor in (*_paths("L['args']", args), *_paths("L['kwargs']", kwargs)):
+        yield inputs.name(path), tensor
+
+
+def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _paths(f"{path}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _paths(f"{path}[{number}]", item)
+
+
+def _descend(plain: nn.Module, rewritten: nn.Module) -> None:
+    """One step of gradient descent for both, from the gradients of the plain model."""
+    others = dict(rewritten.named_parameters())
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()):
+                parameter.sub_(parameter.grad, alpha=1e-2)
+            others[name].copy_(parameter)
+
+
+class _Hooked:
+    """The plain model with the actions of a policy as hooks; called like the model."""
+
+    def __init__(self, model: nn.Module, policy: Policy, refused: set[str], known: Sequence[Site]) -> None:
+        self._model = model
+        self._policy = policy
+        self._refused = refused
+        self._order = {str(site): number for number, site in enumerate(known)}
+        self.made: set[str] = set()  # every error site
+        self.acted: dict[str, None] = {}  # where a gradient came by and an action stood
+        self.records: dict[str, float] = {}  # what actions reported there, by address
+        self._addresses = Addresses()
+        self.changed: dict[str, None] = {}  # where an action changed it
+        self._groups: list[_Member] = []
+        self._handles: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        observer = _Observer(self._model)
+        with observer.watching():
+            out = self._model(*args, **kwargs)
+        observer.note_returned(out)
+        for value, site in observer.sites():
+            self.made.add(str(site))
+            if 0 not in site.shape:  # eager ops may hand on an empty tensor where traced ones make another
+                self._hook(site, value.register)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                site = _site_of_leaf("gradient", name, parameter)
+                self._hook(site, parameter.register_hook)
+                self._note_groups(site, parameter)
+        for name, tensor in _named_inputs(self._model, args, kwargs):
+            if tensor.requires_grad and tensor.is_leaf:
+                self._hook(_site_of_leaf("input", name, tensor), tensor.register_hook)
+        return out
+
+    def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
+        found = [a.action for a in ask_in_order(self._policy, site) if not isinstance(a.action, GroupAction)]
+        if not found or str(site) in self._refused:
+            return
+
+        def act(g: Tensor) -> Tensor:
+            self.acted[str(site)] = None
+            result = g
+            for action in found:
+                with recording(g.device) as reported:
+                    result = _apply(action, site, result)
+                if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
+                    self._note_records(reported, str(site))
+            if not torch.equal(result, g):
+                self.changed[str(site)] = None
+            return result
+
+        self._handles.append(register(act))
+
+    def _note_records(self, reported: Recording, where: str) -> None:
+        named, bound = self._addresses.of_action(reported.names, where, reported.bound and reported.bound[0])
+        for addresses, values in zip(named, reported.values, strict=True):
+            self.records |= dict(zip(addresses, values.reshape(-1).tolist(), strict=True))
+        if reported.bound is not None:
+            self.records[bound] = reported.bound[1]
+
+    def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
+        for answered in ask_in_order(self._policy, site):
+            if isinstance(answered.action, GroupAction):
+                order = self._order.get(str(site), len(self._order))
+                self._groups.append(_Member(answered.position, order, answered.action, parameter, str(site)))
+                self.acted[str(site)] = None
+
+    def finish(self) -> None:
+        """After the backward: remove the hooks, and run group actions in the order in which the policy names them."""
+        for handle in self._handles:
+            handle.remove()
+        groups: dict[Any, list[_Member]] = {}
+        for entry in sorted(self._groups, key=lambda m: m.order):
+            groups.setdefault((type(entry.action), entry.action.group), []).append(entry)
+        for members in sorted(groups.values(), key=lambda m: min(member.position for member in m)):
+            self._run_group(list({id(m.parameter): m for m in members if m.parameter.grad is not None}.values()))
+        self._groups.clear()
+
+    def _run_group(self, members: Sequence[_Member]) -> None:
+        if not members:
+            return
+        action, grads = members[0].action, [m.parameter.grad for m in members if m.parameter.grad is not None]
+        with torch.no_grad(), recording(grads[0].device) as reported:
+            results = action.apply_group(grads)
+        if all(g.dtype == torch.float64 for g in grads):
+            self._note_records(reported, f"group:{action.group}")
+        for member, g, result in zip(members, grads, results, strict=True):
+            member.parameter.grad = result
+            if not torch.equal(result, g):
+                self.changed[member.site] = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A parameter of a group: where the policy names the group, and where the parameter stands among the sites."""
+
+    position: tuple[int, ...]
+    order: int
+    action: GroupAction
+    parameter: nn.Parameter
+    site: str
+
+
+def _apply(action: Any, site: Site, g: Tensor) -> Tensor:
+    if isinstance(action, AdaptingAction):
+        action = action.at(site)
+    result: Tensor = action.apply(g) if isinstance(action, Action) else action(g)
+    return result
+
+
+def _site_of_leaf(kind: Kind, name: str, leaf: Tensor) -> Site:
+    module = name.rpartition(".")[0] if kind == "gradient" else ""
+    return Site(kind, name, module, shape=tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+
+
+@dataclass(eq=False)
+class _Seen:
+    """One value of the eager model: how it is named, and how a hook is put on its accumulated error."""
+
+    value: Value
+    tensor: Tensor
+    key: _Key
+    order: tuple[int, int]  # number of the op, place among what the op made
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether it has an error: not what lost its identity, as the tensor inside of a custom function does."""
+        return self.tensor.requires_grad and (self.key[0] is not self.tensor or self.tensor.grad_fn is None)
+
+    def register(self, fn: Callable[[Tensor], Tensor]) -> Any:
+        node, number = self.key
+        if isinstance(node, Tensor):
+            return node.register_hook(fn)
+
+        def before(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            return tuple(fn(g) if n == number and g is not None else g for n, g in enumerate(grads))
+
+        # On the node, not on the tensor, which an in-place op may have moved to another node since.
+        return node.register_prehook(before)
+
+
+@dataclass
+class _Op:
+    """The op that wrote to a piece of memory last: it makes every alias of it a new value."""
+
+    name: str
+    runs: tuple[Run, ...]
+    source: str
+    number: int
+
+
+class _Observer(TorchFunctionMode):
+    """Watches an eager forward: which op, in which calls of modules, made and used each value."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model = model
+        self._calls = itertools.count()
+        self._stack: list[Run] = []
+        self._seen: list[_Seen] = []
+        self._by_key: dict[_Key, _Seen] = {}
+        self._writers: dict[int, _Op] = {}  # by storage
+        self._operators: dict[CodeType, Mapping[int, str]] = {}
+        self._num_ops = 0
+        self._is_watching = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside the block, not what a checkpoint runs again later."""
+        handles = [h for module in self._model.modules() for h in self._watch_calls(module)]
+        self._is_watching = True
+        try:
+            with self, listen_to_taps(self._note_tap):
+                yield
+        finally:
+            self._is_watching = False
+            for handle in handles:
+                handle.remove()
+
+    def _watch_calls(self, module: nn.Module) -> list[Any]:
+        name = self._names[id(module)]
+
+        def enter(*_: Any) -> None:
+            if self._is_watching and module is not self._model:
+                self._stack.append((name, str(len(self._stack)), str(next(self._calls))))
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            if self._is_watching and module is not self._model:
+                run = self._stack.pop()
+                if type(module) is nn.Identity and isinstance(output, Tensor):
+                    self._value_of(output, _Op("tap", (*self._stack, run), "", self._num_ops)).value.identities.append(
+                        name
+                    )
+
+        return [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one torch-level op and note what it read and made."""
+        kwargs = kwargs or {}
+        read = list(tensors_in((args, kwargs)))
+        if not self._is_watching or func in _ASKED_ONLY:
+            return func(*args, **kwargs)
+        for tensor in read:
+            self._use(tensor)
+        before = [(_key_of(t), t._version) for t in read]
+        result = func(*args, **kwargs)
+        self._num_ops += 1
+        op = _Op(self._op_name(func, sys._getframe(1)), tuple(self._stack), _source(), self._num_ops)
+        for tensor, (key, version) in zip(read, before, strict=True):
+            if tensor._version != version and tensor.layout is torch.strided:
+                self._writers[_torch.storage_key(tensor)] = op
+                if not tensor.requires_grad:  # no autograd node tells it from its older self
+                    value = Value(op.name, op.runs, op.source, tensor)
+                    self._seen.append(_Seen(value, tensor, (tensor, 0), (op.number, len(self._seen))))
+            if _key_of(tensor) != key:
+                self._value_of(tensor, op)
+        for tensor in tensors_in(result):
+            is_new = _key_of(tensor) not in self._by_key
+            value = self._value_of(tensor, op).value
+            value.is_selection = is_new and (op.name == "getitem" or not isinstance(result, Tensor))
+        return result
+
+    def _op_name(self, func: Any, caller: FrameType) -> str:
+        """Name of an op as Dynamo's graphs have it: ``/`` is ``truediv``, an attribute like ``.mT`` is ``getattr``."""
+        while caller.f_back is not None and caller.f_code.co_filename in _BETWEEN:
+            caller = caller.f_back  # Tensor.__rsub__ and others are Python
+        if caller.f_code not in self._operators:
+            self._operators[caller.f_code] = _binary_operators(caller.f_code)
+        symbol = self._operators[caller.f_code].get(caller.f_lasti)
+        if symbol is not None:
+            name = _OPERATORS[symbol.removesuffix("=")]
+            return f"i{name.rstrip('_')}" if symbol.endswith("=") else name
+        name = str(getattr(func, "__name__", func))
+        if name.startswith("__") and name.endswith("__"):
+            name = name.strip("_")
+        return "getattr" if name == "get" else name
+
+    def _use(self, tensor: Tensor) -> None:
+        known = self._find(tensor)
+        if known is not None:
+            known.value.used_in.append(tuple(self._stack))
+
+    def note_returned(self, out: Any) -> None:
+        """Note what the model returns."""
+        for tensor in tensors_in(out):
+            known = self._find(tensor)
+            if known is not None:
+                known.value.used_in.append(())
+                known.value.is_returned = True
+
+    def _note_tap(self, tensor: Tensor, name: str) -> None:
+        self._value_of(tensor, _Op("tap", tuple(self._stack), "", self._num_ops)).value.taps.append(name)
+
+    def _find(self, tensor: Tensor) -> _Seen | None:
+        """The value that a tensor is now; an alias of written memory becomes a new one when it is met."""
+        key = _key_of(tensor)
+        known = self._by_key.get(key)
+        if known is not None or tensor.grad_fn is None or tensor.layout is not torch.strided:
+            return known
+        writer = self._writers.get(_torch.storage_key(tensor))
+        if writer is not None:
+            return self._value_of(tensor, writer)
+        inside = self._by_key.get((tensor, 0))  # what a custom autograd.Function computed without gradients
+        if inside is None:
+            return None
+        made = inside.value
+        return self._value_of(tensor, _Op("apply", made.runs, made.source, inside.order[0]))
+
+    def _value_of(self, tensor: Tensor, op: _Op) -> _Seen:
+        key = _key_of(tensor)
+        if key not in self._by_key:
+            value = Value(op.name, op.runs, op.source, tensor)
+            self._by_key[key] = _Seen(value, tensor, key, (op.number, len(self._seen)))
+            self._seen.append(self._by_key[key])
+        return self._by_key[key]
+
+    def sites(self) -> list[tuple[_Seen, Site]]:
+        """The error sites of differentiable values, in the order in which they were made."""
+        seen = sorted(self._seen, key=lambda s: s.order)
+        named = name_values([s.value for s in seen])
+        found = [(seen[number], site) for number, site in named.items()]
+        return [(value, site("error")) for value, site in found if value.is_differentiable]
+
+
+def _key_of(tensor: Tensor) -> _Key:
+    return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+# What asks about a tensor, and makes none.
+_ASKED_ONLY = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.register_hook))
+_BETWEEN = (torch._tensor.__file__, torch.overrides.__file__)
+_OPERATORS = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "@": "matmul", "**": "pow",
+    "&": "and_", "|": "or_", "^": "xor", "<<": "lshift", ">>": "rshift",
+}  # fmt: skip
+
+
+def _binary_operators(code: CodeType) -> Mapping[int, str]:
+    """Where in its bytecode a function has binary operators, and which (``+`` or ``+=``)."""
+    names = {name.upper(): symbol for name, symbol in _BINARY_3_10.items()}
+    found = {}
+    for instruction in dis.get_instructions(code):
+        kind, _, name = instruction.opname.partition("_")
+        if instruction.opname == "BINARY_OP":
+            found[instruction.offset] = instruction.argrepr
+        elif kind in ("BINARY", "INPLACE") and name in names:
+            found[instruction.offset] = names[name] + ("=" if kind == "INPLACE" else "")
+    return found
+
+
+_BINARY_3_10 = {
+    "add": "+", "subtract": "-", "multiply": "*", "true_divide": "/", "floor_divide": "//", "modulo": "%",
+    "matrix_multiply": "@", "power": "**", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+}  # fmt: skip
+
+
+def _source() -> str:
+    return user_line(traceback.extract_stack(limit=12)[:-2])
+
+
+def _check_sites(edited: set[str], hooked: _Hooked) -> None:
+    missing = sorted(s for s in hooked.acted if s.startswith("error:") and s not in edited)
+    if missing:
+        raise AssertionError(
+            f"the eager model has {', '.join(missing[:5])}, where the policy answers and a gradient comes by; the "
+            "rewritten graph has no edit there"
+        )
+    unknown = sorted(edited - hooked.made)
+    if unknown:
+        raise AssertionError(
+            f"the rewritten graph has edits at {', '.join(unknown[:5])}; the eager model has no such sites"
+        )
+
+
+def _are_equal(got: _Step, wanted: _Step) -> bool:
+    try:
+        _check_step(got, wanted, 0.0, "")
+    except AssertionError:
+        return False
+    return True
+
+
+def _check_step(got: _Step, wanted: _Step, rtol: float | None, where: str) -> None:
+    for part in ("outputs", "buffers", "gradients"):
+        ours, theirs = getattr(got, part), getattr(wanted, part)
+        if ours.keys() != theirs.keys():
+            raise AssertionError(
+                f"{where}{part}: {sorted(ours)} in the rewritten model, {sorted(theirs)} in the plain one"
+            )
+        scale = max((_largest(t) for t in theirs.values() if t is not None), default=0.0)
+        for name, tensor in ours.items():
+            _check_close(f"{where}{name}", tensor, theirs[name], rtol, scale)
+
+
+def _check_records(got: Mapping[str, float], wanted: Mapping[str, float], where: str) -> None:
+    for address, value in wanted.items():
+        if address not in got:
+            raise AssertionError(f"{where}{address}: the eager model records it, the rewritten one does not")
+        same = math.isclose(got[address], value, rel_tol=1e-5, abs_tol=1e-9) or (
+            got[address] != got[address] and value != value
+        )
+        if not same:
+            raise AssertionError(
+                f"{where}{address}: the rewritten model records {got[address]!r}, the eager one {value!r}"
+            )
+
+
+def _largest(t: Tensor) -> float:
+    finite = t[torch.isfinite(t)].abs() if t.is_floating_point() or t.is_complex() else t.new_zeros(0)
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _check_close(name: str, got: Tensor | None, wanted: Tensor | None, rtol: float | None, scale: float) -> None:
+    if got is None or wanted is None:
+        left = got if wanted is None else wanted
+        # torch.compile gives zeros where a parameter reaches only outputs that the loss ignores; eager autograd None.
+        if left is not None and bool((left != 0).any()):
+            raise AssertionError(f"{name}: a gradient on one side alone, up to {_largest(left):.3g}")
+        return
+    tolerance = TOLERANCES.get(got.dtype, 0.0) if rtol is None else rtol
+    # A gradient that is zero but for rounding is compared with the size of the others.
+    torch.testing.assert_close(
+        got, wanted, rtol=tolerance, atol=tolerance * (scale if math.isfinite(scale) else 1.0), equal_nan=True,
+        msg=lambda text: f"{name}: the rewritten model and the plain one differ. {text}",
+    )  # fmt: skip
