@@ -116,7 +116,7 @@ def test_infinite_bound_measures() -> None:
     model(torch.tensor([3.0, 4.0])).backward()
 
     assert same(model.w.grad, torch.tensor([3.0, 4.0]))
-    assert model.monitor.latest() == {"total_norm@group:default": 5.0}
+    assert model.monitor.latest() == {"total_norm@group:default": 5.0, "bound@group:default": math.inf}
 
 
 @given(bound=st.integers(1, 990).map(float), seed=st.integers(0, 2**16))
@@ -207,7 +207,7 @@ def test_empty_and_scalar_gradients() -> None:
         assert through(action, empty, "gradient:w").shape == (0,)
     model = gr.transform(Probe(0), gr.on("error:h", ClipByNorm(1.0)))
     model(empty).backward()
-    assert model.monitor.latest() == {"norm@error:h": 0.0}
+    assert model.monitor.latest() == {"norm@error:h": 0.0, "bound@error:h": 1.0}
 
 
 def test_complex_gradients() -> None:
@@ -312,3 +312,33 @@ def same(a: Tensor | None, b: Tensor) -> bool:
     """Equal bit for bit, but for the payload of NaN."""
     assert a is not None
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.ignored = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.ignored(x)
+
+
+@pytest.mark.parametrize(
+    ("action", "wanted"),
+    [
+        (Scale(5.0), 0.0),
+        (ClipByNorm(0.1), 0.0),
+        (ClipByGlobalNorm(0.1), 0.0),
+        (NanToNum(), 0.0),
+        (ClipByValue(1.0, min=0.5), 0.5),
+        (lambda g: g + 1, 1.0),
+    ],
+    ids=["scale", "norm", "global", "nan", "value", "additive"],
+)
+def test_zeros_of_an_output_that_the_loss_ignores(action: Any, wanted: float) -> None:
+    model = gr.transform(TwoHeads(), gr.on("gradient:ignored.weight", action))
+    used, _ = model(torch.ones(1, 2))
+    used.sum().backward()
+
+    assert torch.equal(model.ignored.weight.grad, torch.full((2, 2), wanted))
+    assert not model.ignored.bias.grad.any()

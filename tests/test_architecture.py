@@ -18,8 +18,8 @@ RANK = {
     name: rank
     for rank, names in enumerate(
         [
-            ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "nodes", "history", "guards"),
-            ("clips", "nonfinite"),
+            ("sites", "_version", "suggest", "_torch", "intended", "sinks", "table", "history", "guards"),
+            ("clips", "nonfinite", "nodes", "callers"),
             ("errors", "markers", "statistics", "loss_scale", "update_ratios", "trends", "habits", "origins"),
             ("doctor", "policy", "names", "records"),
             ("probes", "joint"),
@@ -39,7 +39,7 @@ RANK = {
             ("backend",),
             ("entry",),
             ("module",),
-            ("locate", "loading"),
+            ("locate", "loading", "testing"),
             ("__init__",),
             ("demo",),
             ("cli",),

@@ -86,7 +86,7 @@ def test_non_finite_is_the_first_in_the_order_of_execution() -> None:
         ({"nan@activation:b": 1.0, "inf@activation:b": 2.0, "nonfinite@error:b": 5.0}, "activation:b", 3.0),
         ({"mean_abs@gradient:w": INF, "total_norm@group:default": INF}, "gradient:w", None),
         ({"total_norm@group:default": NAN}, "group:default", None),
-        ({"norm.2@error:b#1": NAN}, "error:b#1", None),
+        ({"norm@error:b#1": 1.0, "norm.2@error:b#1": NAN}, "error:b#1", None),
     ],
 )
 def test_non_finite_by_every_record(bad: Records, site: str, count: float | None) -> None:

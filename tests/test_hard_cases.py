@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import warnings
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite import _torch
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Zero
 
 
@@ -136,7 +134,7 @@ def test_view_of_another_output_is_said_to_be_out_of_reach() -> None:
             return h, self.flat(h)
 
     model = gr.transform(Views(), gr.on("error:flat", Zero()))
-    with pytest.warns(gr.RewriteWarning, match=r"error:flat.*view of another.*clone"):
+    with pytest.warns(gr.RewriteWarning, match=r"error:flat: Zero\(\) cannot act.*views of the same memory.*clone"):
         model(torch.ones(2, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -251,7 +249,7 @@ def test_nested_backward_keeps_its_records() -> None:
     x = torch.ones(1, 4, requires_grad=True)
     (checkpoint(model, x, use_reentrant=True).sum() + model(x).sum()).backward()
 
-    assert model.monitor.latest() == {"norm@gradient:fc.weight": 4.0}
+    assert model.monitor.latest() == {"norm@gradient:fc.weight": 4.0, "bound@gradient:fc.weight": 1e9}
 
 
 @pytest.mark.parametrize(
@@ -302,29 +300,14 @@ def test_global_hook_registered_late_is_honoured_or_refused() -> None:
     assert model(x).any()
 
 
-def test_compilations_of_other_threads_do_not_touch_the_model() -> None:
-    seen: list[str] = []
-    compile_elsewhere = threading.Thread(
-        target=lambda: torch.compile(lambda x: x + 1, backend=lambda gm, _: gm.forward)(torch.ones(1))
-    )
-    with _torch.on_compile(lambda: seen.append("start"), lambda: seen.append("end")):
-        compile_elsewhere.start()
-        compile_elsewhere.join()
-    assert not seen
-
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Identity())
-    with pytest.raises(gr.GraphBreakError):
-        gr.transform(nn.Sequential(plain, nn.LSTM(4, 4)), [])(torch.ones(1, 4))
-    assert not any(m._forward_hooks for m in plain.modules())
-
-
 def test_ninth_backend_of_one_function_is_announced() -> None:
     from gradrewrite.backend import Backend
     from gradrewrite.session import Session
 
-    said = []
+    said, models = [], []
     for _ in range(torch._dynamo.config.recompile_limit):
         model = Net()
+        models.append(model)  # what belongs to a deleted model does not count
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             backend = Backend(Session(gr.on("gradient:*", Zero()), None), "op by op")

@@ -75,12 +75,15 @@ def test_reads_what_the_sink_writes(tmp_path: Path) -> None:
     [
         ("norm@error:a.2#1", ("norm", "", "error:a.2#1", "error")),
         ("norm.12@gradient:w", ("norm", ".12", "gradient:w", "gradient")),
+        ("bound.2@gradient:v", ("bound", ".2", "gradient:v", "gradient")),
+        ("layer.2@gradient:w", ("layer.2", "", "gradient:w", "gradient")),
+        ("norm.1@gradient:w", ("norm.1", "", "gradient:w", "gradient")),
         ("my.own@activation:a@b", ("my.own", "", "activation:a@b", "activation")),
         ("x@", ("x", "", "", "")),
     ],
 )
 def test_parse(address: str, parts: tuple[str, str, str, str]) -> None:
-    assert parse(address) == Address(*parts)
+    assert parse(address, {"norm@gradient:w", "layer@gradient:v", address}) == Address(*parts)
 
 
 def test_order_of_execution() -> None:

@@ -27,7 +27,7 @@ def test_a_number() -> None:
 
     (clip, _) = clips_of(last_run(model.monitor.steps()))
     assert (clip.site, clip.sizes, clip.bounds, clip.acted) == ("gradient:weight", [1.0], [0.25], [True])
-    assert "limit@gradient:weight" not in model.monitor.latest()  # nothing leaves the device for it
+    assert model.monitor.latest()["limit@gradient:weight"] == 0.25
 
 
 def test_a_tensor_is_read_at_every_backward() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -181,3 +184,97 @@ def test_transforms_of_a_breaking_model_keep_their_policies(x: Tensor) -> None:
             warnings.simplefilter("ignore", gr.RewriteWarning)
             got = gradient(model, x)
         torch.testing.assert_close(got, n * wanted)
+
+
+def quietly(run: Callable[[], Tensor]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], Any], fullgraph: bool) -> None:
+    plain = Breaking()
+    model = gr.transform(plain, DOUBLE, fullgraph=fullgraph)
+
+    for rows in (5, 3, 5):
+        with mode():
+            assert torch.equal(quietly(lambda rows=rows: model(x[:rows])), plain(x[:rows]))
+    assert not model.explain().skipped
+    if fullgraph:
+        with pytest.raises(gr.GraphBreakError, match="graph_break"):
+            model(x)
+    else:
+        with pytest.warns(gr.RewriteWarning, match="graph_break"):
+            torch.testing.assert_close(gradient(model, x), 2 * gradient(plain, x))
+
+
+def test_graph_break_of_a_frozen_model_is_nothing(x: Tensor) -> None:
+    plain = Breaking().requires_grad_(False)
+    model = gr.transform(plain, DOUBLE)
+
+    assert torch.equal(quietly(lambda: model(x)), plain(x))
+    with pytest.raises(gr.GraphBreakError, match="graph_break"):
+        model(x.requires_grad_())
+
+
+def test_update_bn_of_a_breaking_model(x: Tensor) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Breaking())
+    other = copy.deepcopy(plain)
+    model = gr.transform(plain, DOUBLE)
+    torch.optim.swa_utils.update_bn([x, x + 1], other)
+    quietly(lambda: torch.optim.swa_utils.update_bn([x, x + 1], model))
+
+    for got, wanted in zip(plain.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+class PassingOn(Breaking):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, super().forward(x)
+
+
+def test_graph_break_of_a_model_that_returns_its_input(x: Tensor) -> None:
+    model = gr.transform(PassingOn(), DOUBLE)
+    given = x.requires_grad_() * 2
+
+    with torch.no_grad():
+        returned, _ = model(given)
+    assert returned is given
+
+
+class SwitchingOn(Breaking):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def test_graph_break_where_the_model_switches_gradients_on(x: Tensor) -> None:
+    model = gr.transform(SwitchingOn(), DOUBLE)
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(gr.GraphBreakError, match="graph_break"):
+                model(x)
+    loose = gr.transform(SwitchingOn(), DOUBLE, fullgraph=False)
+    with torch.no_grad(), pytest.warns(gr.RewriteWarning, match="graph_break"):
+        loose(x)
+
+
+def test_recompile_limit_without_backward_is_nothing() -> None:
+    plain = nn.Linear(4, 3)
+    model = gr.transform(plain, DOUBLE, dynamic=False)
+
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for rows in range(1, 6):
+            x = torch.randn(rows, 4)
+            assert torch.equal(quietly(lambda x=x: model(x)), plain(x))
+
+
+def test_late_hook_is_honoured_without_backward(x: Tensor) -> None:
+    plain = Breaking()
+    model = gr.transform(plain, DOUBLE)
+    with torch.no_grad():
+        model(x)
+        plain.one.register_forward_hook(lambda _, __, out: out * 3)
+        assert torch.equal(model(x), plain(x))

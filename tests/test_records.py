@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByNorm, ClipByValue, Keep
+from gradrewrite.passes import ClipByNorm, ClipByValue, Keep, Observe
 
 
 class Probe(nn.Module):
@@ -60,7 +61,56 @@ def test_second_record_of_a_name_is_numbered() -> None:
     model = gr.transform(Probe(2), gr.on("error:h", [ClipByNorm(1.0), ClipByNorm(0.5)]))
     model(torch.tensor([3.0, 4.0])).backward()
 
-    assert model.monitor.latest() == pytest.approx({"norm@error:h": 5.0, "norm.2@error:h": 1.0})
+    latest = {"norm@error:h": 5.0, "norm.2@error:h": 1.0, "bound@error:h": 1.0, "bound.2@error:h": 0.5}
+    assert model.monitor.latest() == pytest.approx(latest)
+    assert model.monitor.history("bound.2@error:h") == [0.5]
+    assert "bound.2@error:h" in str(model.monitor.table())
+
+
+def twice(g: Tensor) -> Tensor:
+    gr.record("total", g.sum())
+    gr.record("total", -g.sum())
+    gr.record("layer.2", 7.0)
+    return g
+
+
+def test_records_of_several_functions_at_one_site_are_numbered_in_one_place() -> None:
+    model = gr.transform(Probe(2), gr.on("error:h", [twice, lambda g: twice(g * 2)]))
+    model(torch.tensor([3.0, 4.0])).backward()
+
+    totals = {"total@error:h": 7.0, "total.2@error:h": -7.0, "total.3@error:h": 14.0, "total.4@error:h": -14.0}
+    assert model.monitor.latest() == totals | {"layer.2@error:h": 7.0, "layer.2.2@error:h": 7.0}
+
+
+def test_a_bound_is_numbered_like_the_norm_that_it_bounds() -> None:
+    model = gr.transform(Probe(2), gr.on("error:h", [Observe("norm"), ClipByNorm(0.5)]))
+    model(torch.tensor([3.0, 4.0])).backward()
+
+    latest = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "bound.2@error:h": 0.5}
+    assert model.monitor.latest() == pytest.approx(latest)
+
+
+@pytest.mark.parametrize("bounds", [(0.5, torch.tensor(0.25)), (torch.tensor(0.5), 0.25)])
+def test_bounds_that_are_numbers_and_bounds_that_are_tensors_are_told_apart(bounds: tuple[Any, Any]) -> None:
+    model = gr.transform(Probe(2), gr.on("error:h", [Observe("norm"), *(ClipByNorm(bound) for bound in bounds)]))
+    model(torch.tensor([3.0, 4.0])).backward()
+
+    norms = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "norm.3@error:h": 0.5}
+    assert model.monitor.latest() == pytest.approx(norms | {"bound.2@error:h": 0.5, "bound.3@error:h": 0.25})
+
+
+def test_observing_many_gradients_leaves_the_measurement_of_an_error_as_it_is() -> None:
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    alone, beside = (gr.transform(plain, policy).trace(torch.ones(1, 2)) for policy in _observing(plain))
+    measured = [e.nodes for graph in (alone, beside) for e in graph.edits if e.site.kind == "error"]
+
+    assert len(measured[0]) > 1  # traced, not one opaque operation
+    assert len(measured[0]) == len(measured[1])
+
+
+def _observing(plain: nn.Module) -> tuple[gr.Policy, gr.Policy]:
+    rule = gr.on("error:3", Observe("norm"))
+    return rule, [rule, gr.on("gradient:*", Observe("norm"))]
 
 
 def test_record_outside_a_rewrite_does_nothing() -> None:
@@ -102,7 +152,8 @@ def test_a_row_is_one_backward_of_several_graphs() -> None:
     with pytest.warns(gr.RewriteWarning):
         model(torch.ones(1, 2)).sum().backward()
 
-    assert set(model.monitor.latest()) == {f"norm@gradient:{m}.{p}" for m in ("one", "two") for p in ("weight", "bias")}
+    sites = [f"gradient:{m}.{p}" for m in ("one", "two") for p in ("weight", "bias")]
+    assert set(model.monitor.latest()) == {f"{record}@{site}" for record in ("norm", "bound") for site in sites}
 
 
 def test_backward_that_fails_leaves_the_monitor_usable() -> None:

@@ -337,3 +337,61 @@ def test_pass_through_modules_are_traced_once() -> None:
 
     assert len(model.explain().graphs) == 1
     assert nn.Identity.forward.__name__ == "forward"
+
+
+class Slashed(nn.Module):
+    """Names with a slash, as some converters write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a/b", nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        self.register_parameter("w/scale", nn.Parameter(torch.ones(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._modules["a/b"](x) * self._parameters["w/scale"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("error:a/b", ["error:a/b.1"]),
+        ("error:a/b.*", ["error:a/b.0", "error:a/b.1"]),
+        ("error:a/b.1", ["error:a/b.1"]),
+        ("error:a/b.1/tanh", ["error:a/b.1"]),
+        ("error:*", ["error:a/b.0", "error:a/b.1"]),
+        ("error:/mul", ["error:/mul"]),
+        ("gradient:w/scale", ["gradient:w/scale"]),
+        ("gradient:a/*.weight", ["gradient:a/b.0.weight"]),
+        ("gradient:*", ["gradient:a/b.0.weight", "gradient:a/b.0.bias", "gradient:w/scale"]),
+    ],
+)
+def test_names_with_a_slash_are_matched(pattern: str, matched: list[str]) -> None:
+    edits = gr.transform(Slashed(), gr.on(pattern, Scale(2.0))).trace(torch.ones(1, 2)).edits
+
+    assert sorted(str(e.site) for e in edits) == sorted(matched)
+
+
+def test_silent_module_with_a_slash_is_told() -> None:
+    model = Slashed()
+    model.add_module("c/d", nn.Linear(2, 2))
+
+    with pytest.warns(gr.RewriteWarning, match="made no differentiable value"):
+        gr.transform(model, gr.on("error:c/d", Scale(2.0))).trace(torch.ones(1, 2))
+
+
+def test_identity_that_cannot_name_a_value_points_to_tap() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 1))
+    plain[1].register_forward_hook(lambda *_: None)
+    plain[1].register_forward_pre_hook(lambda *_: None)
+    model = gr.transform(plain, gr.on("error:1", Scale(2.0)))
+    with pytest.warns(gr.RewriteWarning, match=r"'error:1' matches 1, .*gr\.tap\(x, name\)"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_other_module_without_a_value_does_not_point_to_tap() -> None:
+    plain = nn.Sequential(nn.Linear(2, 1))
+    plain.unused = nn.Linear(2, 1)
+    plain.forward = plain[0].forward
+    model = gr.transform(plain, gr.on("error:unused", Scale(2.0)))
+    with pytest.warns(gr.RewriteWarning, match=r"does nothing$"):
+        model(torch.ones(1, 2)).sum().backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends, innermost_backend
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.graph_module import _loader
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -243,20 +251,6 @@ def test_graph_breaks_say_their_reason() -> None:
     assert seen[0][1][-1].name == "f"
 
 
-def test_compilation_callbacks_surround_tracing() -> None:
-    order: list[str] = []
-
-    def backend(gm: fx.GraphModule, _: Any) -> Any:
-        order.append("backend")
-        return gm.forward
-
-    compiled = torch.compile(lambda x: x + 1, backend=backend)
-    for _ in range(2):
-        with _torch.on_compile(lambda: order.append("start"), lambda: order.append("end")):
-            compiled(torch.ones(1))
-    assert order == ["start", "backend", "end"]
-
-
 def test_an_exception_that_is_no_exception_ends_tracing_unwrapped() -> None:
     class Stop(BaseException):
         pass
@@ -278,12 +272,87 @@ def with_extra_output(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return _torch.boxed(lambda args: (*boxed(args), torch.ones(1)))
 
 
+def test_an_lstm_whose_input_needs_no_gradient_cannot_be_trained_on_the_cpu() -> None:
+    lstm = nn.LSTM(3, 4)
+    with torch._dynamo.config.patch(allow_rnn=True), pytest.raises(AssertionError, match="to be Tensors"):
+        torch.compile(lstm, backend="aot_eager")(torch.randn(2, 5, 3))
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(lstm, backend="aot_eager")(torch.randn(2, 5, 3, requires_grad=True))[0].sum().backward()
+
+
 def test_13_backward_outputs_are_counted() -> None:
     backend = aot_autograd(fw_compiler=lambda g, _: _torch.box(g), bw_compiler=lambda g, _: with_extra_output(g))
     loss = torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(1, 2)).sum()
 
     with pytest.raises(Exception, match=r"number of gradients|expected \d+"):
         loss.backward()
+
+
+def test_33_backends_and_invalid_entries_of_code_stay_until_a_reset() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + 1
+
+    compiled = torch.compile(f, backend="eager")
+    compiled(torch.ones(1))
+    (entry,) = _debug_get_cache_entry_list(f.__code__)
+    assert any(backend is innermost_backend(entry.backend) for backend in cached_backends.values())
+    entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("test"))
+    del entry
+    assert len(_debug_get_cache_entry_list(f.__code__)) == 1
+    reset_code(f.__code__)
+    assert _debug_get_cache_entry_list(f.__code__) == []
+
+
+def test_a_thread_remembers_the_stacks_of_its_last_compilation() -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert get_metrics_context()._edits
+    _torch._forget_stacks()
+    assert get_metrics_context()._edits == []
+
+
+def compile_and_forget(x: Tensor) -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    torch.compile(f, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()
+    gc.collect()
+
+
+def test_guards_of_code_that_torch_forgot_stay() -> None:
+    def count() -> int:
+        return sum(type(known) is CheckFunctionManager for known in gc.get_objects())
+
+    compile_and_forget(torch.ones(1))
+    before = count()
+    for _ in range(3):
+        compile_and_forget(torch.ones(1))
+    assert count() == before + 3
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_fake_values_of_a_computed_input_stay_before_215(is_leaf: bool) -> None:
+    def count() -> int:
+        for finalizer in weakref.finalize._registry.copy():  # which guards hold fake values too
+            if _torch._guards_held_by(finalizer) is not None:
+                finalizer.detach()
+        gc.collect()
+        return sum(type(known) is FakeTensorMode for known in gc.get_objects())
+
+    x = torch.ones(1, requires_grad=True)
+    compile_and_forget(x if is_leaf else x * 2)
+    before = count()
+    for _ in range(3):
+        compile_and_forget(x if is_leaf else x * 2)
+    assert count() - before == (0 if is_leaf or torch.__version__ >= "2.15" else 3)
+
+
+def test_source_text_of_every_graph_module_stays() -> None:
+    before = len(_loader.eval_cache)
+    for _ in range(3):
+        fx.GraphModule({}, fx.symbolic_trace(nn.ReLU()).graph)
+    gc.collect()
+    assert len(_loader.eval_cache) >= before + 3
 
 
 @pytest.mark.slow
