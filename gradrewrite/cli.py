@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from gradrewrite._cli_loading import LoadError, load_graph, one_line
+from gradrewrite._formatting import nearest, plain_table
 from gradrewrite._version import __version__
-from gradrewrite.doctor import diagnose, report
+from gradrewrite.diagnostics.doctor import diagnose, report
+from gradrewrite.diagnostics.run_log import Step, read_jsonl
 from gradrewrite.errors import RewriteError
-from gradrewrite.history import Step, read_jsonl
-from gradrewrite.loading import LoadError, load_graph, one_line
 from gradrewrite.sites import Pattern
-from gradrewrite.suggest import nearest
-from gradrewrite.table import plain_table
 
 
 class _Refused(Exception):

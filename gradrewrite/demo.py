@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from gradrewrite.joint import Edit, JointGraph
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import RewrittenModule, transform
-from gradrewrite.monitor import Monitor
+from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from gradrewrite.policy import on
+from gradrewrite.policy.rules import on
 from gradrewrite.viz import draw, plot
 
 SEEDS = range(8)

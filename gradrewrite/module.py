@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradrewrite import _torch
-from gradrewrite.backend import Backend, Engine
-from gradrewrite.entry import Entry, kept_random_state, makes_gradients, tensors_in
+from gradrewrite._compat import autograd, data_parallel, dynamo
+from gradrewrite._tensors import kept_random_state, tensors_in
+from gradrewrite.backends.backend import Backend
+from gradrewrite.backends.compilation import Traced
+from gradrewrite.backends.compile_graph import Engine
+from gradrewrite.backends.entry_point import Entry, makes_gradients
+from gradrewrite.backends.explanation import Explanation
+from gradrewrite.backends.session import Session
 from gradrewrite.errors import GraphBreakError, RewriteError
-from gradrewrite.job import Traced
-from gradrewrite.joint import JointGraph
-from gradrewrite.loss_scale import LossScale
-from gradrewrite.monitor import Monitor
-from gradrewrite.policy import Policy
-from gradrewrite.session import Explanation, Session
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.policy.actions import Policy
+from gradrewrite.rewriting.loss_scale import LossScale
 
 _OWN = frozenset(
     ("__class__", "original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "training")
@@ -70,7 +73,7 @@ def transform(
         raise TypeError("this module is transformed already; transform model.original, with a list of both policies")
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.transform takes an nn.Module, got {type(model).__name__}; for a function use gr.backend")
-    if isinstance(model, _torch.DistributedDataParallel):
+    if isinstance(model, data_parallel.DistributedDataParallel):
         raise TypeError(
             "gr.transform takes the model inside of DistributedDataParallel, whose own forward cannot be traced; wrap "
             "in this order: DistributedDataParallel(gr.transform(model, policy))"
@@ -127,13 +130,13 @@ class RewrittenModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._entry.is_stale():
             self._restart()
-        before = _torch.graph_breaks_so_far()
+        before = dynamo.graph_breaks_so_far()
         result = self._entry(args, kwargs)
         has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
         if not self._settings["fullgraph"] and has_backward:
             self._look_for_plain_ops(result, (args, kwargs), before)
         if has_backward:
-            self._session.check_ranks(*_torch.ranks_around(self.modules()))
+            self._session.check_ranks(*data_parallel.ranks_around(self.modules()))
         self._session.check_rules()
         self._session.say_now()
         return result
@@ -210,13 +213,13 @@ class RewrittenModule(nn.Module):
         self._session.forget()
 
     def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
-        for reason, count in _torch.graph_breaks_so_far().items():
+        for reason, count in dynamo.graph_breaks_so_far().items():
             if count > breaks.get(reason, 0):
                 self._session.note_break(reason)
         if "plain" in self._session.said:
             return
         outputs = [t for t in tensors_in(result) if t.grad_fn is not None]
-        op = _torch.find_plain_op(outputs, list(tensors_in(inputs)))
+        op = autograd.find_plain_op(outputs, list(tensors_in(inputs)))
         if op is not None:
             self._session.say_once(
                 "plain",
@@ -283,7 +286,7 @@ class RewrittenModule(nn.Module):
         return _rebuild, (self.original, self._policy, self._settings, self._engine, self._session.loss_scale)
 
 
-_run = _torch.outside_of_graphs(
+_run = dynamo.outside_of_graphs(
     RewrittenModule._run, "gradrewrite compiles the model by itself; an outer graph would lose the policy"
 )
 

@@ -24,15 +24,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gradrewrite import _torch
-from gradrewrite.entry import kept_random_state, tensors_in
+from gradrewrite._compat import fake_tensors, inductor
+from gradrewrite._tensors import kept_random_state, tensors_in
 from gradrewrite.errors import TraceError
+from gradrewrite.ir.values import Run, Value
 from gradrewrite.module import RewrittenModule, transform
-from gradrewrite.names import Inputs, user_line
-from gradrewrite.policy import Action, AdaptingAction, GroupAction, Policy, ask_in_order
-from gradrewrite.probes import Run, Value, listen_to_taps, name_values
-from gradrewrite.records import Recording, recording
-from gradrewrite.reports import Addresses
+from gradrewrite.policy.actions import Action, AdaptingAction, GroupAction, Policy
+from gradrewrite.policy.recording import Recording, recording
+from gradrewrite.policy.rules import ask_in_order
+from gradrewrite.rewriting.module_names import Inputs
+from gradrewrite.rewriting.naming import name_values
+from gradrewrite.rewriting.probes import listen_to_taps
+from gradrewrite.rewriting.record_packing import Addresses
+from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Kind, Site
 
 Loss = Callable[[Any], Tensor]
@@ -173,18 +177,18 @@ def assert_inert(
     run: Callable[..., Any] = plain
     if compiled:
         changed.compile()
-        run = _torch.compiled_alone(plain)
+        run = inductor.compiled_alone(plain)
     with kept_random_state(), torch.enable_grad():
-        begin = _torch.num_generated_kernels()
+        begin = inductor.num_generated_kernels()
         with kept_random_state():
             wanted = _run(run, plain, held, loss_fn)
-        middle = _torch.num_generated_kernels()
+        middle = inductor.num_generated_kernels()
         with kept_random_state():
             got = _run(changed, rewritten, held, loss_fn)
-        end = _torch.num_generated_kernels()
+        end = inductor.num_generated_kernels()
         if not compiled and not _are_equal(got, wanted):
             traced = copy.deepcopy(given)
-            wanted = _run(_torch.compiled_alone(traced, backend="aot_eager"), traced, held, loss_fn)
+            wanted = _run(inductor.compiled_alone(traced, backend="aot_eager"), traced, held, loss_fn)
     _check_step(got, wanted, 0.0, "empty policy: ")
     if end - middle != middle - begin:
         raise AssertionError(
@@ -491,7 +495,7 @@ class _Observer(TorchFunctionMode):
         op = _Op(self._op_name(func, sys._getframe(1)), tuple(self._stack), _source(), self._num_ops)
         for tensor, (key, version) in zip(read, before, strict=True):
             if tensor._version != version and tensor.layout is torch.strided:
-                self._writers[_torch.storage_key(tensor)] = op
+                self._writers[fake_tensors.storage_key(tensor)] = op
                 if not tensor.requires_grad:  # no autograd node tells it from its older self
                     value = Value(op.name, op.runs, op.source, tensor)
                     self._seen.append(_Seen(value, tensor, (tensor, 0), (op.number, len(self._seen))))
@@ -540,7 +544,7 @@ class _Observer(TorchFunctionMode):
         known = self._by_key.get(key)
         if known is not None or tensor.grad_fn is None or tensor.layout is not torch.strided:
             return known
-        writer = self._writers.get(_torch.storage_key(tensor))
+        writer = self._writers.get(fake_tensors.storage_key(tensor))
         if writer is not None:
             return self._value_of(tensor, writer)
         inside = self._by_key.get((tensor, 0))  # what a custom autograd.Function computed without gradients
@@ -571,7 +575,7 @@ def _key_of(tensor: Tensor) -> _Key:
 
 # What asks about a tensor, and makes none.
 _ASKED_ONLY = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.register_hook))
-_BETWEEN = (torch._tensor.__file__, torch.overrides.__file__)
+_BETWEEN = (inspect.getfile(Tensor), torch.overrides.__file__)
 _OPERATORS = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "@": "matmul", "**": "pow",
     "&": "and_", "|": "or_", "^": "xor", "<<": "lshift", ">>": "rshift",

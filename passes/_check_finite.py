@@ -8,9 +8,10 @@ from typing import ClassVar, get_args
 
 from torch import Tensor
 
+from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.passes._settings import short_repr
-from gradrewrite.policy import ANYWHERE
-from gradrewrite.records import OnFailure, record_statistics
+from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.policy.recording import record_statistics
 from gradrewrite.sites import Kind, Site
 
 

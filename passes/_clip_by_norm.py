@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradrewrite.ir.statistics import norm_of
 from gradrewrite.passes._settings import check_norm, scalar, short_repr
-from gradrewrite.policy import BACKWARD
-from gradrewrite.records import record_clip, record_norm
+from gradrewrite.policy.actions import BACKWARD
+from gradrewrite.policy.recording import record_clip, record_norm
 from gradrewrite.sites import Kind
-from gradrewrite.statistics import norm_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.passes._settings import check_number, scalar, short_repr
-from gradrewrite.policy import BACKWARD
-from gradrewrite.records import record_clip, record_limit
+from gradrewrite.policy.actions import BACKWARD
+from gradrewrite.policy.recording import record_clip, record_limit
 from gradrewrite.sites import Kind
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradrewrite.policy import ANYWHERE
-from gradrewrite.records import keep
+from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.policy.recording import keep
 from gradrewrite.sites import Kind
 
 

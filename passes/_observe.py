@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.policy import ANYWHERE
-from gradrewrite.records import record_statistics
+from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.policy.recording import record_statistics
 from gradrewrite.sites import Kind, Site
 
 _KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros", "saturated")

@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Scale, Zero
+from gradrewrite.rewriting.action_tracing import Tracer
 from gradrewrite.sites import Site
-from gradrewrite.tracing import Tracer
 
 INF, NAN = math.inf, math.nan
 SITE = Site("error", "h")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.backend import Backend
+from gradrewrite.backends.backend import Backend
+from gradrewrite.backends.session import Session
 from gradrewrite.passes import ClipByNorm, Scale, Zero
-from gradrewrite.session import Session
 
 
 class Gen(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.history import Step
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.viz import _net
 
 from models.graphs import odd_names, three_layers, transformer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.history import Run, Step, last_run
+from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.viz import _series
 from gradrewrite.viz._heat import MAX_COLUMNS, MAX_ROWS, group, heat_map
 from gradrewrite.viz._panels import ABSENT, RED, ZERO, colours_of

@@ -20,7 +20,7 @@ from torch import nn
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.history import Run, Step, last_run
+from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 from gradrewrite.viz import _series
 from gradrewrite.viz._heat import heat_map
@@ -203,7 +203,7 @@ def test_pyplot_is_never_imported() -> None:
     program = """
 import sys, tempfile
 from gradrewrite import viz
-from gradrewrite.history import Step
+from gradrewrite.diagnostics.run_log import Step
 viz.plot([Step(0, {"loss@run": 1.0})]).render(tempfile.mkdtemp() + "/a")
 sys.exit("matplotlib.pyplot" in sys.modules)
 """

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradrewrite.doctor import diagnose, report
-from gradrewrite.history import Finding, Step
+from gradrewrite.diagnostics.doctor import diagnose, report
+from gradrewrite.diagnostics.run_log import Finding, Step
 
 Records = dict[str, float]
 LAYERS = [f"error:layers.{n}" for n in range(8)]

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.history import Step, last_run
+from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
 from gradrewrite.viz import _colours, _net
 

@@ -301,8 +301,8 @@ def test_global_hook_registered_late_is_honoured_or_refused() -> None:
 
 
 def test_ninth_backend_of_one_function_is_announced() -> None:
-    from gradrewrite.backend import Backend
-    from gradrewrite.session import Session
+    from gradrewrite.backends.backend import Backend
+    from gradrewrite.backends.session import Session
 
     said, models = [], []
     for _ in range(torch._dynamo.config.recompile_limit):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradrewrite.history import Address, Finding, Step, as_executed, last_run, parse, read_jsonl
-from gradrewrite.sinks import JsonLines
+from gradrewrite.diagnostics.run_log import Address, Finding, Step, as_executed, last_run, parse, read_jsonl
+from gradrewrite.monitoring.writers import JsonLines
 
 NAN, INF = math.nan, math.inf
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.joint import JointGraph
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _ladder, _net, _rungs
 
 from models.graphs import GRAPHS, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.clips import clips_of
-from gradrewrite.history import last_run
+from gradrewrite.diagnostics.clipping import clips_of
+from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.passes import ClipByValue
 
 

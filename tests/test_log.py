@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite.history import Step
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
 
 

@@ -178,7 +178,7 @@ def test_hooks_changed_many_times_with_graph_breaks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("by_name", [False, True])
 def test_backend_leaves_nothing_when_its_function_and_modules_are_gone(by_name: bool) -> None:
-    from gradrewrite.backend import _registered
+    from gradrewrite.backends.backend import _registered
 
     def run() -> dict[str, weakref.ref[Any]]:
         policy, batch, monitor, model = Asked(), torch.ones(2, 3), gr.Monitor(), Net()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite import statistics
+from gradrewrite.ir import statistics
 from gradrewrite.passes import CheckFinite, Observe
 
 KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros")

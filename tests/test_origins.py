@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite.joint import JointGraph
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
 
 from models.graphs import GRAPHS, Three, live_thresholds, recurrent, three_layers, transformer

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.history import Step
-from gradrewrite.joint import JointGraph
+from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _net, _page
 
 from models.graphs import GRAPHS, ODD_NAMES, odd_names, three_layers

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 
 import gradrewrite as gr
-from gradrewrite import rewrite
 from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
+from gradrewrite.rewriting import rewrite
 
 from models.gpt import Gpt, batch
 

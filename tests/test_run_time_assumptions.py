@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradrewrite import _torch
+from gradrewrite._compat import autograd, operators, optimizers
 
 
 def test_error_in_a_callback_at_the_end_reaches_the_caller() -> None:
@@ -20,7 +20,7 @@ def test_error_in_a_callback_at_the_end_reaches_the_caller() -> None:
         raise KeyError("end")
 
     def at(g: Tensor) -> None:
-        _torch.at_end_of_backward(fail)
+        autograd.at_end_of_backward(fail)
 
     y = x * 2
     y.register_hook(at)
@@ -39,12 +39,12 @@ def test_storage_is_known_weakly() -> None:
 
 def test_grad_scaler_has_its_scale_in_place() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    assert _torch.scale_of(scaler) is None
+    assert optimizers.scale_of(scaler) is None
     scaler.scale(torch.ones(()))
-    scale = _torch.scale_of(scaler)
+    scale = optimizers.scale_of(scaler)
     assert scale is not None
     assert float(scale) == 4.0
-    assert _torch.scale_of(torch.amp.GradScaler("cpu", enabled=False)) is None
+    assert optimizers.scale_of(torch.amp.GradScaler("cpu", enabled=False)) is None
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
@@ -92,6 +92,6 @@ def test_random_numbers_of_compiled_code_are_drawn_from_seeds(mode: str) -> None
     seeds = graph.call_function(torch.ops.prims.inductor_seeds.default, (1, torch.device("cpu")))
     node = graph.call_function(torch.ops.prims.inductor_random.default, ([5, 7], seeds, mode))
     torch.manual_seed(3)
-    all_seeds = _torch.run_node(seeds, (1, torch.device("cpu")), {})
-    got = _torch.run_node(node, ([5, 7], all_seeds[0], mode), {})
+    all_seeds = operators.run_node(seeds, (1, torch.device("cpu")), {})
+    got = operators.run_node(node, ([5, 7], all_seeds[0], mode), {})
     assert torch.equal(got, wanted)

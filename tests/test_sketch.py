@@ -16,7 +16,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.errors import NoSuchSiteError
-from gradrewrite.joint import JointGraph
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _graphviz, _net, _overview, _sketch, _sketch_dot
 
 from models.graphs import GRAPHS, odd_names, recurrent, three_layers, transformer

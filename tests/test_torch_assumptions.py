@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends import common
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends, innermost_backend
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -25,7 +25,8 @@ from torch.fx.graph_module import _loader
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from gradrewrite import _torch, markers
+from gradrewrite._compat import aot_autograd, autograd, dynamo, dynamo_cache, inductor, make_fx
+from gradrewrite.ir import ops
 
 
 def dynamo_graph(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
@@ -46,7 +47,7 @@ def joint_graph(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
         joints.append(gm)
         return min_cut_rematerialization_partition(gm, *rest, **kwargs)
 
-    backend = aot_autograd(fw_compiler=lambda g, _: _torch.box(g), partition_fn=partition)
+    backend = common.aot_autograd(fw_compiler=lambda g, _: aot_autograd.box(g), partition_fn=partition)
     torch.compile(fn, backend=backend, fullgraph=True)(*args)
     return joints[0]
 
@@ -74,7 +75,7 @@ def test_1_checkpoint_is_a_named_op_with_a_body() -> None:
 def test_2_side_effect_ops_survive_dead_code_removal() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.call_function(markers.hold, ([x],))
+    graph.call_function(ops.hold, ([x],))
     graph.output(x)
 
     assert not graph.eliminate_dead_code()
@@ -156,9 +157,9 @@ def test_10_the_joint_pass_runs_on_a_graph_with_its_module() -> None:
     from torch._inductor.compile_fx import compile_fx
 
     seen: list[Any] = []
-    patches = {"joint_custom_pre_pass": _torch._inductor_pass(lambda g: seen.append(g.owning_module), None)}
+    patches = {"joint_custom_pre_pass": inductor._inductor_pass(lambda g: seen.append(g.owning_module), None)}
     compiled = torch.compile(nn.Linear(2, 2), backend=lambda gm, xs: compile_fx(gm, xs, config_patches=patches))
-    with _torch.no_autograd_cache():
+    with aot_autograd.no_autograd_cache():
         compiled(torch.ones(1, 2)).sum().backward()
 
     assert isinstance(seen[0], fx.GraphModule)
@@ -168,7 +169,7 @@ def test_tracing_maps_inputs_by_identity() -> None:
     """``make_fx`` gives two equal placeholders one proxy: our ``trace`` tells them apart."""
     with torch._subclasses.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(2))
-    gm = _torch.trace(lambda a, b: [a - 2 * b], [x, x])
+    gm = make_fx.trace(lambda a, b: [a - 2 * b], [x, x])
 
     assert gm(torch.tensor([3.0, 3.0]), torch.tensor([1.0, 1.0]))[0].tolist() == [1.0, 1.0]
 
@@ -177,7 +178,7 @@ def test_12_real_tensors_become_get_attr_and_stay_themselves() -> None:
     shift = torch.ones(2)
     with torch._subclasses.FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(2))
-    gm = _torch.trace(lambda a: [a + shift], [x])
+    gm = make_fx.trace(lambda a: [a + shift], [x])
     (node,) = gm.graph.find_nodes(op="get_attr")
 
     assert getattr(gm, node.target) is shift
@@ -187,10 +188,10 @@ def test_15_backward_callables_are_boxed() -> None:
     seen: list[type] = []
 
     def bw_compiler(gm: fx.GraphModule, _: Any) -> Any:
-        boxed = _torch.box(gm)
-        return _torch.boxed(lambda args: seen.append(type(args)) or boxed(args))
+        boxed = aot_autograd.box(gm)
+        return aot_autograd.boxed(lambda args: seen.append(type(args)) or boxed(args))
 
-    backend = aot_autograd(fw_compiler=lambda g, _: _torch.box(g), bw_compiler=bw_compiler)
+    backend = common.aot_autograd(fw_compiler=lambda g, _: aot_autograd.box(g), bw_compiler=bw_compiler)
     torch.compile(Net(), backend=backend)(torch.ones(1, 3)).sum().backward()
     assert seen == [list]
 
@@ -206,13 +207,13 @@ def test_17_callbacks_run_when_the_backward_ends() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
-            order.append(f"backward {_torch.backward_id() >= 0}")
-            _torch.at_end_of_backward(lambda: order.append(f"end {p.grad is not None}"))
+            order.append(f"backward {autograd.backward_id() >= 0}")
+            autograd.at_end_of_backward(lambda: order.append(f"end {p.grad is not None}"))
             return g
 
     Callback.apply(p).sum().backward()
     assert order == ["backward True", "end True"]
-    assert _torch.backward_id() == -1
+    assert autograd.backward_id() == -1
 
 
 def test_19_scaling_by_a_clamped_norm_is_not_exact() -> None:
@@ -237,7 +238,7 @@ def test_graph_breaks_say_their_reason() -> None:
     seen: list[Any] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        seen.append(_torch.graph_break_of(gm))
+        seen.append(dynamo.graph_break_of(gm))
         return gm.forward
 
     def f(x: Tensor) -> Tensor:
@@ -263,13 +264,13 @@ def test_an_exception_that_is_no_exception_ends_tracing_unwrapped() -> None:
 
 
 def test_8_recurrent_layers_break_the_graph() -> None:
-    with pytest.raises(_torch.Unsupported):
+    with pytest.raises(dynamo.Unsupported):
         torch.compile(nn.GRU(2, 2), backend="eager", fullgraph=True)(torch.ones(1, 1, 2))
 
 
 def with_extra_output(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    boxed = _torch.box(gm)
-    return _torch.boxed(lambda args: (*boxed(args), torch.ones(1)))
+    boxed = aot_autograd.box(gm)
+    return aot_autograd.boxed(lambda args: (*boxed(args), torch.ones(1)))
 
 
 def test_an_lstm_whose_input_needs_no_gradient_cannot_be_trained_on_the_cpu() -> None:
@@ -281,7 +282,9 @@ def test_an_lstm_whose_input_needs_no_gradient_cannot_be_trained_on_the_cpu() ->
 
 
 def test_13_backward_outputs_are_counted() -> None:
-    backend = aot_autograd(fw_compiler=lambda g, _: _torch.box(g), bw_compiler=lambda g, _: with_extra_output(g))
+    backend = common.aot_autograd(
+        fw_compiler=lambda g, _: aot_autograd.box(g), bw_compiler=lambda g, _: with_extra_output(g)
+    )
     loss = torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(1, 2)).sum()
 
     with pytest.raises(Exception, match=r"number of gradients|expected \d+"):
@@ -306,7 +309,7 @@ def test_33_backends_and_invalid_entries_of_code_stay_until_a_reset() -> None:
 def test_a_thread_remembers_the_stacks_of_its_last_compilation() -> None:
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert get_metrics_context()._edits
-    _torch._forget_stacks()
+    dynamo_cache._forget_stacks()
     assert get_metrics_context()._edits == []
 
 
@@ -334,7 +337,7 @@ def test_guards_of_code_that_torch_forgot_stay() -> None:
 def test_fake_values_of_a_computed_input_stay_before_215(is_leaf: bool) -> None:
     def count() -> int:
         for finalizer in weakref.finalize._registry.copy():  # which guards hold fake values too
-            if _torch._guards_held_by(finalizer) is not None:
+            if dynamo_cache._guards_held_by(finalizer) is not None:
                 finalizer.detach()
         gc.collect()
         return sum(type(known) is FakeTensorMode for known in gc.get_objects())
@@ -365,7 +368,7 @@ def test_11_a_hit_of_the_autograd_cache_skips_the_joint_pass(tmp_path: Path, mon
     plain = nn.Linear(3, 2)
 
     def step(name: str) -> None:
-        patches = {"joint_custom_pre_pass": _torch._inductor_pass(lambda _: runs.append(name), None)}
+        patches = {"joint_custom_pre_pass": inductor._inductor_pass(lambda _: runs.append(name), None)}
         torch.compiler.reset()
         compiled = torch.compile(plain, backend=lambda gm, xs: compile_fx(gm, xs, config_patches=patches))
         compiled(torch.ones(1, 3)).sum().backward()
@@ -373,6 +376,6 @@ def test_11_a_hit_of_the_autograd_cache_skips_the_joint_pass(tmp_path: Path, mon
     with functorch_config.patch(enable_autograd_cache=True):
         step("first")
         step("second")
-    with _torch.no_autograd_cache():
+    with aot_autograd.no_autograd_cache():
         step("third")
     assert runs == ["first", "third"]

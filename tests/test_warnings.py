@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import gradrewrite as gr
-from gradrewrite.names import source_of
+from gradrewrite._warnings import warn
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Scale
-from gradrewrite.voice import warn
+from gradrewrite.rewriting.source_locations import source_of
 
 DOUBLE = gr.on("gradient:*", Scale(2.0))
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gradrewrite.clips import clips_of
-from gradrewrite.history import COUNTS, Run, Series
-from gradrewrite.policy import GroupAction
+from gradrewrite.diagnostics.clipping import clips_of
+from gradrewrite.diagnostics.run_log import COUNTS, Run, Series
+from gradrewrite.policy.actions import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz._net import Net
 from gradrewrite.viz._picture import LINE, PAPER, Paint, Swatch

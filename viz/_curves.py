@@ -9,8 +9,8 @@ from io import StringIO
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gradrewrite.history import Run, Step, last_run, read_jsonl
-from gradrewrite.monitor import Monitor
+from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
+from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.viz._lettering import legible, style
 from gradrewrite.viz._panels import Panel, mark_steps, panels_of
 from gradrewrite.viz._series import Events

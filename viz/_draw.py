@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from gradrewrite.callers import warn_caller
-from gradrewrite.history import Run, Step
-from gradrewrite.joint import JointGraph
-from gradrewrite.monitor import Monitor
-from gradrewrite.nonfinite import bad_steps, intended
-from gradrewrite.policy import GroupAction
+from gradrewrite._warnings import warn_caller
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, intended
+from gradrewrite.diagnostics.run_log import Run, Step
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.policy.actions import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz import _net
 from gradrewrite.viz._arrange import arrange

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import graphviz
 import networkx as nx
 
-from gradrewrite.joint import JointGraph
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._net import Net, Node, action_name, plain, read, run_name
 from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
 

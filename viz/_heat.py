@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradrewrite.history import Run, Series
+from gradrewrite.diagnostics.run_log import Run, Series
 from gradrewrite.viz._series import Array, levels
 
 MAX_ROWS = 40  # more labels than that cannot be read

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
-from gradrewrite.joint import Edit, JointGraph
-from gradrewrite.origins import Lane, Origin
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.provenance import Lane, Origin
 from gradrewrite.sites import Site
 
 Role = Literal["op", "placeholder", "constant"]

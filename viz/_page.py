@@ -13,10 +13,10 @@ from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradrewrite.history import COUNTS, Run, Step, last_run, parse
-from gradrewrite.joint import JointGraph
-from gradrewrite.policy import GroupAction
-from gradrewrite.sinks import plain_number
+from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, last_run, parse
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.monitoring.writers import plain_number
+from gradrewrite.policy.actions import GroupAction
 from gradrewrite.viz import _ladder
 from gradrewrite.viz._colours import NOT_FINITE, Measured, nodes_of_sites, palette
 from gradrewrite.viz._ladder import Ladder, Spot, lane_of

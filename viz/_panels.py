@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrewrite.history import Run
+from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.viz._heat import HeatMap, heat_map
 from gradrewrite.viz._lettering import legible
 from gradrewrite.viz._series import (

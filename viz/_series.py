@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradrewrite.clips import Clip, clips_of
-from gradrewrite.history import Address, Run, Series, as_executed, kind_of
-from gradrewrite.nonfinite import bad_steps, intended, is_bad
+from gradrewrite.diagnostics.clipping import Clip, clips_of
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, intended, is_bad
+from gradrewrite.diagnostics.run_log import Address, Run, Series, as_executed, kind_of
 
 Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 
+from gradrewrite._formatting import nearest
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.sites import Pattern, Site
-from gradrewrite.suggest import nearest
 from gradrewrite.viz._net import Net, action_name, contracted, describe, hidden_reshapes, shown_for
 from gradrewrite.viz._picture import Paint
 from gradrewrite.viz._sketch import Item, Link, Sketch

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gradrewrite import viz
-from gradrewrite.joint import JointGraph
+from gradrewrite.ir.joint_graph import JointGraph
 
 from models.graphs import recurrent, transformer
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradrewrite as gr
-from gradrewrite.joint import JointGraph
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
 
 from models.gpt import Gpt, batch

@@ -1,0 +1,117 @@
+"""What a command line names: models, policies and inputs, as ``module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradrewrite._formatting import nearest
+from gradrewrite.errors import RewriteError
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.module import RewrittenModule, transform
+from gradrewrite.policy.actions import Policy
+
+
+class LoadError(Exception):
+    """What was named cannot be had; the message is one line and says what to do."""
+
+
+def load(spec: str, what: str) -> Any:
+    """The object that ``module:name`` names; modules are found from the current folder too.
+
+    Args:
+        spec: ``package.module:name`` or ``package.module:name.attribute``.
+        what: What it is, for messages.
+
+    Raises:
+        LoadError: The text has another form, the module cannot be imported, or has no such name.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        raise LoadError(f"{what} is given as module:name, got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as err:
+        raise LoadError(
+            f"{what}: no module named {err.name!r}; run this where it can be imported, or set PYTHONPATH"
+        ) from err
+    except Exception as err:
+        raise LoadError(
+            f"{what}: importing {module_name!r} failed: {one_line(err)}; import it in Python to see where"
+        ) from err
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = nearest(part, [n for n in dir(found) if not n.startswith("_")], count=3)
+            raise LoadError(
+                f"{what}: {module_name!r} has no {name!r}; nearest: {', '.join(known) or 'it has no names'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
+    """Make a model, and trace it with a policy.
+
+    Args:
+        factory: Names a module (the model itself), or what makes one when called.
+        inputs: Names the inputs, or what makes them when called: a tuple is the positional arguments, a dict the
+            keyword arguments, anything else the only argument.
+        policy: Names a policy; None for none.
+
+    Raises:
+        LoadError: One of them cannot be had, or is something else; or the model cannot run on the inputs.
+        RewriteError: The model cannot be traced, or the policy cannot be followed.
+    """
+    model = _made(factory, "the model", nn.Module)
+    if not isinstance(model, nn.Module):
+        raise LoadError(f"the model: {factory!r} made a {type(model).__name__}, wanted a torch.nn.Module")
+    asked: Policy = load(policy, "the policy") if policy is not None else []
+    given = _made(inputs, "the input", (Tensor, tuple, Mapping))
+    if isinstance(model, RewrittenModule):
+        if policy is not None:
+            raise LoadError(
+                f"the model: {factory!r} made a transformed model; leave out --policy, or give its original"
+            )
+        rewritten = model
+    else:
+        rewritten = transform(model, asked)
+    args = given if isinstance(given, tuple) else () if isinstance(given, Mapping) else (given,)
+    kwargs = given if isinstance(given, Mapping) else {}
+    signature = inspect.signature(rewritten.original.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as err:
+        raise LoadError(f"the input: {inputs!r} does not fit forward{signature}: {err}") from err
+    try:
+        return rewritten.trace(*args, **kwargs)
+    except RewriteError:
+        raise
+    except Exception as err:
+        said = one_line(err).partition(" Hint:")[0]  # torch goes on with links and lines of its own
+        raise LoadError(
+            f"{factory!r} cannot be traced with {inputs!r}: {said}; call it in Python to see where"
+        ) from err
+
+
+def _made(spec: str, what: str, ready: Any) -> Any:
+    """The object itself, or what it returns when it is called."""
+    found = load(spec, what)
+    if isinstance(found, ready) or not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as err:
+        raise LoadError(f"{what}: {spec}() raised {one_line(err)}; call it in Python to see where") from err
+
+
+def one_line(err: BaseException) -> str:
+    """An error with its type, in one line."""
+    return " ".join(f"{type(err).__name__}: {err}".split())

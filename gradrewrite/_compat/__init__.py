@@ -1,0 +1,1 @@
+"""Private torch names, one file a concern; no other package imports one."""

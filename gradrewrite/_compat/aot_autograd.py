@@ -1,0 +1,150 @@
+"""AOTAutograd: descriptors of a joint graph's inputs and outputs, partitioners, the aot_eager backend."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.graph import _BoxedCodeGen
+
+min_cut_partition = min_cut_rematerialization_partition
+
+
+def refuse_compiled_autograd(backward: fx.GraphModule, make_error: Callable[[], Exception]) -> None:
+    """Raise an error where compiled autograd would copy the nodes of a backward graph, instead of running its code.
+
+    Compiled autograd reads the graph that the partitioner returned, and nothing of what was compiled. Each
+    fx.GraphModule has a class of its own, which its copies do not share, so no other graph is touched.
+    """
+    kind = type(backward)
+    plain = cast(property, kind.graph)
+
+    def read(gm: fx.GraphModule) -> Any:
+        readers = [
+            frame.f_globals.get("__name__") for frame in (sys._getframe(1), sys._getframe(2))
+        ]  # one is disable's
+        if "torch._dynamo.compiled_autograd" in readers:
+            raise make_error()
+        return plain.__get__(gm)
+
+    untraced = torch.compiler.disable(read)  # the tracer may be on while compiled autograd is at work
+    kind.graph = property(untraced, plain.__set__)  # type: ignore[assignment, method-assign]
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd made a node in its backward."""
+    return node.meta.get("partitioner_tag") != "is_forward"
+
+
+def refuses_shared_memory(err: AssertionError) -> bool:
+    """Whether AOTAutograd gave up because an input that is written to shares its memory with another."""
+    return "view input mutations" in str(err)
+
+
+def regenerated_outputs(graph: fx.Graph) -> set[int]:
+    """Positions of the Dynamo graph's outputs whose gradients do not come into a joint graph.
+
+    Those that need no gradient, and views that AOTAutograd makes outside of the graph, from a base that it returns.
+    """
+    descs = graph.output_node().meta.get("desc") or ()
+    returned = {desc.idx for desc in descs if isinstance(desc, PlainAOTOutput)}
+    known = (node.meta["desc"].output for node in tangents(graph))
+    inside = {output.idx for output in known if isinstance(output, PlainAOTOutput)}
+    return returned - inside
+
+
+def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
+    """``(position among the outputs, position of the Dynamo input)`` of each gradient of a joint graph."""
+    output = graph.output_node()
+    descs = output.meta.get("desc")
+    found = []
+    for position, desc in enumerate(descs or ()):
+        if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
+            found.append((position, desc.grad_of.idx))
+    return found
+
+
+def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Placeholders of a joint graph that are inputs of the Dynamo graph, with their positions there."""
+    placeholders = graph.find_nodes(op="placeholder")
+    descs = {node: node.meta.get("desc") for node in placeholders}
+    return {node: desc.idx for node, desc in descs.items() if isinstance(desc, PlainAOTInput)}
+
+
+def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
+    """What a joint graph returns to the model's caller."""
+    output = graph.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, list | tuple)
+    pairs = zip(returned, output.meta.get("desc") or (), strict=False)
+    return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
+
+
+def output_positions(graph: fx.Graph) -> list[int]:
+    """Where among the outputs of a joint graph those of the model stand."""
+    descs = graph.output_node().meta.get("desc") or ()
+    return [position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)]
+
+
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """Placeholders of a joint graph that are gradients of its outputs."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if isinstance(node.meta.get("desc"), TangentAOTInput)]
+
+
+def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """On a hit of AOTAutograd's cache no pass runs, so that cache is off around our compilations."""
+    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(enable_autograd_cache=False)
+    return patch
+
+
+def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Run a graph op by op; the callable takes its inputs in one list and frees them early."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    return boxed(run)
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a callable as one that takes its inputs in one list."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def op_by_op(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+) -> Callable[..., Any]:
+    """AOTAutograd without a compiler (what torch calls ``aot_eager``)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, inputs)

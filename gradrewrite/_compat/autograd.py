@@ -1,0 +1,73 @@
+"""The autograd engine and its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a tensor belongs to a ``torch.func`` transform (vmap, grad) and so stands for others."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:
+    """Yield the autograd nodes, with output numbers, of an output and of the tensors that it is a view of.
+
+    AOTAutograd may make all of these outside of a graph. The base that the graph returns is not among them, unless it
+    is an input: the gradient of a view of an input does not come through the graph.
+    """
+    base = tensor._base
+    current: tuple[Any, int] = (tensor.grad_fn or tensor, tensor.output_nr)
+    yield current
+    if base is None:
+        return
+    end = (base.grad_fn or base, base.output_nr)
+    is_input = base.grad_fn is None or not base.grad_fn.next_functions
+    while not isinstance(current[0], Tensor):
+        following = [pair for pair in current[0].next_functions if pair[0] is not None]
+        if len(following) != 1 or following[0] == end:
+            break
+        (current,) = following
+        yield current
+    if is_input:
+        yield end
+
+
+def backward_id() -> int:
+    """Number of the backward that autograd is running on this thread; -1 outside one."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_backward(frame: FrameType) -> bool:
+    """Whether a Python frame is the one that hands a backward to the autograd engine and waits for it."""
+    return frame.f_code is _engine_run_backward.__code__
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that is running ends, after gradients are accumulated."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def find_plain_op(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
+    """Name of an autograd node between inputs and outputs that no compiled graph made; None if there is none.
+
+    Views that AOTAutograd makes anew of what a graph returned are not counted.
+    """
+    todo = [(t if t._base is None else t._base).grad_fn for t in outputs]
+    seen = {t.grad_fn for t in inputs}
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if "CompiledFunction" not in name and name != "torch::autograd::AccumulateGrad":
+            return name
+        todo += [following for following, _ in node.next_functions]
+    return None

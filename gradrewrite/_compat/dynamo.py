@@ -1,0 +1,85 @@
+"""Dynamo: the frame that is being compiled, graph breaks, structured logs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    innermost_backend,
+)
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import Unsupported as Unsupported
+from torch._dynamo.exc import UserError as UserError
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
+from torch._logging._internal import trace_structured
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def current_frame() -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
+    """Locals, globals and code name of the frame that Dynamo is compiling; empty outside Dynamo."""
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # no translator on this thread: the backend was called by hand
+        return {}, {}, ""
+    return tx.f_locals, tx.f_globals, tx.f_code.co_name
+
+
+def user_stack(err: Exception) -> Sequence[Any]:
+    """Frames of the code that the tracer could not follow; empty if the error has none."""
+    return tuple(getattr(err, "real_stack", None) or ())
+
+
+def graph_breaks_so_far() -> Mapping[str, int]:
+    """How often each reason has broken a graph in this process."""
+    return dict(counters["graph_break"])
+
+
+def is_last_compilation() -> bool:
+    """Whether torch's recompile limit refuses a further compilation of the frame that is being compiled."""
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return False
+    return len(_debug_get_cache_entry_list(code)) + 1 >= dynamo_config.recompile_limit
+
+
+def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
+    """Reason and user stack of the graph break that ended a Dynamo graph; None if it ended by itself."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return (reason.reason, reason.user_stack) if reason is not None and reason.graph_break else None
+
+
+def backend_in_use() -> tuple[Any, types.CodeType, Any] | None:
+    """Return the backend object that torch.compile uses for the current frame, the frame's code and its ``self``."""
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # called by hand
+        return None
+    root = tx.output.root_tx
+    return innermost_backend(cast(Any, tx.output.compiler_fn)), root.f_code, root.f_locals.get("self")
+
+
+def outside_of_graphs(fn: _Function, reason: str) -> _Function:
+    """A function that no graph of an outer torch.compile contains."""
+    outside: _Function = torch.compiler.disable(fn, reason=reason)
+    return outside
+
+
+def source_name(node: fx.Node) -> str:
+    """Dynamo's path to what a placeholder stands for, ``L['x']``; ``""`` where a graph was made by something else."""
+    source = getattr(node, "_dynamo_source", None)
+    return source.name if source is not None else ""
+
+
+def note_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured log (``TORCH_TRACE``), which ``tlparse`` shows; made only if there is a log."""
+    metadata = {"name": name, "encoding": "string"}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)

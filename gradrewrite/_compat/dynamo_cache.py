@@ -1,0 +1,231 @@
+"""Compiled code that Dynamo keeps: functions under torch.compile, and freeing what torch keeps for them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import (
+    OptimizedModule,
+    _debug_get_cache_entry_list,
+    cached_backends,
+    innermost_backend,
+)
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+from torch._dynamo.utils import get_metrics_context
+
+
+class CompiledFunction:
+    """A function under ``torch.compile``, and what torch keeps for it.
+
+    torch keeps compiled code with the code object of each frame, which Python's garbage collector does not look into,
+    and every backend in a table. So nothing is freed by itself; ``drop`` frees it.
+    """
+
+    _num_running = 0
+    _lock = threading.Lock()
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        backend: Callable[..., Any],
+        settings: Mapping[str, Any],
+        while_tracing: Callable[[], contextlib.AbstractContextManager[Collection[int]]],
+    ) -> None:
+        """Compile with these arguments of ``torch.compile``; TypeError for one that it does not take.
+
+        Args:
+            fn: The function.
+            backend: The backend. It holds what belongs to a model weakly: torch may keep it after ``drop``.
+            settings: Other arguments of ``torch.compile``.
+            while_tracing: Entered on the thread that traces a frame; no other thread traces meanwhile. It gives the
+                identities of objects that compiled code is not guarded on.
+        """
+        settings = dict(settings)
+        if isinstance(settings.get("options"), dict):
+            settings["options"] = dict(settings["options"])  # torch.compile takes entries out of it
+        compiled = torch.compile(nn.Identity(), backend=backend, **settings)
+        self._frames: _Frames | None = None
+        self._run = fn
+        if isinstance(compiled, OptimizedModule):  # otherwise torch.compile is disabled
+            context: Any = compiled.dynamo_ctx
+            context.callback = self._frames = _Frames(context.callback, while_tracing)
+            # Whole graphs are asked of the tracer. While a function runs that has this set, no other thread's compiled
+            # code runs behind a graph break (torch before 2.15).
+            context.fullgraph = False
+            self._run = context(fn)
+
+    @classmethod
+    def is_running(cls) -> bool:
+        """Whether a thread is in a function of this kind."""
+        return cls._num_running > 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        with self._lock:
+            clear_dropped()
+            CompiledFunction._num_running += 1
+        try:
+            return self._run(*args)
+        finally:
+            with self._lock:
+                CompiledFunction._num_running -= 1
+
+    @property
+    def drop(self) -> Callable[[], None]:
+        """Frees what torch keeps; a function that does not keep this object alive."""
+        return self._frames.compiled.drop if self._frames is not None else _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+class CompiledCode:
+    """The code that torch has compiled for one backend."""
+
+    def __init__(self, backend: Any) -> None:
+        """Start without code, and remove the backend from the table in which torch keeps every backend."""
+        self._backend = weakref.ref(backend)
+        self._codes: dict[int, types.CodeType] = {}
+        cached_backends.pop(id(backend), None)
+
+    def add(self, code: types.CodeType) -> None:
+        """Note that a frame with this code object is compiled."""
+        self._codes[id(code)] = code
+
+    def drop(self) -> None:
+        """Let torch forget it, as it does when an object is deleted that code was compiled for."""
+        codes, self._codes = self._codes, {}
+        backend, guards = self._backend(), []
+        for code in codes.values():
+            for entry in _debug_get_cache_entry_list(code):
+                if entry.backend is backend and not _is_dropped(entry):
+                    guards.append(entry.guard_manager)
+                    gone = DeletedGuardManagerWrapper("the model that gradrewrite compiled it for is gone")
+                    cast(Any, entry.guard_manager.extra_state).invalidate(entry, gone)
+            _dropped.append(weakref.ref(code))
+        _forget_guards(guards)
+
+
+def _forget_guards(dropped: Sequence[Any]) -> None:
+    """Let go of guards that are not in use any more.
+
+    torch leaves a ``weakref.finalize`` for each class, module and function that compiled code is guarded on. It holds
+    the guards until that object is gone, so for a class for good; ``torch.compiler.reset()`` does not release them.
+    """
+    identities = {id(guards) for guards in dropped}
+    for finalizer in weakref.finalize._registry.copy():  # type: ignore[attr-defined]
+        if id(_guards_held_by(finalizer)) in identities:
+            finalizer.detach()
+
+
+def _guards_held_by(finalizer: weakref.finalize[Any, Any]) -> Any:
+    alive = finalizer.peek()
+    callback = alive[1] if alive is not None else None
+    method = callback.func if isinstance(callback, functools.partial) else None
+    manager = method.__self__ if isinstance(method, types.MethodType) else None
+    # A manager whose guards could not be made has none.
+    return vars(manager).get("guard_manager") if isinstance(manager, CheckFunctionManager) else None
+
+
+class _Frames:
+    """Dynamo's callback for frames that it has no code for."""
+
+    def __init__(
+        self, callback: Any, while_tracing: Callable[[], contextlib.AbstractContextManager[Collection[int]]]
+    ) -> None:
+        self._callback = callback
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # where torch looks for the backend
+        self._backend = innermost_backend(callback)
+        self._while_tracing = while_tracing
+        self.compiled = CompiledCode(self._backend)
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        with compile_lock, self._while_tracing() as unguarded:
+            self.compiled.add(frame.f_code)
+            try:
+                with self._limits(frame.f_code), self._without_guards_on(unguarded):
+                    return self._callback(frame, *args)
+            finally:
+                _forget_stacks()
+
+    def _limits(self, code: types.CodeType) -> contextlib.AbstractContextManager[None]:
+        """Allow each backend as many compilations of a code object as torch allows all; dropped ones do not count."""
+        entries = _debug_get_cache_entry_list(code)
+        times = len({id(self._backend), *(id(entry.backend) for entry in entries if not _is_dropped(entry))})
+        more = sum(_is_dropped(entry) for entry in entries)
+        patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(
+            recompile_limit=dynamo_config.recompile_limit * times + more,
+            accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * times + more,
+        )
+        return patch
+
+    @contextlib.contextmanager
+    def _without_guards_on(self, unguarded: Collection[int]) -> Iterator[None]:
+        """Let compiled code be used whatever has become of these objects, and of what they contain."""
+        if not unguarded:
+            yield
+            return
+        hooks = self._callback.hooks
+        given = hooks.guard_filter_fn
+
+        def keep(guards: Sequence[Any]) -> list[bool]:
+            names = tuple({guard.name for guard in guards if id(guard.value) in unguarded})
+            kept = list(given(guards)) if given is not None else [True] * len(guards)
+            inside = tuple(f"{name}[" for name in names)
+            ours = [guard.name in names or guard.name.startswith(inside) for guard in guards]
+            return [k and not o for k, o in zip(kept, ours, strict=True)]
+
+        hooks.guard_filter_fn = keep
+        try:
+            yield
+        finally:
+            hooks.guard_filter_fn = given
+
+
+def _forget_stacks() -> None:
+    """Clear what torch remembers of this thread's compilations: Python stacks, whose code objects would never die."""
+    metrics = get_metrics_context()
+    if not metrics.in_progress():
+        metrics._edits.clear()
+
+
+_dropped: deque[weakref.ref[types.CodeType]] = deque()
+
+
+def _is_dropped(entry: Any) -> bool:
+    return isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
+
+
+def clear_dropped() -> None:
+    """Take the empty entries from code objects that have no others; torch counts them as compilations.
+
+    Torch must not be looking for code meanwhile: if a thread compiles, it is left for later.
+    """
+    if not _dropped or CompiledFunction.is_running() or not compile_lock.acquire(blocking=False):
+        return
+    try:
+        for _ in range(len(_dropped)):
+            code = _dropped.popleft()()
+            if code is None:
+                continue
+            entries = _debug_get_cache_entry_list(code)
+            if not all(_is_dropped(entry) for entry in entries):
+                _dropped.append(weakref.ref(code))
+                continue
+            del entries
+            reset_code(code)
+    finally:
+        compile_lock.release()

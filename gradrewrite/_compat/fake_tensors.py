@@ -1,0 +1,72 @@
+"""Fake tensors: modes, storages, symbolic sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a real tensor holds -inf and nothing else that is not finite; False for a fake one."""
+    if isinstance(tensor, FakeTensor) or not tensor.is_floating_point():
+        return False
+    return bool(torch.isneginf(tensor).any()) and not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
+
+
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """The fake mode of these values, or a new one."""
+    return next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None) or FakeTensorMode()
+
+
+def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What a node returns, from the fake values of its arguments; views share their storage, as Inductor expects."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with torch.no_grad(), mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one storage."""
+    return a.layout is b.layout is torch.strided and storage_key(a) == storage_key(b)
+
+
+def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
+    """Fake copy of a real tensor, in the fake mode of ``reference``."""
+    if not isinstance(reference, FakeTensor):
+        return tensor
+    return reference.fake_mode.from_tensor(tensor, static_shapes=True).detach()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included, as long as both are alive."""
+    return cast(int, StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def has_unknown_size(tensor: Tensor) -> bool:
+    """Whether a size or a stride depends on data."""
+    return bool(free_unbacked_symbols([*tensor.shape, *tensor.stride()]))
+
+
+def assumptions(graph: fx.Graph) -> Any:
+    """Return the assumptions on data-dependent sizes of a graph, as a value that compares equal if none was added."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    env = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
+    if env is None:
+        return None
+    asserts = {symbol: len(known) for symbol, known in env.deferred_runtime_asserts.items()}
+    unbacked = {symbol: known for symbol, known in env.var_to_range.items() if free_unbacked_symbols(symbol)}
+    return asserts, unbacked, {s: r for s, r in env.replacements.items() if free_unbacked_symbols(s)}
+
+
+def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
+    """Make real tensors, whatever is being traced."""
+    return unset_fake_temporarily()

@@ -1,0 +1,160 @@
+"""Inductor: compilation with our passes, its settings, its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from gradrewrite._compat.aot_autograd import min_cut_partition, no_autograd_cache
+
+
+def replace_random(gm: fx.GraphModule) -> None:
+    """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
+    from torch._inductor import config
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+
+    if not config.fallback_random:
+        replace_random_passes(gm)
+
+
+def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Inductor as it is."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with no_autograd_cache():
+        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(options) or None))
+
+
+def inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any],
+    joint_pass: Callable[[fx.Graph], None],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
+    backward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
+    is_cacheable: Callable[[], bool],
+) -> Callable[..., Any]:
+    """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
+            if is_cacheable():
+                return compile_fx_inner(g, xs, **kwargs)
+            with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+                return compile_fx_inner(g, xs, **kwargs)
+
+        if kwargs.get("is_backward", False):
+            return backward(compile_graph, graph, example_inputs)
+        if kwargs.get("is_inference", False):
+            return compile_graph(graph, example_inputs)
+        return forward(compile_graph, graph, example_inputs)
+
+    patches = dict(options)
+    asked = {name: options.get(name, getattr(config, name)) for name in _OURS}
+    patches["joint_custom_pre_pass"] = _inductor_pass(joint_pass, asked["joint_custom_pre_pass"])
+    patches["custom_partitioner_fn"] = _inductor_partitioner(partition, asked["custom_partitioner_fn"])
+    # Named here so that what stop_folding sets is undone with the rest.
+    patches["joint_graph_constant_folding"] = asked["joint_graph_constant_folding"]
+    with no_autograd_cache():
+        compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    return cast(Callable[..., Any], compiled)
+
+
+_OURS = ("joint_custom_pre_pass", "custom_partitioner_fn", "joint_graph_constant_folding")
+
+
+def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any) -> Any:
+    """Our pass, then those that the user asked for."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    others = tuple(asked) if isinstance(asked, (list, tuple)) else (() if asked is None else (asked,))
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            joint_pass(graph)
+            for other in others:
+                other(graph)
+
+        def uuid(self) -> Any:
+            # Inductor's cache keys on the rewritten graph itself; only the user's passes add to the key.
+            return ("gradrewrite", *(other.uuid() for other in others))
+
+        def __reduce__(self) -> Any:  # the cache pickles settings to hash them
+            return _hashed, self.uuid()
+
+    return Pass()
+
+
+def _inductor_partitioner(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], asked: Any) -> Any:
+    """Our partitioner around the one that the user asked for, or around Inductor's."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, inner=asked or min_cut_partition, **kwargs)
+
+        def uuid(self) -> Any:
+            return ("gradrewrite", None if asked is None else asked.uuid())
+
+        def __reduce__(self) -> Any:
+            return _hashed, self.uuid()
+
+    return Partitioner()
+
+
+def _hashed(*identity: Any) -> Any:
+    return identity
+
+
+def compiled_alone(model: nn.Module, backend: str = "inductor") -> Callable[..., Any]:
+    """A model under plain torch.compile, with a code object of its own: transforms do not count against its limit."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_name="plain_model")
+    return torch.compile(run, backend=backend, fullgraph=True)
+
+
+def num_generated_kernels() -> int:
+    """Return the number of kernels that Inductor has generated in this process."""
+    from torch._inductor import metrics
+
+    return int(metrics.generated_kernel_count)
+
+
+def stop_folding() -> None:
+    """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; for the joint pass."""
+    from torch._inductor import config
+
+    config.joint_graph_constant_folding = False
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inductor settings of ``torch.compile(mode=..., options=...)``; unknown ones raise RuntimeError."""
+    from torch._inductor import config, list_mode_options
+
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        patches.update(list_mode_options(mode))
+    known = config.get_config_copy()
+    for key, value in (options or {}).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise RuntimeError(f"Unexpected optimization option {key!r}; known options: {sorted(known)}")
+        patches[name] = value
+    return patches
+
+
+def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether outputs will live in memory that the next replay of a CUDA graph overwrites."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))

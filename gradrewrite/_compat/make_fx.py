@@ -1,0 +1,79 @@
+"""Tracing functions into ATen graphs with make_fx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradrewrite._compat.fake_tensors import FakeTensor, fake_mode_of
+
+
+def is_tracing() -> bool:
+    """Whether a proxy mode records operations on this thread."""
+    return get_proxy_mode() is not None
+
+
+def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = fake_mode_of(inputs)
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with torch.no_grad(), mode:
+            functional = torch.func.functionalize(fn, remove="mutations")
+            # make_fx tells its inputs apart by identity.
+            different, seen = [], set()
+            for t in inputs:
+                again = id(t) in seen
+                seen.add(id(t))
+                different.append(_another(t) if again else t)
+            return make_fx(functional, decomposition_table=select_decomp_table())(*different)
+    finally:
+        mode.allow_non_fake_inputs = allowed
+
+
+def _another(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+
+
+class RefuseToLeave(TorchFunctionMode):
+    """Stops a function that would take a fake tensor's memory out of torch (numpy, DLPack, pointers)."""
+
+    _LEAVING = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr", "to_dlpack", "tolist"))
+
+    def __init__(self, error: Exception) -> None:
+        """Raise ``error`` before anything leaves."""
+        super().__init__()
+        self._error = error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what is called."""
+        if getattr(func, "__name__", "") in self._LEAVING:
+            raise self._error
+        return func(*args, **(kwargs or {}))
+
+
+class RefuseToChangeReal(TorchDispatchMode):
+    """Stops an operation that would change a real tensor while a function is traced on fake ones."""
+
+    def __init__(self, error: Exception) -> None:
+        """Raise ``error`` before anything is changed."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the arguments that the schema says are written to."""
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            value = named.get(argument.name)
+            if written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                raise self._error
+        return func(*args, **(kwargs or {}))

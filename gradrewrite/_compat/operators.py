@@ -1,0 +1,69 @@
+"""Operators of ``torch.ops``: schemas, tags, running one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one node of an ATen graph on real values; what it would write to is copied first."""
+    target = node.target
+    if target is torch.ops.prims.inductor_seeds.default:
+        limits = torch.iinfo(torch.int64)  # as compiled code draws them
+        return torch.randint(limits.min, limits.max, [args[0]], dtype=torch.int64, device=args[1])
+    if target is torch.ops.prims.inductor_random.default:
+        return _inductor_random(args, kwargs)
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        args = tuple(
+            a.clone() if isinstance(a, Tensor) and s.alias_info is not None and s.alias_info.is_write else a
+            for a, s in zip(args, target._schema.arguments, strict=False)
+        )
+    return cast(Callable[..., Any], target)(*args, **kwargs)
+
+
+def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
+    """What a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = [a.name for a in node.target._schema.arguments]
+        given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+        if given.get("training") is True or given.get("train") is True:
+            return [a for name, a in given.items() if isinstance(a, fx.Node) and not name.startswith("running_")]
+    return node.all_input_nodes
+
+
+def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers as compiled code draws them: its generator exists only there."""
+    from torch._inductor.compile_fx import compile_fx
+
+    size, seed, mode = args
+    graph = fx.Graph()
+    node = graph.call_function(
+        torch.ops.prims.inductor_random.default, (list(size), graph.placeholder("seed"), mode), kwargs
+    )
+    graph.output((node,))
+    with torch.no_grad():
+        run = cast(Callable[..., Any], compile_fx(fx.GraphModule({}, graph), [seed]))
+        return run(seed)[0]
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator of ``torch.ops`` with one overload; None for anything else."""
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def name_of(node: fx.Node) -> str:
+    """Name of the op that a node calls, without namespace and overload."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name.partition("::")[2])
+    return str(getattr(node.target, "__name__", node.target))

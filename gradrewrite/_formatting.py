@@ -1,0 +1,124 @@
+"""Tables of records, and the names nearest to a misspelt one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One record over the steps that are in the monitor.
+
+    Attributes:
+        address: ``record@site``.
+        last: Its last value.
+        smallest: Its smallest value; NaN where there is none.
+        median: Its median.
+        largest: Its largest value.
+        steps: In how many steps it was reported.
+        nonfinite: In how many of them it was NaN or infinite.
+    """
+
+    address: str
+    last: float
+    smallest: float
+    median: float
+    largest: float
+    steps: int
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of all records; ``print`` shows it, and rich renders it.
+
+    Attributes:
+        rows: One summary a record.
+        caption: How many steps it covers, and what is missing.
+    """
+
+    rows: tuple[Summary, ...]
+    caption: str
+
+    def __rich__(self) -> Any:
+        """The table as rich draws it."""
+        from rich.table import Table as RichTable
+
+        table = RichTable(caption=self.caption)
+        table.add_column("record@site", overflow="fold")
+        for name in ("last", "min", "median", "max", "steps", "not finite"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            figures = [f"{v:.4g}" for v in (row.last, row.smallest, row.median, row.largest)]
+            table.add_row(row.address, *figures, str(row.steps), str(row.nonfinite))
+        return table
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        widest = max((len(row.address) for row in self.rows), default=20)
+        return _as_text(self, max(100, widest + 80))
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as plain text, as wide as it needs to be."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        is_number = bool(rows) and all(row[number].isdecimal() or not row[number] for row in rows)
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return _as_text(table, sum(max([len(name), *(len(row[n]) for row in rows)]) + 4 for n, name in enumerate(columns)))
+
+
+def _as_text(renderable: Any, width: int) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, no_color=True, force_terminal=False)
+    with console.capture() as text:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in text.get().rstrip("\n").splitlines())
+
+
+def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
+    """Sum up the records of several steps."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for address, value in row.items():
+            values.setdefault(address, []).append(value)
+    return Table(tuple(_summary(address, known) for address, known in values.items()), caption)
+
+
+def _summary(address: str, values: list[float]) -> Summary:
+    finite = sorted(v for v in values if math.isfinite(v))
+    known = sorted(v for v in values if not math.isnan(v))
+    nan = math.nan
+    return Summary(
+        address,
+        last=values[-1],
+        smallest=known[0] if known else nan,
+        median=finite[len(finite) // 2] if finite else nan,
+        largest=known[-1] if known else nan,
+        steps=len(values),
+        nonfinite=len(values) - len(finite),
+    )
+
+
+def nearest(pattern: str, known: Sequence[str], count: int = 5) -> list[str]:
+    """The names most like a pattern, the best first."""
+    head, colon, rest = pattern.partition(":")
+    wanted = rest if colon else head
+    candidates = dict.fromkeys(n for n in known if not colon or n.startswith(f"{head}:"))
+
+    def likeness(name: str) -> float:
+        _, colon, rest = name.partition(":")
+        return SequenceMatcher(None, wanted, rest if colon else name).ratio()
+
+    return sorted(candidates or dict.fromkeys(known), key=likeness, reverse=True)[:count]

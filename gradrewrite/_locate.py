@@ -1,0 +1,104 @@
+"""``locate``: which op makes the first value that is not finite, on demand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gradrewrite._tensors import kept_random_state, tensors_in
+from gradrewrite.backends.backend import Backend
+from gradrewrite.backends.entry_point import Entry
+from gradrewrite.backends.session import Session
+from gradrewrite.errors import NonFiniteError, TraceError
+from gradrewrite.module import RewrittenModule
+from gradrewrite.policy.actions import ANYWHERE, Policy
+from gradrewrite.policy.recording import record_statistics
+from gradrewrite.sites import Kind, Site
+
+
+def locate(
+    model: nn.Module, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None, **kwargs: Any
+) -> NonFiniteError | None:
+    """Run one step op by op and say which op makes the first value that is not finite.
+
+    The model stays as it was: parameters, gradients, buffers, random state. Its policy, if it has one, holds.
+
+    Args:
+        model: A module, or what ``transform`` returned.
+        *args: Its inputs.
+        loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one
+            tensor with one element, otherwise the sum of all its differentiable tensors.
+        **kwargs: Its inputs.
+
+    Returns:
+        The error that a check at every op would raise, not raised; None if all that leaves the model (outputs,
+        gradients) is finite.
+
+    Raises:
+        GraphBreakError: The tracer cannot see the whole model.
+        TraceError: Nothing needs a gradient.
+        TypeError: ``model`` is no module, or ``loss_fn`` returns no tensor with one element.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> print(locate(model, torch.ones(1, 2)))
+        None
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"gr.locate takes an nn.Module, got {type(model).__name__}")
+    original = model.original if isinstance(model, RewrittenModule) else model
+    policy: Policy = [model._policy, _count_gradients] if isinstance(model, RewrittenModule) else _count_gradients
+    session = Session(policy, None, original)
+    entry = Entry(session, Backend(session, "op by op"), original, {"fullgraph": True, "dynamic": False})
+    buffers = [(b, b.detach().clone(), b._version) for b in original.buffers()]
+    leaves = [t for t in (*original.parameters(), *tensors_in((args, kwargs))) if t.requires_grad and t.is_leaf]
+    try:
+        with torch.enable_grad(), kept_random_state():
+            loss = _loss(entry(args, kwargs), loss_fn)
+            with contextlib.suppress(NonFiniteError):  # the policy's own checks: what follows says more
+                torch.autograd.grad(loss, leaves, allow_unused=True)
+    finally:
+        with torch.no_grad():
+            for buffer, before, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
+    return session.monitor.failure(anywhere=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Count what is not finite, and do nothing about it."""
+
+    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    has_units: ClassVar[bool] = False
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        record_statistics(tensor, {"nonfinite": "nonfinite"}, fails="record")
+        return tensor
+
+
+def _count_gradients(site: Site) -> _Count | None:
+    return _Count() if site.kind in ("gradient", "input") else None
+
+
+def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+    if loss_fn is not None:
+        loss = loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"gr.locate: loss_fn returns a tensor with one element, got {_text(loss)}")
+        return loss
+    tensors = [t for t in tensors_in(output) if t.requires_grad]
+    if not tensors:
+        raise TraceError("gr.locate: no output of the model depends on a parameter or an input that needs a gradient")
+    return (
+        tensors[0] if len(tensors) == 1 and tensors[0].numel() == 1 else torch.stack([t.sum() for t in tensors]).sum()
+    )
+
+
+def _text(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,61 @@
+"""Warnings that name the user's line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from types import FrameType
+
+from gradrewrite._compat import autograd
+from gradrewrite.errors import RewriteWarning
+
+
+def warn(text: str) -> None:
+    """Warn of something that is not as it should be; the warning names the user's line."""
+    warn_caller(text, RewriteWarning)
+
+
+_LIBRARIES = ("torch", "gradrewrite", "")  # generated code has no module
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn, and name the user's line: the first outside of torch and gradrewrite."""
+    frame = _caller()
+    warnings.warn_explicit(
+        text,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _caller() -> FrameType:
+    """The user's frame; the outermost one of this thread where it cannot be found."""
+    here = sys._getframe(1)
+    found = _first_outside(here)
+    if found is None:  # a thread of autograd's own, as it has for each device
+        backwards = [b for thread, top in sys._current_frames().items() if (b := _running_backward(thread, top))]
+        found = _first_outside(backwards[0]) if len(backwards) == 1 else None
+    if found is not None:
+        return found
+    while here.f_back is not None:
+        here = here.f_back
+    return here
+
+
+def _first_outside(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return frame
+
+
+def _running_backward(thread: int, frame: FrameType | None) -> FrameType | None:
+    """The frame in which another thread waits for a backward that it has started."""
+    if thread == threading.get_ident():
+        return None
+    while frame is not None and not autograd.runs_backward(frame):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,1 @@
+"""The torch.compile backend: engines, the compilation of one graph, sessions."""

@@ -1,0 +1,142 @@
+"""The torch.compile backend: Inductor, or op by op, around the rewrite."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from gradrewrite._compat import data_parallel, dynamo, dynamo_cache, inductor
+from gradrewrite.backends.compilation import Runnable
+from gradrewrite.backends.compile_graph import Engine, _compile
+from gradrewrite.backends.explanation import Explanation
+from gradrewrite.backends.session import Session
+from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.policy.actions import Policy
+from gradrewrite.rewriting.source_locations import user_line
+
+
+class Backend:
+    """A torch.compile backend with a policy; made by ``gr.backend``."""
+
+    def __init__(self, session: Session, engine: Engine, *, is_silent: bool = False) -> None:
+        """Compile for a session; ``is_silent`` where no backward follows, so that what is skipped does not matter."""
+        self.session = session
+        self.is_silent = is_silent
+        self.engine: Engine = engine
+        self.__name__ = "gradrewrite"
+        self._compiled: dict[
+            int, dynamo_cache.CompiledCode
+        ] = {}  # by identity of what torch.compile made of this object
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def monitor(self) -> Monitor:
+        """What the backward reported."""
+        return self.session.monitor
+
+    def explain(self) -> Explanation:
+        """What was compiled and rewritten so far, and what was skipped."""
+        return self.session.explanation()
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Runnable:
+        """Compile one graph of Dynamo, as torch.compile asks."""
+        settings = {} if self.engine == "op by op" else inductor.inductor_options(mode, options)
+        broken = dynamo.graph_break_of(gm)
+        if broken is not None and not self.is_silent and not data_parallel.is_ddp_split(gm):
+            self.session.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
+        run = _compile(self.session, gm, example_inputs, self.engine, settings)
+        if not self.session.has_model:  # for a model, its entry does this
+            self._live_with_modules()
+        return run
+
+    def _live_with_modules(self) -> None:
+        """Let torch forget what is compiled for a module, as ``torch.compile(module)`` does, when that is gone.
+
+        What is compiled for a function that is given modules stays: it may be given others.
+        """
+        used = dynamo.backend_in_use()
+        if used is None:
+            return
+        asked, code, owner = used
+        if not any(owner is root for root in self.session.names.roots):
+            return
+        if id(asked) not in self._compiled:
+            self._compiled[id(asked)] = dynamo_cache.CompiledCode(asked)
+            weakref.finalize(asked, self._compiled.pop, id(asked), None).atexit = False
+        self._compiled[id(asked)].add(code)
+        for module in self.session.names.roots:
+            if module not in self._watched:
+                self._watched.add(module)
+                weakref.finalize(module, _drop_unused, weakref.ref(self)).atexit = False
+
+
+def _drop_unused(ref: weakref.ref[Backend]) -> None:
+    backend = ref()
+    if backend is not None and not backend.session.names.roots:
+        for compiled in list(backend._compiled.values()):
+            compiled.drop()
+        dynamo_cache.clear_dropped()  # what is dropped still counts against torch's recompile limit
+
+
+def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
+    """Make a torch.compile backend that rewrites the backward, for people who call torch.compile themselves.
+
+    Names are those of the module that is compiled; with several modules in one compiled function they begin
+    with the variable (``gen.x``). A rule that matches nothing raises ``NoSuchSiteError`` from the first backward.
+    torch.compile itself ignores hooks that are registered after the first call; ``gr.transform`` honours them.
+
+    Args:
+        policy: A callback, a rule, or a list of them.
+        monitor: Where records go; a new ``Monitor`` if None.
+
+    Returns:
+        A backend with ``.monitor`` and ``.explain()``; ``mode`` and ``options`` of torch.compile are Inductor's.
+
+    Raises:
+        PolicyError: ``policy`` is none.
+
+    Example:
+        >>> import torch, gradrewrite as gr
+        >>> from gradrewrite.passes import ClipByNorm
+        >>> step = torch.compile(torch.nn.Linear(2, 2), backend=gr.backend(gr.on("gradient:*", ClipByNorm(1.0))))
+    """
+    return Backend(Session(policy, monitor), "inductor")
+
+
+_registered: dict[int, Backend] = {}  # by identity of what torch.compile made of the name and the options
+
+
+def registered_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Runnable:
+    """The backend that torch finds under the name ``gradrewrite``.
+
+    ``torch.compile(f, backend="gradrewrite", options={"policy": ..., "monitor": ...})``; other options are Inductor's.
+    Without a policy it compiles the plain backward.
+    """
+    rest = dict(options or {})
+    policy, monitor = rest.pop("policy", []), rest.pop("monitor", None)
+    if "policy" not in (options or {}):
+        return backend([], monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
+    used = dynamo.backend_in_use()
+    if used is None:
+        return backend(policy, monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
+    asked, *_ = used
+    if id(asked) not in _registered:
+        _registered[id(asked)] = backend(policy, monitor=monitor)
+        weakref.finalize(asked, _registered.pop, id(asked), None).atexit = False
+    return _registered[id(asked)](gm, example_inputs, mode=mode, options=rest)

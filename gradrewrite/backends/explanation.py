@@ -1,0 +1,51 @@
+"""Explanation of what was compiled and rewritten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradrewrite.ir.edits import Edit
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One compiled graph that has a backward.
+
+    Attributes:
+        frame: Name of the compiled Python frame.
+        is_whole: Whether the graph holds all that one call of the model does.
+        sites: Its sites.
+        edits: What was inserted.
+        out_of_reach: Sites of ``sites`` at which the policy answered and nothing was inserted, because their error, or
+            a part of it, is outside of the graph.
+    """
+
+    frame: str
+    is_whole: bool
+    sites: tuple[Site, ...]
+    edits: tuple[Edit, ...]
+    out_of_reach: tuple[Site, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What was compiled and rewritten so far, and what the tracer skipped.
+
+    Attributes:
+        graphs: Every compiled graph with a backward, in order; a new input shape makes a new one.
+        skipped: Lines at which the tracer gave up, with the reason; code that ran there was not rewritten.
+    """
+
+    graphs: tuple[GraphReport, ...]
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A short report in plain text."""
+        lines = [f"{len(self.graphs)} rewritten graphs, {len(self.skipped)} skipped regions"]
+        for number, graph in enumerate(self.graphs):
+            lines.append(f"graph {number} ({graph.frame}): {len(graph.sites)} sites, {len(graph.edits)} edits")
+            lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
+            lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
+        lines += [f"skipped: {line}" for line in self.skipped]
+        return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""Hooks of a model: whether they have changed, and those that show pass-through modules to the tracer."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gradrewrite._compat import nn_modules
+from gradrewrite.rewriting.probes import _tap_module
+
+
+class Hooks:
+    """The hooks of a model: whether they have changed since it was traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen = self._read()
+        self._newest = RemovableHandle.next_id
+
+    def have_changed(self) -> bool:
+        """Whether a hook was registered or removed.
+
+        One comparison, unless the model has hooks or any hook in the process was registered since: then all modules
+        are looked at.
+        """
+        if RemovableHandle.next_id == self._newest and not self._seen:
+            return False
+        self._newest = RemovableHandle.next_id
+        return self._read() != self._seen
+
+    def _read(self) -> tuple[Any, ...]:
+        of_all = nn_modules.global_hooks()
+        read = [("", of_all)] if any(of_all) else []
+        for name, module in self._model.named_modules():
+            hooks = nn_modules.hooks_of(module)
+            if any(hooks):
+                read.append((name, hooks))
+        return tuple(read)
+
+
+@contextlib.contextmanager
+def _identities_shown(ref: weakref.ref[nn.Module]) -> Iterator[Collection[int]]:
+    """Let pass-through modules of a model appear in the graph that is traced.
+
+    They get hooks that are there only meanwhile. Compiled code is not guarded on these; ``Hooks`` notices what the
+    user registers there.
+    """
+    model = ref()
+    modules = [m for m in model.modules() if _passes_through(m)] if model is not None else []
+    with nn_modules.shown_while_tracing(modules, _tap_module) as unguarded:
+        yield unguarded
+
+
+def _passes_through(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Identity)
+        and type(module).forward is nn.Identity.forward
+        and "forward" not in module.__dict__
+    )

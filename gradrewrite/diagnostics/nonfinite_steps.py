@@ -1,0 +1,69 @@
+"""Steps of a run in which something was not finite, and what of it is meant to be so."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradrewrite.diagnostics.run_log import (
+    BACKWARD,
+    COUNTS,
+    MAGNITUDES,
+    MIN_STEPS,
+    Address,
+    Run,
+    Step,
+    as_executed,
+    kind_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """A step that is not finite, with its bad sites in the order of execution."""
+
+    step: Step
+    sites: list[str]
+
+
+def bad_steps(run: Run) -> list[BadStep]:
+    """Steps in which a count of non-finite elements is not 0, or a magnitude is not finite."""
+    return [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
+
+
+def intended(run: Run, bad: Sequence[BadStep]) -> set[str]:
+    """Sites that are meant to be infinite (a mask): they were so in 5 steps whose backward was finite."""
+    harmless: Counter[str] = Counter()
+    for one in bad:
+        if _is_harmless(run, one):
+            harmless.update(s for s in one.sites if s.startswith("data:") or not _has_nan(one.step.records, s))
+    return {site for site, times in harmless.items() if times >= MIN_STEPS}
+
+
+def is_bad(at: Address, value: float, records: Mapping[str, float]) -> bool:
+    """Whether a value says that its site is not finite; NaN beside a count or a norm of 0 is an empty tensor."""
+    if at.record in COUNTS:
+        return value > 0
+    if at.record not in MAGNITUDES or math.isfinite(value):
+        return False
+    is_empty = any(records.get(f"{name}@{at.site}") == 0 for name in ("nonfinite", "nan", "norm"))
+    return not (math.isnan(value) and is_empty)
+
+
+def _bad_sites(run: Run, step: Step) -> list[str]:
+    addresses = ((run.series[address].at, value) for address, value in step.records.items())
+    return as_executed(at.site for at, value in addresses if is_bad(at, value, step.records))
+
+
+def _is_harmless(run: Run, bad: BadStep) -> bool:
+    """Whether the backward was recorded and is finite."""
+    addresses = [run.series[address].at for address in bad.step.records]
+    is_recorded = any(at.kind in BACKWARD and at.record in (*COUNTS, *MAGNITUDES) for at in addresses)
+    return is_recorded and not any(kind_of(site) in BACKWARD for site in bad.sites)
+
+
+def _has_nan(records: Mapping[str, float], site: str) -> bool:
+    values = (records.get(f"{name}@{site}", 0.0) for name in MAGNITUDES)
+    return records.get(f"nan@{site}", 0.0) > 0 or any(math.isnan(v) for v in values)

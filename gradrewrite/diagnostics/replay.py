@@ -1,0 +1,325 @@
+"""Replay of a failed step, node by node, to find where non-finite values begin."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import fake_tensors, operators
+from gradrewrite.diagnostics.step_snapshot import Witness
+from gradrewrite.ir import ops
+from gradrewrite.ir.inputs import Given
+from gradrewrite.ir.markers import number_of
+from gradrewrite.ir.mask_infinities import hands_on, has_infinite_literal, is_added
+from gradrewrite.ir.ops import OPAQUE
+from gradrewrite.ir.provenance import owners
+from gradrewrite.ir.replay_graph import Recipe
+from gradrewrite.sites import Site
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one node's value."""
+
+    is_bad: bool = False
+    is_intended: bool = False
+    overwritten: str = ""
+
+
+def replay(witness: Witness, failed: Mapping[str, Site]) -> Evidence:
+    """Run a step again, op by op, and look at every value; nothing of the user's is changed.
+
+    Args:
+        witness: The step.
+        failed: Sites at which a check failed, by the name of the node that it looked at.
+
+    Returns:
+        What was seen. Roots are left out that lead neither to one of ``failed`` nor to what leaves the graph: the
+        infinity of a logarithm that ``torch.where`` discards harms nobody.
+    """
+    return _Replay(witness.recipe).run(witness, failed)
+
+
+class _Replay:
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._graph = recipe.graph.graph
+        self._nodes = list(self._graph.nodes)
+        self._order = {node: number for number, node in enumerate(self._nodes)}
+        numbers = {site: number for number, site in recipe.errors.items()}
+        acting = {name: numbers[e.site] for name, e in recipe.actions.items() if e.site in numbers}
+        self._owners = owners(self._graph, recipe.backward, acting)
+        self._output = self._graph.output_node()
+        self._states: dict[fx.Node, _State] = {}
+        self._evidence = Evidence()
+        self._records: set[fx.Node] = set()
+        self._failed: Mapping[str, Site] = {}
+
+    def run(self, witness: Witness, failed: Mapping[str, Site]) -> Evidence:
+        self._failed = failed
+        places = self._places()
+        last_use = {read: node for node in self._nodes for read in node.all_input_nodes}
+        values: dict[fx.Node, Any] = {}
+        given = self._given(witness)
+        with _apart(witness, [held for held, _ in given.values()]):
+            for node in self._nodes:
+                if node.op == "output":
+                    self._look_at_gradients(values)
+                    break
+                if node.op == "placeholder":
+                    held, description = given[node]
+                    values[node] = held
+                    self._states[node] = self._state_of_given(node, held, description)
+                elif node.op == "get_attr":
+                    values[node] = getattr(self._recipe.graph, str(node.target))
+                    is_written = not _is_finite(values[node]) and not _has_nan(values[node])
+                    self._states[node] = _State(is_intended=is_written)
+                else:
+                    values[node] = self._call(node, values)
+                if node.name in failed and isinstance(values[node], Tensor):
+                    site = failed[node.name]
+                    order = places.get(site, self._order[node])
+                    self._look_at(site, node, values[node], order, is_forward=site.kind == "activation")
+                for read in node.all_input_nodes:
+                    if last_use[read] is node:
+                        values.pop(read, None)
+        self._evidence.seen.sort(key=lambda seen: (not seen.is_forward, seen.order))
+        self._evidence.roots = self._find_roots(failed)
+        return self._evidence
+
+    def _places(self) -> dict[Site, int]:
+        """Where sites stand in the order of execution."""
+        returned = self._output.args[0]
+        assert isinstance(returned, list | tuple)
+        places = {site: self._order[returned[at]] for at, site in self._recipe.gradients.items()}
+        for node in self._nodes:
+            if node.target in (ops.mark_activation, ops.mark_error):
+                is_forward = node.target is ops.mark_activation
+                site = (self._recipe.activations if is_forward else self._recipe.errors).get(number_of(node))
+                if site is not None:
+                    places[site] = self._order[node]
+        return places
+
+    def _given(self, witness: Witness) -> dict[fx.Node, tuple[Any, str]]:
+        """Values of the placeholders, and what was overwritten."""
+        placeholders = self._graph.find_nodes(op="placeholder")
+        inputs = [node for node in placeholders if node.name not in self._recipe.tangents]
+        given = {}
+        for node, held in zip(inputs, witness.inputs, strict=True):
+            known = self._recipe.given.get(node.name)
+            name = f"{known.role} {known.name}" if known is not None else node.name
+            given[node] = (held.get(), name if held.is_overwritten() else "")
+            if held.is_overwritten() and known is not None and known.role != "buffer":  # a step updates its buffers
+                self._evidence.overwritten = name
+        for node in placeholders:
+            if node.name in self._recipe.tangents:
+                held = witness.tangents[node.name]
+                given[node] = (held.get(), "the gradient of an output" if held.is_overwritten() else "")
+        return given
+
+    def _state_of_given(self, node: fx.Node, value: Any, overwritten: str) -> _State:
+        if _is_finite(value):
+            return _State(overwritten=overwritten)
+        known = self._recipe.given.get(node.name)
+        is_intended = known is not None and known.role != "parameter" and fake_tensors.is_mask(value) and is_added(node)
+        return _State(not is_intended, is_intended, overwritten)
+
+    def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        reads = [self._states[n] for n in node.all_input_nodes if n in self._states]
+        if node.target in OPAQUE or any(n in self._records for n in node.all_input_nodes):
+            self._records.add(node)  # a measurement, and what is computed from it
+            self._states[node] = _State()
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+        if node.target in (ops.mark_activation, ops.mark_error):
+            result = values[node.all_input_nodes[0]]
+            self._states[node] = self._states[node.all_input_nodes[0]]
+            self._look_at_marker(node, result)
+            return result if node.target is ops.mark_error else None
+        result = operators.run_node(node, args, kwargs)
+        needed = [self._states[n] for n in operators.nodes_that_matter(node) if n in self._states]
+        state = _State(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
+        if not _is_finite(result):
+            masks = [values[n] for n in node.all_input_nodes if n in self._states and self._states[n].is_intended]
+            is_written = has_infinite_literal(node) or hands_on(node, result, masks)
+            state.is_intended = is_written and not _has_nan(result) and not any(s.is_bad for s in reads)
+            state.is_bad = not state.is_intended
+        self._states[node] = state
+        return result
+
+    def _look_at_marker(self, marker: fx.Node, value: Tensor) -> None:
+        number = number_of(marker)
+        is_forward = marker.target is ops.mark_activation
+        site = (self._recipe.activations if is_forward else self._recipe.errors).get(number)
+        if site is not None and site not in self._failed.values():
+            self._look_at(site, marker.all_input_nodes[0], value, self._order[marker], is_forward=is_forward)
+
+    def _look_at_gradients(self, values: Mapping[fx.Node, Any]) -> None:
+        returned = self._output.args[0]
+        assert isinstance(returned, list | tuple)
+        for position, site in self._recipe.gradients.items():
+            node = returned[position]
+            if isinstance(node, fx.Node) and site not in self._failed.values():
+                self._look_at(site, node, values[node], self._order[node], is_forward=False)
+
+    def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int, *, is_forward: bool) -> None:
+        if not value.is_floating_point() and not value.is_complex():
+            return
+        at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
+        bad = 0 if self._states[node].is_intended else int(at_fault.sum())
+        size = value.detach().abs()
+        finite = size[torch.isfinite(size)]
+        smallest = float(finite.amin()) if finite.numel() else float("nan")
+        largest = float(finite.amax()) if finite.numel() else float("nan")
+        percent = 100.0 * bad / max(value.numel(), 1)
+        self._evidence.seen.append(Seen(site, order, is_forward, percent, smallest, largest, node.name))
+
+    def _find_roots(self, failed: Mapping[str, Site]) -> list[Root]:
+        bad = {node for node, state in self._states.items() if state.is_bad}
+        targets = {node for node in bad if node.name in failed} | (bad & set(self._output.all_input_nodes))
+        leads: set[fx.Node] = set()
+        roots = []
+        for node in reversed(self._nodes):
+            if node not in targets and not any(user in leads for user in node.users):
+                continue
+            if node not in bad:
+                continue
+            leads.add(node)
+            if not any(read in bad for read in node.all_input_nodes):
+                roots.append(node)
+        return [self._root(node, bad) for node in reversed(roots)]
+
+    def _root(self, node: fx.Node, bad: set[fx.Node]) -> Root:
+        reached, todo = set(), [node]
+        while todo:
+            at = todo.pop()
+            if at.name not in reached:
+                reached.add(at.name)
+                todo += [user for user in at.users if user in bad]
+        is_forward = node.name not in self._recipe.backward and node.name not in self._recipe.tangents
+        op, source, came_in = "", "", ""
+        if node.op == "placeholder":
+            came_in = self._describe_given(node)
+        elif node.name in self._recipe.actions:
+            edit = self._recipe.actions[node.name]
+            op = f"{edit.site.name}: {edit.action!r}"
+        else:
+            site = self._recipe.activations.get(self._owners.get(node, -1))
+            op, source = (f"{site.module}/{site.op}", site.source) if site is not None else (str(node.target), "")
+        return Root(
+            order=self._order[node],
+            is_forward=is_forward,
+            op=op,
+            source=source,
+            came_in=came_in,
+            given=self._recipe.given.get(node.name),
+            reached=frozenset(reached),
+            overwritten=self._states[node].overwritten,
+        )
+
+    def _describe_given(self, node: fx.Node) -> str:
+        if node.name in self._recipe.tangents:
+            return "the gradient that came from outside the model (the loss) was not finite already"
+        known = self._recipe.given.get(node.name)
+        if known is None:
+            return "a value that came into the graph was not finite already"
+        if known.role == "parameter":
+            return f"the parameter {known.name} was not finite already: an earlier update made it so"
+        if known.role == "value":
+            return f"the value {known.name} from before a graph break was not finite already"
+        return f"the {known.role} {known.name} was not finite already"
+
+
+@contextlib.contextmanager
+def _apart(witness: Witness, values: Sequence[Any]) -> Iterator[None]:
+    """Run with the random state of the step, and leave that of the program as it is."""
+    devices = sorted({v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        for kind in {"cpu", *("cuda" for _ in devices)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))  # the graph has its casts
+        warnings.simplefilter("ignore")  # torch said them when the step ran
+        if witness.random is not None:
+            witness.random.restore()
+        yield
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_finite(v) for v in value)
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return True
+    return bool(torch.isfinite(value).all())
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_has_nan(v) for v in value)
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    return bool(torch.isnan(value).any())
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a site held in a replay.
+
+    Attributes:
+        site: The site.
+        order: Place in the order of execution.
+        is_forward: Whether it belongs to the forward.
+        percent: Share of elements that are not finite, in percent; intended infinities are not counted.
+        smallest: Smallest absolute value; NaN if it is empty.
+        largest: Largest absolute value of the finite elements; NaN if there are none.
+        node: Name of the value.
+    """
+
+    site: Site
+    order: int
+    is_forward: bool
+    percent: float
+    smallest: float
+    largest: float
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Where non-finite values begin: an op, or a value that came into the graph.
+
+    Attributes:
+        order: Place in the order of execution.
+        is_forward: Whether it belongs to the forward.
+        op: ``module/op`` of the op that was run, forward or backward; ``""`` for what came in.
+        source: Line of that op.
+        came_in: What came into the graph already non-finite, in words; ``""`` for an op.
+        given: What that is; None for an op, and for the loss.
+        reached: Names of the non-finite values that it leads to.
+        overwritten: An input that was overwritten meanwhile and on which it depends; ``""`` if there is none.
+    """
+
+    order: int
+    is_forward: bool
+    op: str
+    source: str
+    came_in: str
+    given: Given | None
+    reached: frozenset[str]
+    overwritten: str
+
+
+@dataclass
+class Evidence:
+    """What one replay saw, in the order of execution, and an input that was overwritten since (``""`` if none was)."""
+
+    seen: list[Seen] = field(default_factory=list)
+    roots: list[Root] = field(default_factory=list)
+    overwritten: str = ""

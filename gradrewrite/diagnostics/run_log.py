@@ -1,0 +1,220 @@
+"""Records of a training run, as the doctor reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gradrewrite.ir.record_layout import BOUNDS
+
+MIN_STEPS = 5  # fewer values show no trend, and no habit
+LISTED = 5  # sites named in one finding
+
+COUNTS = ("nonfinite", "nan", "inf")
+MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
+BACKWARD = frozenset(("outside", "error", "input", "gradient", "group"))
+_EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one backward reported.
+
+    Attributes:
+        step: Number of the backward, from 0.
+        records: Values by address ``record@site``, in the order of the sites: activations and errors in the order of
+            the forward, then gradients; magnitudes in units of the unscaled loss.
+    """
+
+    step: int
+    records: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a run.
+
+    Attributes:
+        kind: ``"non-finite"``, ``"faulty input"``, ``"faulty learning rate"``, ``"faulty loss"``, ``"exploding"``,
+            ``"vanishing"``, ``"saturated"``, ``"dead"``, ``"clip acts always"`` or ``"clip never acts"``.
+        site: Where it begins, or is worst; ``""`` if nowhere.
+        step: The first step concerned; -1 if none.
+        text: One or two sentences.
+        figures: Every number that the finding rests on, by name.
+        suggestion: What to try.
+    """
+
+    kind: str
+    site: str
+    step: int
+    text: str
+    figures: Mapping[str, float]
+    suggestion: str
+
+    def to_json(self) -> dict[str, object]:
+        """As strict JSON takes it; NaN and infinities as strings."""
+        return {
+            "kind": self.kind,
+            "site": self.site,
+            "step": self.step,
+            "text": self.text,
+            "figures": {name: value if math.isfinite(value) else words(value) for name, value in self.figures.items()},
+            "suggestion": self.suggestion,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address taken apart.
+
+    Attributes:
+        record: Name of the record without its number: ``max_abs`` in ``max_abs.2@error:a``.
+        number: The number with its dot, ``.2``; ``""`` if there is none.
+        site: The site, ``error:a``.
+        kind: Kind of the site, ``error``.
+    """
+
+    record: str
+    number: str
+    site: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One record over a run.
+
+    Attributes:
+        at: Its address.
+        steps: Numbers of the steps that have it.
+        values: Its value in each of them.
+    """
+
+    at: Address
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run, by step and by record.
+
+    Attributes:
+        steps: Its rows; their numbers rise.
+        series: Its records by address, in the order of their first appearance.
+    """
+
+    steps: Sequence[Step]
+    series: Mapping[str, Series]
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
+    """Read what ``monitor.to_jsonl`` wrote; an unfinished last line is left out.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: Any other line is not ``{"step": 3, "records": {"record@site": 1.5}}``.
+    """
+    steps = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{os.fspath(path)}, line {number}"
+            try:
+                data = json.loads(line, parse_constant=_refuse)
+            except (ValueError, RecursionError) as err:
+                if not line.endswith(b"\n"):
+                    break  # only the last line has no end
+                raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}") from err
+            try:
+                steps.append(_step(data))
+            except (ValueError, OverflowError) as err:
+                raise ValueError(f"{where}: {err}") from err
+    return steps
+
+
+def last_run(steps: Sequence[Step]) -> Run:
+    """The last run of several in one file: where the number of the step falls back, a new one begins."""
+    begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
+    last = steps[begins[-1] :] if begins else steps
+    addresses = {address for step in last for address in step.records}
+    series: dict[str, Series] = {}
+    for step in last:
+        for address, value in step.records.items():
+            if address not in series:
+                series[address] = Series(parse(address, addresses), [], [])
+            series[address].steps.append(step.step)
+            series[address].values.append(value)
+    return Run(last, series)
+
+
+def parse(address: str, known: Collection[str]) -> Address:
+    """Take an address ``record@site`` or ``record.2@site`` apart.
+
+    Args:
+        address: The address.
+        known: All addresses of the run: ``layer.2`` is the second ``layer`` only where there is a first, or where it is
+            the name of a bound, which is numbered like what it bounds.
+    """
+    name, _, site = address.partition("@")
+    record, _, number = name.rpartition(".")
+    is_numbered = record in BOUNDS or f"{record}@{site}" in known
+    if record and number.isdecimal() and int(number) > 1 and is_numbered:
+        return Address(record, f".{number}", site, kind_of(site))
+    return Address(name, "", site, kind_of(site))
+
+
+def kind_of(site: str) -> str:
+    """Kind of a site: ``error`` of ``error:a``."""
+    return site.partition(":")[0]
+
+
+def as_executed(sites: Iterable[str]) -> list[str]:
+    """Sites in the order of execution, from the order of the records; those of unknown kinds are left out."""
+    forward = list(dict.fromkeys(sites))
+    ordered: list[str] = []
+    for kind in _EXECUTION:
+        part = [site for site in forward if kind_of(site) == kind]
+        ordered += reversed(part) if kind == "error" else part
+    return ordered
+
+
+def words(value: float) -> str:
+    """A number for a reader."""
+    if math.isfinite(value):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def listed(sites: Sequence[tuple[str, float]]) -> str:
+    """The first sites with their values, and how many more there are."""
+    more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
+    return ", ".join(f"{site} ({value:.4g})" for site, value in sites[:LISTED]) + more
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _step(data: object) -> Step:
+    if not isinstance(data, dict) or not isinstance(data.get("records"), dict):
+        raise ValueError(f'wanted {{"step": number, "records": {{...}}}}, got {data!r:.60}')
+    step = data.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"wanted a whole number >= 0 as step, got {step!r:.60}")
+    # the same addresses come in every row: kept once
+    return Step(step, {sys.intern(address): _number(address, value) for address, value in data["records"].items()})
+
+
+def _number(address: str, value: object) -> float:
+    if "@" not in address:
+        raise ValueError(f"wanted record@site as the name of a record, got {address!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    raise ValueError(f'wanted a number, "NaN", "Infinity" or "-Infinity" for {address!r}, got {value!r:.60}')

@@ -1,0 +1,188 @@
+"""Step snapshots: what is kept of a step at run time, so that it can be replayed if it fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradrewrite.ir.replay_graph import Recipe
+
+_KEYS = 4
+_MOST_RUNS = 16  # forwards of one graph before a backward; a run that saved only parameters never looks over
+_LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
+
+
+class Held(NamedTuple):  # one is made for every parameter at every step
+    """A value, or a weak reference to one that belongs to the model, and the version it had."""
+
+    value: Any
+    version: int
+
+    @classmethod
+    def of(cls, value: Any, *, is_weak: bool = False) -> Held:
+        """Note the version of a tensor."""
+        version = _version(value)
+        return cls(weakref.ref(value) if is_weak else value, version)
+
+    def get(self) -> Any:
+        """The value; RuntimeError if it is gone with its model."""
+        value = self.value() if isinstance(self.value, weakref.ref) else self.value
+        if value is None and isinstance(self.value, weakref.ref):
+            raise RuntimeError("the model is gone")
+        return value
+
+    def is_overwritten(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        value = self.get()
+        return _version(value) != self.version
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of the generators of the CPU and of CUDA devices."""
+
+    cpu: Tensor
+    cuda: Mapping[int, Tensor]
+
+    @classmethod
+    def now(cls, values: Sequence[Any]) -> RandomState:
+        """The states of the generators of the devices of these values."""
+        indices = {v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"}
+        return cls(torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in indices})
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        for index, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, index)
+
+
+class _Key(NamedTuple):
+    """By what a tensor is known again, without keeping it alive."""
+
+    storage: StorageWeakRef
+    place: tuple[int, torch.Size]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Key:
+        return cls(StorageWeakRef(tensor.untyped_storage()), (tensor.data_ptr(), tensor.shape))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        other = _Key.of(tensor)
+        return self.storage.cdata == other.storage.cdata and self.place == other.place
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ForwardRun:
+    """One run of a forward graph: its inputs, and by what its backward will know it."""
+
+    inputs: tuple[Held, ...]
+    random: RandomState | None
+    keys: Mapping[str, _Key]
+
+    def is_over(self, saved: Collection[str]) -> bool:
+        """Whether something that it saved for the backward is gone."""
+        return any(key.storage.expired() for name, key in self.keys.items() if name in saved)
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """What a replay needs; ``missing`` says what it lacks.
+
+    Attributes:
+        recipe: The graph.
+        inputs: The values of the placeholders of the forward, in order.
+        tangents: The gradients that came from outside, by placeholder.
+        random: The random state before the forward.
+        missing: Why the step cannot be replayed; ``""`` if it can.
+    """
+
+    recipe: Recipe
+    inputs: tuple[Held, ...] = ()
+    tangents: Mapping[str, Held] = field(default_factory=dict)
+    random: RandomState | None = None
+    missing: str = ""
+
+
+_Begun = tuple[tuple[Held, ...], RandomState | None]
+
+
+class Forwards:
+    """The runs of one forward graph whose backward has not run yet."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Begin with none."""
+        self._recipe = recipe
+        self._runs: list[ForwardRun] = []
+        placeholders = [n.name for n in recipe.graph.graph.find_nodes(op="placeholder")]
+        names = [name for name in placeholders if name not in recipe.tangents]
+        known = [recipe.given.get(name) for name in names]
+        self._of_model = [k is not None and k.role in ("parameter", "buffer") for k in known]
+        self._inputs = frozenset(names)
+        self._saved: Collection[str] = ()
+
+    def note_saved(self, names: Collection[str]) -> None:
+        """Learn what the backward is given, when that is compiled; inputs live on by themselves."""
+        self._saved = frozenset(names) - self._inputs
+
+    def fits(self, forward: fx.GraphModule) -> bool:
+        """Whether a forward graph is given just the inputs of the joint graph."""
+        return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
+
+    def begin(self, args: Sequence[Any]) -> _Begun:
+        """Note the inputs of a run, before it begins."""
+        self._runs = [run for run in self._runs if not run.is_over(self._saved)][1 - _MOST_RUNS :]
+        random = RandomState.now(args) if self._recipe.is_random else None
+        return tuple(Held.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
+
+    def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
+        """Note what a run returned: by its storage the backward is known."""
+        keys: dict[str, _Key] = {}
+        for name, value in zip(reversed(names), reversed(outputs), strict=False):
+            if isinstance(value, Tensor) and len(keys) < _KEYS:
+                keys[name] = _Key.of(value)
+            elif len(keys) == _KEYS:
+                break
+        self._runs.append(ForwardRun(*begun, keys))
+
+    def witness(self, args: Mapping[str, Any]) -> Witness:
+        """What is known of the step whose backward is given these arguments, by placeholder."""
+        run = self._find(args)
+        if run is None:
+            return Witness(self._recipe, missing="its forward is not known (a second backward through one graph?)")
+        tangents = {n: args[n] for n in self._recipe.tangents if n in args}
+        if any(t.numel() * t.element_size() > _LARGEST_KEPT for t in tangents.values()):
+            missing = (
+                "a gradient from outside the model is larger than 64 MiB and was not kept; compute the loss inside"
+            )
+            return Witness(self._recipe, missing=f"{missing} the model, or call gr.locate")
+        held = {name: Held.of(t) for name, t in tangents.items()}
+        return Witness(self._recipe, run.inputs, held, run.random)
+
+    def _find(self, args: Mapping[str, Any]) -> ForwardRun | None:
+        for run in reversed(self._runs):
+            known = [n for n in run.keys if isinstance(args.get(n), Tensor)]
+            if known and all(run.keys[n].is_of(args[n]) for n in known):
+                self._runs.remove(run)
+                return run
+        unknown = [run for run in self._runs if not any(isinstance(args.get(n), Tensor) for n in run.keys)]
+        if len(unknown) == len(self._runs) == 1:  # it saved nothing but inputs
+            return self._runs.pop()
+        return None
+
+
+def names_of_outputs(gm: fx.GraphModule) -> list[str]:
+    """Names of the nodes that a graph returns; ``""`` for constants."""
+    returned = gm.graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    return [node.name if isinstance(node, fx.Node) else "" for node in returned]

@@ -1,0 +1,178 @@
+"""The only code that changes a joint graph, in a few verbs.
+
+Every verb takes graphs that are consistent and leaves them consistent; none lints or recompiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import fake_tensors
+from gradrewrite.ir import ops
+
+LIVE = "_live_tensor_"
+
+
+def erase_markers(graph: fx.Graph) -> None:
+    """Take out all markers; the graph is then what it would be without probes."""
+    for node in reversed(list(graph.nodes)):
+        if node.target is ops.mark_error:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        elif node.target is ops.mark_activation:
+            graph.erase_node(node)
+
+
+def splice(
+    traced: fx.GraphModule, graph: fx.Graph, inputs: Sequence[fx.Node], before: fx.Node, tag: str
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Copy a traced function into a graph.
+
+    Args:
+        traced: Its placeholders stand for ``inputs``; its ``get_attr`` nodes for live tensors.
+        graph: The joint graph.
+        inputs: Nodes that the function reads.
+        before: The new nodes stand before this one.
+        tag: ``partitioner_tag`` of the new nodes.
+
+    Returns:
+        The nodes of the outputs, and all new nodes in execution order.
+    """
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    new: list[fx.Node] = []
+    mode = fake_tensors.fake_mode_of([node.meta["val"] for node in inputs])
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                copies[node] = _live(graph, getattr(traced, str(node.target)), inputs)
+            elif node.op == "call_function":
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+                # Not the traced value: two copies of one traced node must not look as if they shared memory.
+                copies[node].meta = {"val": fake_tensors.fake_result(copies[node], mode)}
+            if node.op in ("get_attr", "call_function"):
+                copies[node].meta["partitioner_tag"] = tag
+                new.append(copies[node])
+    return [copies[node] for node in outputs_of(traced.graph.output_node())], new
+
+
+def reroute(marker: fx.Node, replacement: fx.Node) -> None:
+    """Let everything behind an error marker read the replacement."""
+    marker.replace_all_uses_with(replacement)
+
+
+def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None:
+    """Return another node at one position of the outputs."""
+    output = graph.output_node()
+    outputs = outputs_of(output)
+    outputs[position] = replacement
+    output.args = (tuple(outputs),)
+
+
+def hold(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Keep nodes alive in a graph whose outputs are counted by others."""
+    with graph.inserting_before(graph.output_node()):
+        holder = graph.call_function(ops.hold, (list(nodes),))
+    holder.meta = {"val": None, "partitioner_tag": "is_backward"}
+    return holder
+
+
+def release(graph: fx.Graph) -> int:
+    """Turn what is held into the last outputs; returns how many there are."""
+    holders = graph.find_nodes(op="call_function", target=ops.hold)
+    if not holders:
+        return 0
+    (holder,) = holders
+    held = list(holder.args[0])
+    output = graph.output_node()
+    _set_outputs(output, [*outputs_of(output), *held], [*_descs(output), *["gradrewrite"] * len(held)])
+    graph.erase_node(holder)
+    return len(held)
+
+
+def hold_last(graph: fx.Graph, count: int) -> None:
+    """Take the last outputs off and hold them instead; the inverse of ``release``."""
+    output = graph.output_node()
+    outputs, descs = outputs_of(output), _descs(output)
+    _set_outputs(output, outputs[:-count], descs[:-count])
+    hold(graph, outputs[-count:])
+
+
+def lift_live(gm: fx.GraphModule) -> list[tuple[str, Any]]:
+    """Turn the live tensors of a graph into its last inputs; returns the name and the fake of each.
+
+    The graph may be a copy whose attributes are copies too, so the tensors themselves are found by name.
+    """
+    lifted: dict[str, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if not name.startswith(LIVE):
+            continue
+        if name not in lifted:
+            last = gm.graph.find_nodes(op="placeholder")[-1]
+            with gm.graph.inserting_after(last):
+                lifted[name] = gm.graph.placeholder(name.lstrip("_"))
+            lifted[name].meta = {"val": node.meta["val"]}
+        node.replace_all_uses_with(lifted[name])
+        gm.graph.erase_node(node)
+    return [(name, placeholder.meta["val"]) for name, placeholder in lifted.items()]
+
+
+def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
+    """The tensors that a joint graph reads live, by name."""
+    owner = graph.owning_module
+    names = {str(n.target) for n in graph.find_nodes(op="get_attr") if str(n.target).startswith(LIVE)}
+    return {name: getattr(owner, name) for name in sorted(names)}
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that later edits of ``gm`` do not reach; nodes keep their names."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
+    """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones."""
+    owner = graph.owning_module
+    assert owner is not None
+    gm = copy_of(fx.GraphModule(owner, graph))
+    for node in gm.graph.nodes:
+        node.meta = {}
+    return gm
+
+
+def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node:
+    owner = graph.owning_module
+    assert owner is not None
+    number = 0
+    while (present := getattr(owner, f"{LIVE}{number}", tensor)) is not tensor:
+        assert isinstance(present, torch.Tensor)
+        number += 1
+    owner.register_buffer(f"{LIVE}{number}", tensor, persistent=False)
+    node = graph.get_attr(f"{LIVE}{number}")
+    node.meta = {"val": fake_tensors.fake_like(inputs[0].meta["val"], tensor)}
+    return node
+
+
+def outputs_of(output: fx.Node) -> list[Any]:
+    """What an output node returns."""
+    returned = output.args[0]
+    assert isinstance(returned, (tuple, list))
+    return list(returned)
+
+
+def _descs(output: fx.Node) -> list[Any]:
+    return list(output.meta.get("desc") or [None] * len(outputs_of(output)))
+
+
+def _set_outputs(output: fx.Node, outputs: list[Any], descs: list[Any]) -> None:
+    output.args = (tuple(outputs),)
+    if "desc" in output.meta:
+        output.meta["desc"] = descs

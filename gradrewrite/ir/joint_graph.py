@@ -1,0 +1,94 @@
+"""Joint forward/backward graphs and edits, and their text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import unified_diff
+
+from torch import fx
+
+from gradrewrite._formatting import plain_table
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.provenance import Meaning
+from gradrewrite.sites import Site
+
+_ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
+_OWN_LINE = re.compile(r"^\s*# (?:.* in gradrewrite_entry_\d+|No stacktrace found)")  # no line of the user's
+_DELETED = re.compile(r";  [\w, =]+ = None$")
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph:
+    """A joint forward/backward graph, as Inductor gets it.
+
+    Attributes:
+        graph_module: The graph; it can be run with the values of its placeholders.
+        sites: All sites: values in execution order, then parameters, then inputs.
+        edits: What was inserted, by site in the same order; group actions last.
+        carriers: Names of the inserted nodes that carry records out of the graph.
+        before: The same graph without the rewrite; None for such a graph itself.
+        meaning: What its parts mean: lanes, ops and modules of nodes, where sites stand.
+    """
+
+    graph_module: fx.GraphModule = field(repr=False)
+    sites: tuple[Site, ...]
+    edits: tuple[Edit, ...] = ()
+    carriers: tuple[str, ...] = ()
+    before: JointGraph | None = None
+    meaning: Meaning = field(default_factory=Meaning, repr=False)
+
+    @property
+    def code(self) -> str:
+        """The graph as Python, each inserted line marked with its action and site."""
+        marks = {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
+        marks |= dict.fromkeys(self.carriers, "records")
+        lines = []
+        for line in self.graph_module.print_readable(print_output=False).splitlines():
+            if _OWN_LINE.match(line):
+                continue
+            text = _DELETED.sub("", line.rstrip())
+            assigned = _ASSIGNED.match(text)
+            mark = marks.get(assigned[1]) if assigned else None
+            lines.append(f"{text}  # {mark}" if mark else text)
+        return "\n".join(lines) + "\n"
+
+    def diff(self) -> str:
+        """What the rewrite changed: a unified diff of the code before and after, and a table of the edits by action.
+
+        Example:
+            >>> import torch, gradrewrite as gr
+            >>> graph = gr.transform(torch.nn.Linear(2, 2), []).trace(torch.ones(1, 2))
+            >>> graph.diff()
+            'no edits: the graph is as it was'
+        """
+        if not self.edits:
+            return "no edits: the graph is as it was"
+        assert self.before is not None
+        before, after = self.before.code.splitlines(), self.code.splitlines()
+        lines = unified_diff(before, after, "before", "after", lineterm="", n=2)
+        actions: dict[str, list[Edit]] = {}
+        for edit in self.edits:
+            actions.setdefault(edit.text, []).append(edit)
+        rows = [
+            (
+                text,
+                str(len(edits)),
+                str(sum(len(e.nodes) for e in edits)),
+                _first_and_last([str(e.site) for e in edits]),
+            )
+            for text, edits in actions.items()
+        ]
+        if self.carriers:
+            rows.append(("(carries records)", "", str(len(self.carriers)), ""))
+        return "\n".join([*lines, "", plain_table(("action", "edits", "nodes", "sites"), rows)])
+
+    def __str__(self) -> str:
+        """The sites that were edited, then the code."""
+        edits = "".join(f"# {e.site}: {e.text} -> {', '.join(e.nodes) or 'no nodes'}\n" for e in self.edits)
+        return f"# {len(self.sites)} sites, {len(self.edits)} edits\n{edits}{self.code}"
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} {'...' if len(names) > 2 else 'and'} {names[-1]}"

@@ -1,0 +1,43 @@
+"""Markers of a joint graph: reading those that probes left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from gradrewrite._compat import aot_autograd
+from gradrewrite.ir import ops
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The markers of a joint graph, by the number of the value."""
+
+    activations: dict[int, fx.Node]
+    errors: dict[int, fx.Node]
+
+
+def read_markers(graph: fx.Graph) -> Markers:
+    """Find the markers that probes left."""
+    found = Markers({}, {})
+    for node in graph.nodes:
+        if node.target is ops.mark_activation:
+            found.activations[number_of(node)] = node
+        elif node.target is ops.mark_error and aot_autograd.is_backward(node):  # not of a gradient inside the forward
+            found.errors[number_of(node)] = node
+    return found
+
+
+def number_of(marker: fx.Node) -> int:
+    """Number of the value that a marker stands on."""
+    number = marker.args[1]
+    assert isinstance(number, int)
+    return number
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The fake tensor that a node stands for."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,103 @@
+"""Expected infinities: those that a program writes itself (a mask before a softmax), which are no faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import operators
+
+# Ops that hand infinities on; any other is taken to use them up, as softmax does.
+_HANDS_ON = frozenset(
+    (
+        "add", "add_", "iadd", "radd", "sub", "sub_", "isub", "mul", "mul_", "imul", "rmul", "truediv", "div", "div_",
+        "itruediv", "masked_fill", "masked_fill_", "where", "full", "full_like", "new_full", "fill_", "triu", "triu_",
+        "tril", "tril_", "view", "view_as", "reshape", "transpose", "permute", "expand", "expand_as", "unsqueeze",
+        "squeeze", "flatten", "unflatten", "getitem", "setitem", "chunk", "split", "cat", "stack", "clone",
+        "contiguous", "to", "type_as", "float", "half", "bfloat16", "double", "repeat", "maximum", "minimum",
+        "tensor", "detach",
+    )
+)  # fmt: skip
+
+
+def hands_on_infinity(name: str, node: fx.Node, tainted: set[fx.Node]) -> bool:
+    """Whether an op's result may hold infinities that the program itself wrote.
+
+    Args:
+        name: Name of the op.
+        node: Its node in a Dynamo graph.
+        tainted: Nodes whose values may hold such infinities.
+    """
+    return name in _HANDS_ON and (has_infinite_literal(node) or any(n in tainted for n in node.all_input_nodes))
+
+
+# The same for the nodes of an ATen graph, where softmax may be taken apart.
+_ATEN_HANDS_ON = frozenset(
+    (
+        "add", "sub", "rsub", "mul", "div", "where", "masked_fill", "full", "full_like", "scalar_tensor", "triu",
+        "tril", "amax", "max", "maximum", "minimum", "cat", "stack", "index", "gather", "repeat", "constant_pad_nd",
+        "neg",
+    )
+)  # fmt: skip
+_RESHAPES = frozenset(
+    (
+        "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "slice",
+        "select", "split", "unbind", "clone", "copy", "_to_copy", "convert_element_type", "alias", "detach",
+        "lift_fresh_copy", "getitem",
+    )
+)  # fmt: skip
+_ELEMENTWISE = frozenset(("add", "sub", "rsub", "mul", "div"))
+
+
+def hands_on(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
+    """Whether an ATen node hands on the infinities of masks, and has no others.
+
+    Args:
+        node: The node.
+        result: Its value.
+        masks: Those of its inputs that hold infinities that the program wrote.
+    """
+    name = operators.name_of(node)
+    if not masks or name not in _ATEN_HANDS_ON | _RESHAPES:
+        return False
+    if name not in _ELEMENTWISE:
+        return True
+    written = torch.zeros_like(result, dtype=torch.bool)
+    for mask in masks:
+        written |= torch.isinf(mask)
+    return not bool((torch.isinf(result) & ~written).any())
+
+
+def is_added(node: fx.Node) -> bool:
+    """Whether a value is used as a mask is: added, selected, or given to attention, whatever its shape is made."""
+    todo, seen = list(node.users), set()
+    while todo:
+        user = todo.pop()
+        if user in seen or user.op == "output":
+            continue
+        seen.add(user)
+        name = operators.name_of(user)
+        if name in _RESHAPES:
+            todo += user.users
+        elif name not in ("add", "where", "measure") and "scaled_dot_product" not in name:
+            return False
+    return bool(seen)
+
+
+def has_infinite_literal(node: fx.Node) -> bool:
+    """Whether an infinite number stands among the arguments of a node."""
+    return any(isinstance(a, float) and math.isinf(a) for a in _leaves((node.args, node.kwargs)))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

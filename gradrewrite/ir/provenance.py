@@ -1,0 +1,249 @@
+"""Provenance of nodes: the op, module and source line that each node of a joint graph comes from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from gradrewrite._compat import aot_autograd
+from gradrewrite.ir import ops
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.inputs import Given, Leaf
+from gradrewrite.ir.markers import number_of
+from gradrewrite.ir.values import Value
+from gradrewrite.sites import Site
+
+Lane = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What one node of a joint graph belongs to.
+
+    Attributes:
+        lane: Whether it runs in the forward or in the backward.
+        order: Number of the torch-level op in the order of the forward; the nodes of its backward share it. A
+            placeholder has that of its first use, what carries records has -1.
+        runs: The module runs around the op, outermost first: each a module's name and the number of the run.
+        op: Name of the op as the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``,
+            ``"value"`` (from before a graph break) or ``"outside"`` (the gradient of an output).
+        name: What a placeholder stands for: a parameter's name; ``""`` for ops.
+        source: ``file:line "code"`` of the op; ``""`` where there is none.
+    """
+
+    lane: Lane
+    order: int
+    runs: tuple[tuple[str, int], ...] = ()
+    op: str = ""
+    name: str = ""
+    source: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the innermost module; ``""`` is the root."""
+        return self.runs[-1][0] if self.runs else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Where a site stands.
+
+    Attributes:
+        node: Name of the node that holds its value before anything acts on it.
+        order: Number of the torch-level op that it belongs to, as in ``Origin``.
+    """
+
+    node: str
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What the parts of a joint graph mean.
+
+    Attributes:
+        origins: By name of the node, inserted ones included.
+        anchors: Where the sites stand.
+        outputs: What the graph returns, by position: ``output:0``, ``gradient:w``, ``input:x``.
+    """
+
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    anchors: Mapping[Site, Anchor] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+
+
+_MARKERS = (ops.mark_activation, ops.mark_error)
+
+
+def owners(graph: fx.Graph, backward: Collection[str], inserted: Mapping[str, int] | None = None) -> dict[fx.Node, int]:
+    """The torch-level op that each node belongs to, as the number of the value that the op makes.
+
+    AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
+    nearest error that it is computed from: to the backward of the op that made that value. A factor that the backward
+    computes from forward values alone belongs to its first user. Nodes before any error have no owner.
+
+    Args:
+        graph: A joint graph with its markers.
+        backward: Names of the nodes of the backward.
+        inserted: Nodes that act on an error, by name, with its number: what follows reads them, not the marker.
+    """
+    nodes = list(graph.nodes)
+    numbers = dict(inserted or {})
+    numbers |= {node.name: number_of(node) for node in nodes if node.target is ops.mark_error}
+    nearest = _nearest_errors(nodes, backward, numbers)
+    found = {node: numbers[nodes[at].name] for node, at in nearest.items()}
+    waiting: list[fx.Node] = []
+    for node in nodes:
+        if node.target is ops.mark_activation:
+            found.update(dict.fromkeys(waiting, number_of(node)))
+            waiting = []
+        elif node.op == "call_function" and node.name not in backward:
+            waiting.append(node)
+    return found
+
+
+def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors: Collection[str]) -> dict[fx.Node, int]:
+    """By node of the backward the place of the last of ``errors`` that it is computed from."""
+    order = {node: number for number, node in enumerate(nodes)}
+    nearest: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.name in errors:
+            nearest[node] = order[node]
+        elif node.name in backward:
+            read = [nearest[n] for n in node.all_input_nodes if n in nearest]
+            if read:
+                nearest[node] = max(read)
+    for node in reversed(nodes):
+        if node.name in backward and node not in nearest:
+            user = min((u for u in node.users if u in nearest), key=order.__getitem__, default=None)
+            if user is not None:
+                nearest[node] = nearest[user]
+    return nearest
+
+
+def read_origins(
+    graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf], given: Mapping[int, Given]
+) -> Meaning:
+    """Read what the nodes of a marked joint graph belong to.
+
+    Args:
+        graph: The joint graph, before the rewrite.
+        values: What the probes stand behind, by their number.
+        leaves: The differentiable inputs of the Dynamo graph, by position.
+        given: What all inputs of the Dynamo graph are, by position.
+
+    Returns:
+        Origins and outputs; the anchors come from the rewrite.
+    """
+    backward = {n.name for n in graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)}
+    owner, ops = owners(graph, backward), _ops(values)
+    last = max(ops, default=0)
+    origins = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in _MARKERS:
+            written = _written(node)
+            number = owner.get(node if written is None else written, last)
+            is_forward = node.name not in backward or written is not None
+            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=_lane_name(is_forward))
+    for node in graph.nodes:
+        if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op
+            users = [origins[u.name] for u in node.users if u.name in origins]
+            origins[node.name] = users[0] if users else Origin("forward", last)
+    origins |= _of_placeholders(graph, origins, given, last)
+    return Meaning(origins, outputs=_outputs(graph, leaves))
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What an update of a buffer writes into it; AOTAutograd puts these behind the backward. None for other nodes."""
+    into, *rest = node.args or (None,)
+    is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
+    return rest[0] if is_update and isinstance(rest[0], fx.Node) else None
+
+
+def _lane_name(is_forward: bool) -> Lane:
+    return "forward" if is_forward else "backward"
+
+
+def with_edits(
+    meaning: Meaning, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], carriers: Iterable[fx.Node]
+) -> Meaning:
+    """Add what a rewrite inserted: a node belongs where its site stands.
+
+    Args:
+        meaning: What the graph meant before.
+        anchors: Where sites stand; those of parameters and inputs, whose order is -1, belong where their node does.
+        edits: What was inserted.
+        carriers: The inserted nodes that carry records.
+    """
+    known = {
+        site: anchor if anchor.order >= 0 else Anchor(anchor.node, meaning.origins[anchor.node].order)
+        for site, anchor in anchors.items()
+    }
+    by_order: dict[int, Origin] = {}
+    for origin in meaning.origins.values():  # those of ops come before those of placeholders
+        by_order.setdefault(origin.order, origin)
+    origins = dict(meaning.origins)
+    for edit in edits:
+        lane: Lane = "forward" if edit.site.kind == "activation" else "backward"
+        origins.update(dict.fromkeys(edit.nodes, replace(by_order[known[edit.site].order], lane=lane)))
+    origins.update((node.name, Origin(_lane(node), -1, op="records")) for node in carriers)
+    return Meaning(origins, known, meaning.outputs)
+
+
+def _lane(node: fx.Node) -> Lane:
+    return _lane_name(not aot_autograd.is_backward(node))
+
+
+def _ops(values: Sequence[Value]) -> dict[int, Origin]:
+    """The torch-level ops by the number of their value; runs of a module are counted."""
+    numbers: dict[tuple[str, str, str], int] = {}
+    counts: Counter[str] = Counter()
+    ops = {}
+    for number, value in enumerate(values):
+        if value.same_as is not None:
+            continue
+        runs = []
+        for run in value.runs:
+            if run not in numbers:
+                numbers[run] = counts[run[0]]
+                counts[run[0]] += 1
+            if run[0]:
+                runs.append((run[0], numbers[run]))
+        ops[number] = Origin("forward", number, tuple(runs), value.op, source=value.source)
+    return ops
+
+
+def _of_placeholders(
+    graph: fx.Graph, origins: Mapping[str, Origin], given: Mapping[int, Given], last: int
+) -> dict[str, Origin]:
+    inputs, tangents = aot_autograd.plain_inputs(graph), aot_autograd.tangents(graph)
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        users = [origins[u.name] for u in node.users if u.name in origins]
+        first = min(users, key=lambda o: (o.lane == "backward", o.order), default=Origin("forward", last))
+        known = given.get(inputs.get(node, -1))
+        if node in tangents:
+            found[node.name] = replace(first, lane="backward", op="outside", source="")
+        elif known is None:
+            found[node.name] = replace(first, lane="forward", op="input", name=node.name, source="")
+        else:
+            found[node.name] = replace(first, lane="forward", op=known.role, name=known.name, source="")
+    return found
+
+
+def _outputs(graph: fx.Graph, leaves: Mapping[int, Leaf]) -> tuple[str, ...]:
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    names = [""] * len(returned)
+    for number, position in enumerate(aot_autograd.output_positions(graph)):
+        names[position] = f"output:{number}"
+    for position, leaf_position in aot_autograd.gradient_outputs(graph):
+        leaf = leaves.get(leaf_position)
+        if leaf is not None:
+            names[position] = f"{'gradient' if leaf.is_parameter else 'input'}:{leaf.name}"
+    return tuple(names)

@@ -1,0 +1,39 @@
+"""Replay graphs: what a replay of a step needs to know of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.inputs import Given
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A rewritten joint graph with its markers, and what its nodes mean.
+
+    Attributes:
+        graph: The graph: edits made, markers still there, nothing packed.
+        activations: Sites of forward values, by the number of their marker.
+        errors: Sites of errors, by the number of their marker.
+        gradients: Sites of gradients of parameters and inputs, by their place among the outputs.
+        actions: The edit that made a node, by the node's name.
+        given: What inputs are, by the name of their placeholder.
+        tangents: Names of the placeholders of gradients that come from outside.
+        backward: Names of the nodes of the backward.
+        is_random: Whether random numbers are drawn.
+    """
+
+    graph: fx.GraphModule
+    activations: Mapping[int, Site]
+    errors: Mapping[int, Site]
+    gradients: Mapping[int, Site]
+    actions: Mapping[str, Edit]
+    given: Mapping[str, Given]
+    tangents: tuple[str, ...]
+    backward: frozenset[str]
+    is_random: bool

@@ -1,0 +1,63 @@
+"""Values of a forward: the tensors that a Dynamo graph makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Run = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor that the forward makes, as Dynamo's graph shows it.
+
+    Attributes:
+        op: Name of the op as the user called it.
+        runs: The module runs in which it was made, outermost first.
+        source: The user's line that made it.
+        fake: Its fake tensor.
+        used_in: The module runs around each use.
+        taps: Names given to it by ``gr.tap``.
+        identities: Pass-through modules that returned it.
+        is_returned: Whether the graph returns it.
+        returned_through: Positions of the outputs of the graph that are this value or views of it.
+        may_be_infinite: Whether the program itself fills it with infinities.
+        is_selection: Whether it is an element of a tuple, or the result of indexing.
+        is_view: Whether it is a view of another tensor.
+        replaces: The value that the same tensor was before an in-place op.
+        is_overwritten: Whether autograd gave the tensor another history when such an op changed it.
+        same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
+    """
+
+    op: str
+    runs: tuple[Run, ...]
+    source: str
+    fake: Tensor
+    used_in: list[tuple[Run, ...]] = field(default_factory=list)
+    taps: list[str] = field(default_factory=list)
+    identities: list[str] = field(default_factory=list)
+    is_returned: bool = False
+    returned_through: set[int] = field(default_factory=set)
+    may_be_infinite: bool = False
+    is_selection: bool = False
+    is_view: bool = False
+    replaces: Value | None = None
+    is_overwritten: bool = False
+    same_as: Value | None = None
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether a part of its error goes past it: behind an in-place op on a view, to what it is a view of."""
+        return self.is_view and self.is_overwritten
+
+    @property
+    def is_unused_selection(self) -> bool:
+        """Whether it is one that Dynamo leaves out of its graphs; in the body of a checkpoint it does not."""
+        return self.is_selection and not self.used_in and not self.is_returned
+
+
+def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
+    """Sizes of a fake tensor; None where one is symbolic."""
+    return tuple(size if isinstance(size, int) else None for size in tensor.shape)

@@ -1,0 +1,97 @@
+"""Copies of records from their device to the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Added:
+    """Figures that a row got after its backward; they come to the host by themselves.
+
+    Attributes:
+        names: Their addresses.
+        pack: Their values, flat float32 or float64; complete on the current stream of their device.
+    """
+
+    names: tuple[str, ...]
+    pack: Tensor
+    _on_device: Tensor | None = None  # source of a copy under way, kept alive
+    _ready: torch.cuda.Event | None = None
+    _copied: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        """Note on the device that the figures are complete."""
+        if self.pack.device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self.pack.device))
+
+    def start_copy(self) -> None:
+        """Begin to copy; nothing waits."""
+        if self._on_device is not None or self.pack.device.type == "cpu":
+            return
+        self._on_device = self.pack
+        if self._ready is None:
+            self.pack = self.pack.cpu()
+            return
+        stream = torch.cuda.current_stream(self.pack.device)
+        stream.wait_event(self._ready)
+        self.pack = _copy_to_host(self.pack)
+        self._copied = torch.cuda.Event()
+        self._copied.record(stream)
+
+    def is_here(self) -> bool:
+        """Whether the copy has arrived."""
+        return self.pack.device.type == "cpu" and (self._copied is None or self._copied.query())
+
+    def fetch(self) -> None:
+        """Copy if that has not begun, and wait for it."""
+        self.start_copy()
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._on_device = None
+
+    def values(self) -> dict[str, float]:
+        """The figures; the copy is here."""
+        return dict(zip(self.names, floats_of(self.pack), strict=True))
+
+
+def floats_of(pack: Tensor) -> Sequence[float]:
+    """Values of a flat float tensor in host memory, read where they lie: no tensor operation that could wait."""
+    number = ctypes.c_double if pack.dtype == torch.float64 else ctypes.c_float
+    return list((number * pack.numel()).from_address(pack.data_ptr())) if pack.numel() else []
+
+
+def pack_of(name: str, value: float | Tensor) -> Tensor:
+    """One figure that a user gave, copied, as a flat float64 tensor, or float32 if it is a narrower float.
+
+    Raises:
+        TypeError: The name is no string, or the value no real number.
+        ValueError: The name is empty or has an ``@``, or the value has not exactly one element.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"monitor.log: name is a string, got {type(name).__name__}")
+    if not name or "@" in name:
+        raise ValueError(f"monitor.log: name is a text without '@', such as 'loss', got {name!r}")
+    if isinstance(value, Real):
+        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+    if not isinstance(value, Tensor) or value.is_complex():
+        got = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"monitor.log({name!r}, ...): wanted a real number or tensor, got {got}")
+    if value.numel() != 1:
+        raise ValueError(f"monitor.log({name!r}, ...): wanted one element, got shape {tuple(value.shape)}")
+    is_narrow = value.is_floating_point() and value.dtype != torch.float64
+    return value.detach().reshape(1).to(torch.float32 if is_narrow else torch.float64, copy=True)
+
+
+def _copy_to_host(pack: Tensor) -> Tensor:
+    if pack.device.type == "cpu":
+        return pack.contiguous()
+    # Into pinned memory: a copy into any other waits for the device.
+    return torch.empty_like(pack, device="cpu", pin_memory=True).copy_(pack, non_blocking=True)

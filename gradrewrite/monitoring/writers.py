@@ -1,0 +1,174 @@
+"""Writers of records: JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradrewrite._warnings import warn
+from gradrewrite.monitoring.step_record import Row
+
+
+class Outlets:
+    """Files that get every row once, in order."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._sinks: list[Sink] = []
+        self._next: dict[object, int] = {}  # by the key of a sink: the first step that it has not had
+        self._said_late = False
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._sinks)
+
+    @property
+    def num_written(self) -> int:
+        """How many rows all files have."""
+        return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
+
+    def note_late(self, step: int, address: str) -> None:
+        """A figure came for a row; warn once if a file has that row already."""
+        if not self._said_late and any(self._next.get(sink.key, 0) > step for sink in self._sinks):
+            self._said_late = True
+            warn(f"{address} came after step {step} had been written to a file, which lacks it; add it before flush()")
+
+    def find(self, key: object) -> Sink | None:
+        """The sink of a key."""
+        return next((sink for sink in self._sinks if sink.key == key), None)
+
+    def attach(self, sink: Sink, rows: Sequence[Row]) -> None:
+        """Write there too, beginning with these rows; OSError if that fails."""
+        if all(known is not sink for known in self._sinks):
+            self._sinks.append(sink)
+        self.write(rows, raises=True)
+
+    def write_due(self, rows: deque[Row], *, is_due: bool) -> None:
+        """Write what has arrived, and begin to copy the rest if it is due.
+
+        Args:
+            rows: Those of the buffer, without a last one that may still grow; not empty.
+            is_due: Whether an interval is over.
+        """
+        waiting = list(itertools.islice(rows, max(0, self.num_written - rows[0].step), None))
+        for row in waiting if is_due else ():
+            row.start_copy()
+            row.was_read = True
+        self.write(list(itertools.takewhile(Row.is_here, waiting)))
+
+    def write(self, rows: Sequence[Row], *, raises: bool = False) -> None:
+        """Give each sink the rows that it has not had; one that fails is let go of, with a warning or an error."""
+        for sink in list(self._sinks):
+            try:
+                for row in rows:
+                    if row.step >= self._next.get(sink.key, 0):
+                        sink.write(row.step, row.values())
+                        self._next[sink.key] = row.step + 1
+            except Exception as err:  # a writer's failure must not end training
+                self._sinks.remove(sink)
+                reason = getattr(err, "strerror", None) or f"{type(err).__name__}: {err}"
+                step = self._next.get(sink.key, 0)
+                text = f"{sink}: step {step} could not be written ({reason}); records are no longer written there"
+                if raises and isinstance(err, OSError):
+                    raise OSError(err.errno, text) from err
+                if raises:
+                    raise
+                warn(f"{text}. Mend that and attach it again: rows still in the buffer are written then")
+
+
+_BEGIN = b'{"step"'
+_BLOCK = 1 << 16
+
+
+class Sink(Protocol):
+    """Takes the rows of a run, each once, in order; two sinks with one key are one."""
+
+    @property
+    def key(self) -> object:
+        """What tells it from others."""
+        ...
+
+    def write(self, step: int, records: Mapping[str, float]) -> None:
+        """Write one row; OSError if that fails."""
+        ...
+
+
+class JsonLines:
+    """A file with one object a line, ``{"step": 3, "records": {...}}``.
+
+    A line is one write, so a kill leaves whole lines. A line that could not be written whole (a full disk) is taken
+    back, and an unfinished one that an earlier run left is taken off when the file is opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open for appending; OSError if that fails."""
+        self.path = Path(path)
+        self.key = os.path.abspath(self.path)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        self._mend()
+
+    def write(self, step: int, records: Mapping[str, float]) -> None:
+        """Append one line; OSError if it does not fit."""
+        line = json.dumps({"step": step, "records": {k: plain_number(v) for k, v in records.items()}}, allow_nan=False)
+        data = line.encode() + b"\n"
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            if written:
+                os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_END) - written)
+            raise
+
+    def _mend(self) -> None:
+        """Take off a line that an earlier run did not finish; OSError if the file is none of ours."""
+        at = size = os.lseek(self._file, 0, os.SEEK_END)
+        tail = b""
+        while at > 0 and b"\n" not in tail:
+            block = min(at, _BLOCK)
+            at -= block
+            tail = os.pread(self._file, block, at) + tail
+        unfinished = tail.rpartition(b"\n")[2]
+        if unfinished and not (unfinished.startswith(_BEGIN) or _BEGIN.startswith(unfinished)):
+            raise OSError(errno.EINVAL, f"{self.path} is no file of JSON lines; give another path")
+        if unfinished:
+            os.ftruncate(self._file, size - len(unfinished))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class TensorBoard:
+    """A ``SummaryWriter``, or anything with its ``add_scalar(tag, value, step)``; the tag is ``record/site``."""
+
+    def __init__(self, writer: Any) -> None:
+        """Write with this writer."""
+        self.writer = writer
+        self.key = id(writer)
+
+    def write(self, step: int, records: Mapping[str, float]) -> None:
+        """Add one scalar a record."""
+        for address, value in records.items():
+            record, _, site = address.partition("@")
+            self.writer.add_scalar(f"{record}/{site}", value, step)
+
+    def __str__(self) -> str:
+        return f"TensorBoard ({type(self.writer).__name__})"
+
+
+def plain_number(value: float) -> float | str:
+    """A number as strict JSON has it; NaN and infinities as strings that ``float`` reads."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

@@ -1,0 +1,1 @@
+"""What happens at ``optimizer.step()``: the guard and update ratios."""

@@ -1,0 +1,104 @@
+"""How far one step of an optimizer moves each parameter, relative to its length."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradrewrite._compat import optimizers
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Parameters of one device and dtype, before a step.
+
+    Attributes:
+        names: Their names.
+        parameters: The parameters.
+        copies: What they were, float32 or float64; complex ones as pairs of real numbers.
+    """
+
+    names: tuple[str, ...]
+    parameters: list[Tensor]
+    copies: list[Tensor]
+
+
+class UpdateRatios:
+    """Measures ``||w_after - w_before|| / ||w_before||`` for the parameters of an optimizer that have a name."""
+
+    def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
+        """Take what gives names by ``id``; it is asked again where the optimizer has a parameter without a name."""
+        self._names = names
+        self._named: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too
+
+    def before(self, optimizer: torch.optim.Optimizer) -> list[Before]:
+        """Copy the parameters; nothing waits for the device."""
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        is_known = len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True))
+        if not is_known:
+            names = self._names()
+            self._own = [weakref.ref(p) for p in own]
+            self._named = [(names[id(p)], weakref.ref(p)) for p in own if id(p) in names]
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for name, ref in self._named:
+            parameter = ref()
+            assert parameter is not None  # the optimizer has it
+            alike.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
+        return [_copy(named) for named in alike.values()]
+
+
+def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Addresses and ratios after the step, one flat float64 (float32 where there is none) tensor a device.
+
+    0 where nothing moved, inf where something came from nothing, NaN where a parameter is not finite. The copies
+    are used up.
+    """
+    by_device: dict[torch.device, list[Before]] = {}
+    for part in parts:
+        by_device.setdefault(part.copies[0].device, []).append(part)
+    packs = []
+    for device, some in by_device.items():
+        # squares of small differences underflow, and long sums lose digits, in float32
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        ratios = torch.cat([_ratios(part, dtype) for part in some])
+        packs.append((tuple(f"update_ratio@gradient:{name}" for part in some for name in part.names), ratios))
+    return packs
+
+
+def names_of(model: Any) -> Callable[[], Mapping[int, str]]:
+    """What gives the names of parameters: those of a module, or those that a backend has met."""
+    if not isinstance(model, nn.Module):
+        return lambda: model.session.names.parameters
+    ref = weakref.ref(model)
+
+    def read() -> Mapping[int, str]:
+        module = ref()
+        return {} if module is None else {id(p): name for name, p in module.named_parameters()}
+
+    return read
+
+
+def _copy(named: Sequence[tuple[str, Tensor]]) -> Before:
+    parameters = [p for _, p in named]
+    now = _real(parameters)
+    wide = torch.promote_types(now[0].dtype, torch.float32)
+    copies = [torch.empty_like(t, dtype=wide) for t in now]
+    optimizers.foreach_copy(copies, now)
+    return Before(tuple(name for name, _ in named), parameters, copies)
+
+
+def _ratios(part: Before, dtype: torch.dtype) -> Tensor:
+    sizes = optimizers.foreach_norm(part.copies, dtype)
+    optimizers.foreach_subtract(part.copies, _real(part.parameters))
+    changes = optimizers.foreach_norm(part.copies, dtype)
+    return torch.where(changes == 0, changes, changes / sizes)
+
+
+def _real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]

@@ -1,0 +1,1 @@
+"""What users and passes write against: action protocols, rules, records."""

@@ -1,0 +1,169 @@
+"""Records: named scalars that actions report from inside the graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradrewrite.errors import CallbackError
+from gradrewrite.ir.ops import measure
+from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.statistics import IN_UNITS, largest_of, mean_of, size_of
+
+
+@dataclass
+class Recording:
+    """What one action reports while it is traced.
+
+    Attributes:
+        names: Names of the records in each value, as they were given: occurrences are numbered where they leave.
+        values: Tensors of one or more records.
+        kept: Tensors that are kept.
+        logs: Whether the action logs.
+        fails: What a finite check does; its value is the last one.
+        bound: The bound of a clip if it is a number: the name of its record, and the bound.
+        device: Where numbers become tensors.
+        is_opaque: Whether statistics are one opaque operation.
+        scale: The loss scale that the action sees through, if any.
+    """
+
+    names: list[tuple[str, ...]] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    logs: bool = False
+    fails: OnFailure | None = None
+    bound: tuple[str, float] | None = None
+    device: torch.device | None = None
+    is_opaque: bool = False
+    scale: Tensor | None = None
+
+    def clear(self) -> None:
+        """Begin anew: a tracer may run a function more than once."""
+        self.names.clear()
+        self.values.clear()
+        self.kept.clear()
+        self.logs = False
+        self.fails = None
+        self.bound = None
+
+    def add(self, names: Sequence[str], value: Tensor) -> None:
+        """Report a tensor of as many records as there are names."""
+        self.names.append(tuple(names))
+        self.values.append(value)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
+
+
+def record(name: str, value: Tensor | float) -> None:
+    """Report a scalar from inside a tensor function.
+
+    The value leaves the graph with the other records of the backward, as float32 (float64 if any record
+    is float64); the host reads it only when the monitor is asked. Outside a rewrite (a tensor function
+    called by hand) nothing happens.
+
+    Args:
+        name: Name of the record; its address is ``name@site``. A second record of that name at the same
+            site becomes ``name.2``.
+        value: A real tensor with one element, or a number. NaN and infinities are reported as they are.
+
+    Raises:
+        CallbackError: ``value`` has not exactly one element, or is complex.
+
+    Example:
+        >>> def watch(g):
+        ...     record("largest", g.abs().amax())
+        ...     return g
+    """
+    recording = _recording.get()
+    if recording is None:
+        return
+    tensor = (
+        value
+        if isinstance(value, Tensor)
+        else torch.full((), float(value), dtype=torch.float64, device=recording.device)
+    )
+    if tensor.numel() != 1 or tensor.is_complex():
+        raise CallbackError(
+            f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
+        )
+    recording.add([str(name)], tensor.reshape(()) if tensor.dim() else tensor)
+
+
+def record_clip(before: Tensor, after: Tensor) -> None:
+    """Report last what a log line of a clip needs: largest and mean absolute value before, and whether it acted.
+
+    It acted if an element changed; NaN is no change. Empty tensors: not acted, both figures NaN.
+    """
+    recording = _recording.get()
+    if recording is None:
+        return
+    recording.logs = True
+    size = size_of(before)
+    record("max_abs", largest_of(size))
+    record("mean_abs", mean_of(size))
+    record("clipped", ((after != before) & (before == before)).any().to(size.dtype))
+
+
+def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
+    """Report the norm that a clip bounds, and a bound that is a tensor; one that is a number the host knows."""
+    record(name, norm)
+    recording = _recording.get()
+    if isinstance(bound, Tensor):
+        record("bound", bound.detach().to(norm.device))
+    elif recording is not None:
+        recording.bound = ("bound", bound)
+
+
+def record_limit(limit: float | Tensor, device: torch.device) -> None:
+    """Report the largest absolute value that a clip lets pass: a tensor, or a number that the host knows."""
+    recording = _recording.get()
+    if isinstance(limit, Tensor):
+        record("limit", limit.detach().to(device).abs())
+    elif recording is not None:
+        recording.bound = ("limit", float(limit))
+
+
+def keep(tensor: Tensor) -> None:
+    """Carry a tensor out of the graph, to ``monitor.kept()``; it is copied where it leaves, at run time."""
+    recording = _recording.get()
+    if recording is not None:
+        recording.kept.append(tensor)
+
+
+def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: OnFailure | None = None) -> None:
+    """Report statistics of a tensor, by the names of the records; in units of the unscaled loss.
+
+    Args:
+        tensor: What is measured.
+        statistics: For each name of a record, a key of ``statistics.STATISTICS``.
+        fails: What follows if the last figure is not 0.
+    """
+    recording = _recording.get()
+    if recording is None:
+        return
+    recording.fails = fails
+    in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
+    plain = {name: key for name, key in statistics.items() if name not in in_units}
+    if plain:
+        recording.add(list(plain), measure(tensor, list(plain.values()), is_opaque=recording.is_opaque))
+    if in_units:
+        assert recording.scale is not None
+        values = measure(tensor, list(in_units.values()), is_opaque=recording.is_opaque)
+        recording.add(list(in_units), values / recording.scale)
+
+
+@contextlib.contextmanager
+def recording(device: torch.device, *, is_opaque: bool = False, scale: Tensor | None = None) -> Iterator[Recording]:
+    """Collect what is reported inside the block; numbers become tensors on ``device``."""
+    current = Recording(device=device, is_opaque=is_opaque, scale=scale)
+    token = _recording.set(current)
+    try:
+        yield current
+    finally:
+        _recording.reset(token)

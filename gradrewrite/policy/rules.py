@@ -1,0 +1,124 @@
+"""Rules and policies: ``on``, and asking a policy about a site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradrewrite.errors import PolicyError, RewriteError
+from gradrewrite.policy.actions import Action, Answer, GroupAction, Policy, actions_of, kinds_of
+from gradrewrite.sites import Pattern, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A ready-made policy: take ``action`` at every site that ``pattern`` names; made by ``on``."""
+
+    pattern: str
+    action: Answer
+
+    def __call__(self, site: Site, /) -> Answer:
+        """Answer with the action where the pattern matches and, if it names no kind, the action may stand."""
+        pattern = Pattern.parse(self.pattern)
+        if not pattern.matches(site):
+            return None
+        if pattern.kind is None and not all(site.kind in kinds_of(a) for a in _flat(self.action)):
+            return None
+        return self.action
+
+    def __repr__(self) -> str:
+        """As the call that makes it."""
+        return f"on({self.pattern!r}, {self.action!r})"
+
+
+def on(pattern: str, action: Answer) -> Rule:
+    """Make the policy that takes ``action`` at every site that ``pattern`` names.
+
+    Args:
+        pattern: ``[kind:]glob[#call]``, as in ``Site.matches``. Without a kind the rule holds at every
+            matching site at which the action may stand; with one, an action that may not stand there is
+            a ``PolicyError`` when the graph is rewritten.
+        action: An action, a tensor function, or a sequence of them (applied in order).
+
+    Returns:
+        A frozen policy. A rule that matches no site raises ``NoSuchSiteError`` after the first training
+        forward.
+
+    Raises:
+        ValueError: The pattern is malformed.
+        PolicyError: ``action`` is none.
+
+    Example:
+        >>> from gradrewrite.passes import ClipByValue
+        >>> on("error:decoder.*", ClipByValue(10.0))
+        on('error:decoder.*', ClipByValue(10.0))
+    """
+    Pattern.parse(pattern)
+    if not actions_of(action, where=f"on({pattern!r}, ...)"):
+        raise PolicyError(f"on({pattern!r}, ...): no action was given")
+    return Rule(pattern, action)
+
+
+def check_policy(policy: Any) -> None:
+    """Raise PolicyError unless ``policy`` is one: a callable, or nested sequences of them."""
+    if isinstance(policy, Action | GroupAction):
+        raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('error:*', {policy!r})")
+    if isinstance(policy, Sequence) and not isinstance(policy, str):
+        for item in policy:
+            check_policy(item)
+    elif not callable(policy) or isinstance(policy, type):
+        raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
+
+
+def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
+    """Ask a policy about one site: all answers, flat, in list order.
+
+    Raises:
+        PolicyError: An answer is no action, or may not stand at this kind of site; or the policy itself raised.
+    """
+    return tuple(answered.action for answered in ask_in_order(policy, site))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An action that a policy answered with, and where in the nested lists of the policy the callback stands."""
+
+    position: tuple[int, ...]
+    action: Any
+
+
+def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
+    """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies."""
+    if callable(policy):
+        return tuple(Answered(position, action) for action in _ask_callback(policy, site))
+    items = enumerate(policy)
+    return tuple(found for number, item in items for found in ask_in_order(item, site, (*position, number)))
+
+
+def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ...]:
+    try:
+        answer = policy(site)
+    except RewriteError:
+        raise
+    except Exception as err:
+        raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}") from err
+    actions = actions_of(answer, where=str(site))
+    for action in actions:
+        if site.kind not in kinds_of(action):
+            allowed = ", ".join(sorted(kinds_of(action)))
+            raise PolicyError(f"{site}: {action!r} cannot stand at this kind of site; it may stand at {allowed}")
+    return actions
+
+
+def rules_of(policy: Policy) -> tuple[Rule, ...]:
+    """All rules in a policy, in list order; other callables cannot be looked into."""
+    if isinstance(policy, Rule):
+        return (policy,)
+    if callable(policy):
+        return ()
+    return tuple(rule for item in policy for rule in rules_of(item))
+
+
+def _flat(answer: Any) -> tuple[Any, ...]:
+    return actions_of(answer, where="a rule")

@@ -1,0 +1,240 @@
+"""Tracing actions: torch code in, checked functional nodes and records out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import fake_tensors, make_fx, operators
+from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
+from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.policy.actions import Action, AdaptingAction, GroupAction
+from gradrewrite.policy.recording import recording
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced action: its graph returns the replacements, then the records, then what is kept.
+
+    Attributes:
+        graph: The graph.
+        records: Names of the records in each tensor of records.
+        num_kept: How many tensors are kept.
+        logs: Whether the last records are those of a log line.
+        fails: What the finite check does whose count is the last record.
+        bound: The bound of a clip if it is a number: the name of its record, and the bound.
+        has_live: Whether the graph reads live tensors.
+    """
+
+    graph: fx.GraphModule
+    records: tuple[tuple[str, ...], ...] = ()
+    num_kept: int = 0
+    logs: bool = False
+    fails: OnFailure | None = None
+    bound: tuple[str, float] | None = None
+    has_live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How an action is traced: with opaque statistics, and through which loss scale."""
+
+    is_opaque: bool = False
+    scale: Tensor | None = None
+
+
+PLAIN = Mode()
+
+
+class Tracer:
+    """Traces actions; equal actions on equal tensors are traced once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Traced] = {}
+
+    def trace(self, action: Any, site: Site, value: Tensor, mode: Mode = PLAIN) -> Traced:
+        """Trace one action at one site.
+
+        Raises:
+            UnsupportedGradientError: The value is sparse.
+            CallbackError: A tensor function breaks its contract.
+        """
+        check_dense(action, site, value)
+        asked, action = action, action.at(site) if isinstance(action, AdaptingAction) else action
+        key = (action_key(action), _tensor_key(value), mode.is_opaque, id(mode.scale)) if _is_static(value) else None
+        if key is not None and key in self._known:
+            return self._known[key]
+        run = action.apply if isinstance(action, Action) else action
+        traced = trace_function(lambda g: (run(g),), [value], [site], asked, mode)
+        if key is not None:
+            self._known[key] = traced
+        return traced
+
+
+def check_dense(action: Any, site: Site, value: Tensor) -> None:
+    """Raise UnsupportedGradientError where a gradient is sparse."""
+    if value.layout is not torch.strided:
+        raise UnsupportedGradientError(
+            f"{site}: the gradient is {value.layout}; {describe(action)} needs a dense one. Make the layer's "
+            "gradient dense (sparse=False), or let the policy leave this site alone"
+        )
+
+
+def trace_function(
+    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any, mode: Mode
+) -> Traced:
+    """Trace a function of tensors that returns their replacements; check all of it before any edit."""
+    has_units = not isinstance(action, Action | GroupAction) or action.has_units
+    given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
+    refused, leaving = _refusals(sites[0], action)
+    with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale) as reported:
+
+        def whole(*tensors: Tensor) -> list[Tensor]:
+            reported.clear()
+            with make_fx.RefuseToChangeReal(refused), make_fx.RefuseToLeave(leaving):
+                seen = tensors if given_scale is None else [_unscale(t, given_scale) for t in tensors]
+                results = run(*seen)
+            for result, value, site in zip(results, seen, sites, strict=True):
+                _check_result(result, value, site, action)
+            if given_scale is not None:
+                results = [_rescale(r, u, t, given_scale) for r, u, t in zip(results, seen, tensors, strict=True)]
+            results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
+            return [*results, *reported.values, *reported.kept]
+
+        try:
+            graph = make_fx.trace(whole, values)
+        except RewriteError as err:
+            if str(sites[0]) not in str(err):
+                raise type(err)(f"{sites[0]}: {err}") from err
+            raise
+        except Exception as err:
+            raise CallbackError(
+                f"{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: {_first_line(err)}. A "
+                "tensor function computes with torch operations alone: no branch on values (use torch.where), no "
+                ".item(), no state"
+            ) from err
+    _check_graph(graph.graph, sites[0], action)
+    graph.graph.eliminate_dead_code()
+    live = bool(graph.graph.find_nodes(op="get_attr"))
+    return Traced(
+        graph,
+        tuple(reported.names),
+        num_kept=len(reported.kept),
+        logs=reported.logs,
+        fails=reported.fails,
+        bound=reported.bound,
+        has_live=live,
+    )
+
+
+def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
+    """What is said to a function that changes what it closes over, or takes a tensor out of torch."""
+    refused = CallbackError(
+        f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead"
+    )
+    leaving = CallbackError(
+        f"{site}: {describe(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
+        "there cannot become part of the graph. Compute with torch operations"
+    )
+    return refused, leaving
+
+
+def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:
+    """A gradient in units of the unscaled loss; at least float32, where nothing underflows."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / scale.to(tensor.device)
+
+
+def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Tensor:
+    """The inverse; an element that the action left alone keeps its bits."""
+    if result is seen:
+        return tensor
+    return torch.where(result == seen, tensor, (result * scale.to(tensor.device)).to(tensor.dtype))
+
+
+def action_key(action: Any) -> Hashable:
+    """Equal for actions that insert the same nodes; tensors are compared by identity."""
+    if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
+        return id(action)
+    values = (getattr(action, f.name) for f in fields(action))
+    return (type(action), *((id(v), "tensor") if isinstance(v, Tensor) else repr(v) for v in values))
+
+
+def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
+    """Keep the strides: what is downstream was traced for them. Contiguous where memory overlaps or has gaps.
+
+    And where a size depends on data: its strides cannot be compared.
+    """
+    if all(fake_tensors.statically_known_true(a == b) for a, b in zip(result.stride(), value.stride(), strict=True)):
+        return result
+    if fake_tensors.has_unknown_size(value):
+        return result.contiguous()
+    order = sorted(range(value.dim()), key=lambda d: (value.stride(d), value.shape[d]), reverse=True)
+    if value.permute(order).is_contiguous():
+        back = sorted(range(value.dim()), key=order.__getitem__)
+        return result.permute(order).contiguous().permute(back)
+    return result.contiguous()
+
+
+def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
+    if not isinstance(result, Tensor):
+        raise CallbackError(f"{site}: {describe(action)} returned {type(result).__name__}; it has to return a tensor")
+    for what in ("shape", "dtype", "device"):
+        got, wanted = getattr(result, what), getattr(value, what)
+        same = _same_shape(got, wanted) if what == "shape" else got == wanted
+        if not same:
+            hint = f"; end it with .to({wanted})" if what != "shape" else ""
+            raise CallbackError(
+                f"{site}: {describe(action)} changed the {what} from {_text(wanted)} to {_text(got)}; "
+                f"a gradient keeps it{hint}"
+            )
+
+
+def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
+    for node in list(graph.nodes):
+        if operators.is_random(node):
+            raise CallbackError(
+                f"{site}: {describe(action)} calls the random op {node.target}; random numbers in the backward would "
+                "change those of the forward. Draw them outside and let the function close over the tensor"
+            )
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CallbackError(
+                f"{site}: {describe(action)} reads a value on the host (.item(), float(), bool()), which would make "
+                "every backward wait for the device; compute with tensors"
+            )
+        if node.target is torch.ops.aten.copy_.default:  # the argument was changed in place: what counts is returned
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+
+
+def _same_shape(got: torch.Size, wanted: torch.Size) -> bool:
+    return len(got) == len(wanted) and all(
+        fake_tensors.statically_known_true(a == b) for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def _is_static(value: Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _tensor_key(value: Tensor) -> Hashable:
+    return (tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+def describe(action: Any) -> str:
+    """Return an action as text for a message."""
+    if isinstance(action, Action) or not callable(action):
+        return repr(action)
+    return f"the tensor function {getattr(action, '__qualname__', repr(action))}"
+
+
+def _text(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def _first_line(err: Exception) -> str:
+    return (str(err).strip().splitlines() or ["no message"])[0]

@@ -1,0 +1,130 @@
+"""Nodes of Dynamo graphs: ops, in-place ops, aliases."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import autograd, fake_tensors, operators
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether a node runs an activation checkpoint."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def fake_of(node: fx.Node) -> Tensor | None:
+    """The fake tensor that a node makes; None if it makes something else."""
+    value = node.meta.get("example_value")
+    return value if isinstance(value, Tensor) else None
+
+
+def op_name(node: fx.Node) -> str:
+    """The ``__name__`` of what the user called; an element of a tuple is named by the op that made it."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and fake_of(node.args[0]) is None:
+        node = node.args[0]
+    if isinstance(node.target, str):
+        return node.target
+    name = str(getattr(node.target, "__name__", node.target))
+    return "apply" if name == "autograd_function_apply" else name
+
+
+def changed_in_place(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that an op changes in place; empty for any other op."""
+    written = [given for given in _written(node) if isinstance(given, fx.Node)]
+    return [given for given in written if fake_of(given) is not None or given.op == "placeholder"]
+
+
+def _written(node: fx.Node) -> list[Any]:
+    """Arguments that an op writes to: ``out=``, those of its schema, or the first one (a list of a foreach op)."""
+    first = node.args[0] if node.args else None
+    if node.target is operator.setitem:
+        return [first]
+    written = _listed(node.kwargs.get("out"))
+    schema = operators.schema_of(node.target)
+    if schema is not None:
+        named = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+        changed = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        return [given for name in changed for given in _listed(named.get(name))]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or _asks_for_in_place(node):
+        written += _listed(first)
+    return written
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def returned_inputs(graph: fx.Graph) -> set[int]:
+    """Positions of the differentiable inputs that a Dynamo graph returns, themselves or as a view."""
+    outputs = [fake_of(node) for node in graph.output_node().all_input_nodes]
+    storages = {fake_tensors.storage_key(f) for f in outputs if _has_storage(f) and f.requires_grad}
+    inputs = [fake_of(node) for node in graph.find_nodes(op="placeholder")]
+    return {
+        position
+        for position, f in enumerate(inputs)
+        if _has_storage(f) and f.requires_grad and fake_tensors.storage_key(f) in storages
+    }
+
+
+class Aliases:
+    """The tensors of a Dynamo graph that share memory, where each is used, and where the memory is written to."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Read the graph."""
+        self._position = {node: number for number, node in enumerate(graph.nodes)}
+        self._sharing: dict[int, dict[int, fx.Node]] = defaultdict(dict)  # by storage and tensor: its first node
+        self._uses: dict[int, list[int]] = defaultdict(list)  # by tensor, in execution order
+        self._writes: dict[int, list[int]] = defaultdict(list)  # by storage, in execution order
+        for node in graph.nodes:
+            fake = fake_of(node)
+            if not _has_storage(fake):
+                continue
+            self._sharing[fake_tensors.storage_key(fake)].setdefault(id(fake), node)
+        for node, position in self._position.items():
+            for read in node.all_input_nodes:
+                self._uses[id(fake_of(read))].append(position)
+            for fake in filter(_has_storage, map(fake_of, changed_in_place(node))):
+                self._writes[fake_tensors.storage_key(fake)].append(position)
+
+    def of_all(self, changed: Sequence[fx.Node], *, after: fx.Node) -> list[fx.Node]:
+        """Return the changed tensors, then all that share their memory and are used before it is written to again."""
+        found = {id(fake_of(node)): node for node in changed}
+        now = self._position[after]
+        for fake in filter(_has_storage, map(fake_of, changed)):
+            storage = fake_tensors.storage_key(fake)
+            until = next((write for write in self._writes[storage] if write > now), len(self._position))
+            for identity, alias in self._sharing[storage].items():
+                if self._position[alias] < now and any(now < use <= until for use in self._uses[identity]):
+                    found.setdefault(identity, alias)
+        return list(found.values())
+
+
+def _has_storage(fake: Tensor | None) -> TypeGuard[Tensor]:
+    return fake is not None and fake.layout is torch.strided and not autograd.is_transformed(fake)
+
+
+_IN_PLACE = frozenset(
+    f.__name__
+    for f in (
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+        operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+    )
+)  # fmt: skip
+
+
+def _asks_for_in_place(node: fx.Node) -> bool:
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    if not inspect.isfunction(node.target):
+        return False
+    parameters = list(inspect.signature(node.target).parameters)
+    position = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return position < len(node.args) and bool(node.args[position])

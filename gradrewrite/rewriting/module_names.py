@@ -1,0 +1,192 @@
+"""Names of modules, parameters and inputs, found by object identity."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from gradrewrite._compat import dynamo
+from gradrewrite.sites import Pattern, Site
+
+_ROOT = re.compile(r"([LG])\[(['\"])(.+?)\2\]")
+_STEP = re.compile(r"\.([^\W\d]\w*|\d+)|\[(\d+)\]|\[(['\"])(.+?)\3\]")
+
+
+class Names:
+    """Names known to one policy: those of its model, or of the modules that its frames have reached.
+
+    With a model the names are those of ``model.named_modules()`` and ``model.named_parameters()``. Without
+    one (``gr.backend``) the roots are found in the locals and globals of the compiled frame; several roots
+    in one frame are told apart by their variables.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """Begin with the model's names, or with none."""
+        self._has_model = model is not None
+        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = [("", weakref.ref(model))] if model is not None else []
+        self._scopes: Mapping[str, Mapping[str, Any]] = {}
+        self.modules: dict[int, str] = {}
+        self.parameters: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that names begin at and that are still there."""
+        return [module for module in (ref() for _, ref in self._roots) if module is not None]
+
+    def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
+        """Learn the roots of a frame and read all names anew (modules may have come and gone).
+
+        Args:
+            gm: Dynamo's graph of the frame.
+            local: The frame's local variables.
+            global_: The frame's global variables.
+        """
+        self._scopes = {"L": local, "G": global_}
+        self._read()
+        if not self._has_model:
+            self._add_roots(_paths(gm))
+
+    def leave_frame(self) -> None:
+        """Let go of the frame's variables, and so of the model; what was read stays."""
+        self._scopes = {}
+
+    def module(self, key: str, path: str) -> str:
+        """Name of the module behind one entry of ``nn_module_stack``; its path where it is unknown."""
+        identity = key.partition("@")[0]
+        if identity.isdecimal() and int(identity) in self.modules:
+            return self.modules[int(identity)]
+        found = self._walk(path, through=True)
+        if found is not None and id(found[0]) in self.modules:
+            return self.modules[id(found[0])]
+        return ".".join(_steps(path)[1])
+
+    def all_modules(self) -> Iterator[nn.Module]:
+        """Every module that has a name."""
+        for _, ref in self._roots:
+            root = ref()
+            yield from root.modules() if root is not None else ()
+
+    def parameter(self, tensor: Tensor) -> str | None:
+        """Name of a parameter, or None for any other tensor."""
+        return self.parameters.get(id(tensor))
+
+    def first_names(self, pattern: Pattern) -> set[str]:
+        """First names of the modules and parameters whose second name a pattern matches (shared, tied)."""
+        found = set()
+        for prefix, ref in self._roots:
+            root = ref()
+            if root is None:
+                continue
+            for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+                if pattern.matches(Site(pattern.kind or "error", name, output_of=(name,))):
+                    found.add(self.modules[id(module)])
+            for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
+                if pattern.matches(Site(pattern.kind or "error", name, output_of=(name,))):
+                    found.add(self.parameters[id(parameter)])
+        return found
+
+    def _read(self) -> None:
+        self.modules, self.parameters, self.buffers = {}, {}, {}
+        self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not None]
+        for prefix, ref in self._roots:
+            root = ref()
+            for name, module in root.named_modules(prefix=prefix) if root is not None else ():
+                self.modules.setdefault(id(module), name)
+            for name, parameter in root.named_parameters(prefix=prefix) if root is not None else ():
+                self.parameters.setdefault(id(parameter), name)
+            for name, buffer in root.named_buffers(prefix=prefix) if root is not None else ():
+                self.buffers.setdefault(id(buffer), name)
+
+    def _add_roots(self, paths: list[str]) -> None:
+        new: dict[int, tuple[str, nn.Module]] = {}
+        shares_frame = False
+        for path in paths:
+            found = self._walk(path, through=False)
+            if found is None:
+                continue
+            if id(found[0]) in self.modules:
+                shares_frame = True
+            else:
+                new.setdefault(id(found[0]), (found[1], found[0]))
+        alone = len(new) == 1 and not shares_frame
+        self._roots += [("" if alone else variable, weakref.ref(root)) for variable, root in new.values()]
+        if new:
+            self._read()
+
+    def _walk(self, path: str, *, through: bool) -> tuple[nn.Module, str] | None:
+        """Follow a Dynamo path to its first module, or through all of it; with the variable's name."""
+        scope, steps = _steps(path)
+        value: Any = self._scopes.get(scope, {})
+        last = ""
+        for step in steps:
+            if isinstance(value, nn.Module) and not through:
+                break
+            try:
+                value = _get(value, step)
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+                return None
+            last = step
+        return (value, last) if isinstance(value, nn.Module) else None
+
+
+class Inputs:
+    """Names of a model's inputs: those of its ``forward``'s arguments."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """Read the signature of ``model.forward``; without a model, variables keep their own names."""
+        self._arguments: list[str] = []
+        self._rest: str | None = None
+        if model is not None:
+            for parameter in inspect.signature(model.forward).parameters.values():
+                if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                    self._arguments.append(parameter.name)
+                elif parameter.kind == parameter.VAR_POSITIONAL:
+                    self._rest = parameter.name
+
+    def name(self, path: str) -> str:
+        """Name of the input at a Dynamo path: ``x``, ``batch.mask``, ``xs.0``."""
+        _, steps = _steps(path)
+        if not self._arguments and self._rest is None:
+            return ".".join(steps)
+        if steps[:1] == ["kwargs"] and len(steps) > 1:
+            return ".".join(steps[1:])
+        if steps[:1] == ["args"] and len(steps) > 1 and steps[1].isdecimal():
+            index = int(steps[1])
+            if index < len(self._arguments):
+                return ".".join([self._arguments[index], *steps[2:]])
+            return ".".join([self._rest or "args", str(index - len(self._arguments)), *steps[2:]])
+        return ".".join(steps[1:] if steps[:1] == ["model"] else steps)
+
+
+def _paths(gm: fx.GraphModule) -> list[str]:
+    paths: dict[str, None] = {}
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            stack = node.meta.get("nn_module_stack")
+            if stack:
+                paths[next(iter(stack.values()))[0]] = None
+            if node.op == "placeholder":
+                paths[dynamo.source_name(node)] = None
+    return list(paths)
+
+
+def _steps(path: str) -> tuple[str, list[str]]:
+    root = _ROOT.search(path)
+    if root is None:
+        return "", [path]
+    steps = ["".join(match.group(1, 2, 4)[i] or "" for i in range(3)) for match in _STEP.finditer(path, root.end())]
+    return root[1], [root[3], *(s for s in steps if s not in ("_modules", "_parameters", "_buffers"))]
+
+
+def _get(value: Any, step: str) -> Any:
+    if isinstance(value, nn.Module):
+        return value._modules[step] if step in value._modules else getattr(value, step)
+    if isinstance(value, Mapping):
+        return value[step]
+    return value[int(step)] if step.isdecimal() else getattr(value, step)

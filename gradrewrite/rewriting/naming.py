@@ -1,0 +1,87 @@
+"""Names of values: sites from the module calls in which values are made."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from gradrewrite.ir.values import Run, Value, shape_of
+from gradrewrite.sites import Kind, Site
+
+
+def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
+    """Name the values, after tracing: by its number, what makes the site of each; two names for one value are one."""
+    for value in values:
+        first = value.same_as
+        if first is not None:
+            first.used_in += value.used_in
+            first.returned_through |= value.returned_through
+            first.is_returned |= value.is_returned
+            first.is_overwritten |= value.is_overwritten
+            first.taps += value.taps
+            first.identities += value.identities
+    named = {n: value for n, value in enumerate(values) if value.same_as is None and not value.is_unused_selection}
+    names = _Namer(list(named.values()))
+    return {n: partial(names.site, value) for n, value in named.items()}
+
+
+class _Namer:
+    """Gives values their names: first all runs and calls are counted, then sites are made."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self._values = values
+        self._outputs: dict[Run, list[Value]] = defaultdict(list)
+        self._run_number: dict[Run, int] = {}
+        self._address: dict[int, list[tuple[str, int]]] = {}
+        runs: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        taps: Counter[str] = Counter()
+        for value in values:
+            for run in value.runs:
+                if run not in self._run_number:
+                    self._run_number[run] = runs[run[0]]
+                    runs[run[0]] += 1
+                if any(run not in use for use in value.used_in):
+                    self._outputs[run].append(value)
+        taken: set[tuple[str, int]] = set()
+        for value in values:
+            module = value.runs[-1][0] if value.runs else ""
+            op = (f"{module}/{value.op}", calls[f"{module}/{value.op}"])
+            calls[op[0]] += 1
+            given = []
+            for name in value.taps + value.identities:
+                given.append((name, taps[name]))
+                taps[name] += 1
+            produced = [(run[0], self._run_number[run]) for run in reversed(value.runs) if self._is_output(value, run)]
+            first = [*given, *([] if self._shares_module(value) else produced[:1]), op]
+            chosen = next(a for a in first if a not in taken)
+            taken.add(chosen)
+            self._address[id(value)] = list(dict.fromkeys([chosen, *given, *produced, op]))
+
+    def site(self, value: Value, kind: Kind) -> Site:
+        """The site of one value."""
+        addresses = self._address[id(value)]
+        outputs = [run[0] for run in reversed(value.runs) if self._is_output(value, run)]
+        return Site(
+            kind=kind,
+            name=addresses[0][0],
+            module=value.runs[-1][0] if value.runs else "",
+            op=value.op,
+            output_of=tuple(dict.fromkeys([*value.identities, *outputs])),
+            call=addresses[0][1],
+            shape=shape_of(value.fake),
+            dtype=value.fake.dtype,
+            device=value.fake.device,
+            source=value.source,
+            may_be_infinite=value.may_be_infinite,
+            addresses=tuple(addresses),
+        )
+
+    def _is_output(self, value: Value, run: Run) -> bool:
+        return bool(run[0]) and any(value is other for other in self._outputs[run])
+
+    def _shares_module(self, value: Value) -> bool:
+        """Whether the innermost module that returns the value returns others too."""
+        run = next((r for r in reversed(value.runs) if self._is_output(value, r)), None)
+        return run is not None and len(self._outputs[run]) > 1

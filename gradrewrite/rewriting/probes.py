@@ -1,0 +1,250 @@
+"""Probes: calls placed in a Dynamo graph that leave markers in the joint graph.
+
+A probe behind a value makes two markers while AOTAutograd traces: one on the value in the forward, and, by a
+tensor hook, one on its accumulated error in the backward. The forward computation is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import autograd, make_fx
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import ops
+from gradrewrite.ir.mask_infinities import hands_on_infinity
+from gradrewrite.ir.values import Run, Value
+from gradrewrite.rewriting.dynamo_nodes import Aliases, changed_in_place, fake_of, is_checkpoint, op_name
+from gradrewrite.rewriting.module_names import Names
+from gradrewrite.rewriting.source_locations import source_of
+
+
+def tap(x: Tensor, name: str) -> Tensor:
+    """Name a value in a model's forward, so that a policy can address it; an identity.
+
+    Args:
+        x: Any tensor.
+        name: The site's name, without ``: # / * ? [ ]``. A name used several times counts its calls.
+
+    Returns:
+        ``x`` itself, compiled or not.
+
+    Raises:
+        TypeError: ``name`` is no string.
+        PolicyError: (at the rewrite) ``name`` is empty or has a sign that patterns use.
+
+    Example:
+        >>> h = tap(torch.ones(2), "hidden")
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"gr.tap(x, name): name is a string, got {type(name).__name__}")
+    listener = _tap_listener.get()
+    if listener is not None:
+        listener(x, name)
+    return x
+
+
+_tap_listener: ContextVar[Callable[[Tensor, str], None] | None] = ContextVar("gradrewrite_taps", default=None)
+
+
+@contextlib.contextmanager
+def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Report the taps of a model that runs eagerly inside the block."""
+    token = _tap_listener.set(listener)
+    try:
+        yield
+    finally:
+        _tap_listener.reset(token)
+
+
+def _tap_module(x: Any) -> Any:
+    """What a pass-through module returns while it is traced; named by the module around it."""
+    return x
+
+
+def _probe(x: Tensor, number: int) -> None:
+    tracing = _tracing.get()
+    if tracing is None or not make_fx.is_tracing() or autograd.is_transformed(x) or tracing.knows(x, number):
+        return
+    with torch.no_grad():
+        ops.mark_activation(x, number)
+    if x.requires_grad:
+        # Of a gradient that autograd knows to be zero there may be none.
+        x.register_hook(lambda g: None if g is None else ops.mark_error(g, number))
+
+
+def _probe_outputs(*outputs: Any) -> None:
+    tracing = _tracing.get()
+    if tracing is not None and make_fx.is_tracing():
+        tracing.note_outputs(outputs)
+
+
+torch.compiler.allow_in_graph(tap)
+torch.compiler.allow_in_graph(_tap_module)
+fx.node.has_side_effect(_probe)
+fx.node.has_side_effect(_probe_outputs)
+
+
+class _Tracing:
+    """Tells which values are one tensor, and which outputs are views of which values, while AOTAutograd traces."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self._values = values
+        self._first: dict[tuple[Any, int], int] = {}  # by autograd node and output of it
+
+    def knows(self, x: Tensor, number: int) -> bool:
+        """Note a value; True if an earlier one is the same tensor at the same version."""
+        if not x.requires_grad:
+            return False
+        value = self._values[number]
+        value.is_view = x._is_view()
+        first = self._first.setdefault((x.grad_fn or x, x.output_nr), number)
+        if first == number and value.replaces is not None:
+            value.replaces.is_overwritten = True
+        if first != number:
+            value.same_as = self._values[first]
+        return first != number
+
+    def note_outputs(self, outputs: Sequence[Any]) -> None:
+        """Note the outputs that are views of a value: AOTAutograd may make such an output outside of the graph."""
+        for position, output in enumerate(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                for node in autograd.view_chain(output):
+                    number = self._first.get(node)
+                    if number is not None:
+                        self._values[number].returned_through.add(position)
+
+
+_tracing: ContextVar[_Tracing | None] = ContextVar("gradrewrite_tracing", default=None)
+
+
+@contextlib.contextmanager
+def tracing(values: Sequence[Value]) -> Iterator[None]:
+    """Let the probes of these values act inside the block."""
+    token = _tracing.set(_Tracing(values))
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def place(gm: fx.GraphModule, names: Names, infinite: Collection[fx.Node] = ()) -> list[Value]:
+    """Place a probe behind every value of a Dynamo graph; taps are taken out.
+
+    Args:
+        gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
+        names: The names of the frame's modules.
+        infinite: Placeholders of buffers that hold infinities on purpose.
+
+    Returns:
+        The values in execution order; a probe's number is the position of its value.
+    """
+    reader = _Reader(names, infinite)
+    reader.read(gm, {}, is_body=False)
+    return reader.values
+
+
+class _Reader:
+    """Walks a Dynamo graph in execution order."""
+
+    def __init__(self, names: Names, infinite: Collection[fx.Node]) -> None:
+        self.names = names
+        self._infinite = set(infinite)
+        self.values: list[Value] = []
+        self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
+
+    def read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node], *, is_body: bool) -> None:
+        """Read one graph; ``outer`` maps the placeholders of a checkpoint's body to the nodes outside."""
+        aliases = Aliases(gm.graph)
+        for node in list(gm.graph.nodes):
+            if node.op == "output" and not is_body:  # what a body returns is used where the checkpoint stands
+                for value in self._use(node, (), outer):
+                    value.is_returned = True
+                with gm.graph.inserting_before(node):
+                    gm.graph.call_function(_probe_outputs, tuple(node.args[0]))
+            elif node.op in ("call_function", "call_method", "call_module"):
+                self._read_call(gm, node, outer, aliases)
+
+    def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node], aliases: Aliases) -> None:
+        if is_checkpoint(node):
+            self._enter(gm, node, outer)
+            return
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_checkpoint(node.args[0]):
+            return  # the same tensor as the body's output, which has its probe
+        if node.target in (tap, _tap_module):
+            self._tap(node, outer)
+            return
+        runs = self._runs(node)
+        self._use(node, runs, outer)
+        changed = changed_in_place(node)
+        writes_infinity = hands_on_infinity(op_name(node), node, self._infinite)
+        last = node
+        for made in aliases.of_all(changed, after=node) if changed else [node]:
+            fake = fake_of(outer.get(made, made))
+            if fake is None or (not changed and id(fake) in self._current):
+                continue
+            may_be_infinite = writes_infinity or (bool(changed) and made in self._infinite)
+            if may_be_infinite:
+                self._infinite |= {node, made}
+            value = Value(op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
+            value.is_selection = node.target is operator.getitem
+            value.replaces = self._current.get(id(fake))
+            last = self._add(value, made, after=last)
+
+    def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        body_node, *args = node.args
+        assert isinstance(body_node, fx.Node)
+        body = getattr(gm, str(body_node.target))
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        inside = {p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)}
+        self._infinite |= {p for p, a in inside.items() if a in self._infinite}
+        self.read(body, inside, is_body=True)
+        body.recompile()
+
+    def _tap(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        target = node.args[0]
+        if node.target is tap:
+            name = str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
+        else:
+            runs = self._runs(node)
+            name = runs[-1][0] if runs else ""
+        if node.target is tap and (not name or set(name) & set(":#/*?[]")):
+            raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]")
+        assert isinstance(target, fx.Node)
+        fake = fake_of(outer.get(target, target))
+        if fake is not None:
+            value = self._current.get(id(fake))
+            if value is None:
+                value = Value("tap", self._runs(node), source_of(node), fake)
+                self._add(value, target, after=node)
+            if name:  # the model itself may be an Identity, or call one that is no submodule
+                (value.taps if node.target is tap else value.identities).append(name)
+        node.replace_all_uses_with(target)
+        node.graph.erase_node(node)
+
+    def _add(self, value: Value, made: fx.Node, *, after: fx.Node) -> fx.Node:
+        self._current[id(value.fake)] = value
+        with after.graph.inserting_after(after):
+            probe = after.graph.call_function(_probe, (made, len(self.values)))
+        self.values.append(value)
+        return probe
+
+    def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
+        used = []
+        for read in node.all_input_nodes:
+            fake = fake_of(outer.get(read, read))
+            value = self._current.get(id(fake)) if fake is not None else None
+            if value is not None:
+                value.used_in.append(runs)
+                used.append(value)
+        return used
+
+    def _runs(self, node: fx.Node) -> tuple[Run, ...]:
+        stack = node.meta.get("nn_module_stack", {})
+        return tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())
