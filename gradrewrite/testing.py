@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import inspect
 import itertools
 import math
 import sys
