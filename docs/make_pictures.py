@@ -170,13 +170,13 @@ def _top(element: ET.Element) -> float:
 
 
 def shrink(path: Path) -> None:
-    """Keep the 256 most frequent colours of a PNG, and the nearest of them for the rest: a third of the size."""
+    """Keep the 256 most frequent colors of a PNG, and the nearest of them for the rest: a third of the size."""
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB"), dtype=np.int64)
     packed, where, counts = np.unique(pixels @ (65536, 256, 1), return_inverse=True, return_counts=True)
-    colours = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=1)
-    frequent = colours[np.argsort(-counts, kind="stable")[:256]]
-    nearest = np.square(colours[:, None] - frequent).sum(-1).argmin(1).astype(np.uint8)
+    colors = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=1)
+    frequent = colors[np.argsort(-counts, kind="stable")[:256]]
+    nearest = np.square(colors[:, None] - frequent).sum(-1).argmin(1).astype(np.uint8)
     small = Image.fromarray(nearest[where].reshape(pixels.shape[:2]))
     small.putpalette(frequent.astype(np.uint8).tobytes())
     small.save(path, optimize=True)

@@ -13,11 +13,11 @@ from gradrewrite.errors import NonFiniteError as NonFiniteError
 from gradrewrite.errors import NoSuchSiteError as NoSuchSiteError
 from gradrewrite.errors import NotRewrittenError as NotRewrittenError
 from gradrewrite.errors import PolicyError as PolicyError
+from gradrewrite.errors import PrecedingSite as PrecedingSite
 from gradrewrite.errors import RewriteError as RewriteError
 from gradrewrite.errors import RewriteWarning as RewriteWarning
 from gradrewrite.errors import TraceError as TraceError
 from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
-from gradrewrite.errors import Window as Window
 from gradrewrite.ir.edits import Edit as Edit
 from gradrewrite.ir.joint_graph import JointGraph as JointGraph
 from gradrewrite.module import RewrittenModule as RewrittenModule
@@ -45,13 +45,13 @@ __all__ = [
     "NotRewrittenError",
     "Policy",
     "PolicyError",
+    "PrecedingSite",
     "RewriteError",
     "RewriteWarning",
     "RewrittenModule",
     "Site",
     "TraceError",
     "UnsupportedGradientError",
-    "Window",
     "backend",
     "guard",
     "locate",

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from gradrewrite._tensors import kept_random_state, tensors_in
 from gradrewrite.backends.backend import Backend
-from gradrewrite.backends.entry_point import Entry
+from gradrewrite.backends.engines import AotEager
+from gradrewrite.backends.entry_point import EntryPoint
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import NonFiniteError, TraceError
 from gradrewrite.module import RewrittenModule
-from gradrewrite.policy.actions import ANYWHERE, Policy
+from gradrewrite.monitoring.monitor import Monitor, recorder_of
+from gradrewrite.policy.actions import ANYWHERE
 from gradrewrite.policy.recording import record_statistics
+from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.sites import Kind, Site
 
 
@@ -52,14 +55,16 @@ def locate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.locate takes an nn.Module, got {type(model).__name__}")
     original = model.original if isinstance(model, RewrittenModule) else model
-    policy: Policy = [model._policy, _count_gradients] if isinstance(model, RewrittenModule) else _count_gradients
-    session = Session(policy, None, original)
-    entry = Entry(session, Backend(session, "op by op"), original, {"fullgraph": True, "dynamic": False})
+    own = [model._session.config.policy] if isinstance(model, RewrittenModule) else []
+    monitor = Monitor()
+    session = Session(RewriteConfig([*own, _count_gradients], dynamic=False), recorder_of(monitor), original)
+    backend = Backend(session, AotEager(), monitor)
+    entry_point = EntryPoint(session, backend, backend, original, {})
     buffers = [(b, b.detach().clone(), b._version) for b in original.buffers()]
     leaves = [t for t in (*original.parameters(), *tensors_in((args, kwargs))) if t.requires_grad and t.is_leaf]
     try:
         with torch.enable_grad(), kept_random_state():
-            loss = _loss(entry(args, kwargs), loss_fn)
+            loss = _loss(entry_point(args, kwargs), loss_fn)
             with contextlib.suppress(NonFiniteError):  # the policy's own checks: what follows says more
                 torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
@@ -67,7 +72,7 @@ def locate(
             for buffer, before, version in buffers:
                 if buffer._version != version:
                     buffer.copy_(before)
-    return session.monitor.failure(anywhere=True)
+    return monitor.failure(anywhere=True)
 
 
 @dataclass(frozen=True, slots=True)

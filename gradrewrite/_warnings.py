@@ -16,6 +16,29 @@ def warn(text: str) -> None:
     warn_caller(text, RewriteWarning)
 
 
+class PendingWarnings:
+    """Warnings that wait for a moment at which warning is safe: not while a graph is compiled."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._pending: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a warning with this key was given, or waits."""
+        return key in self._known
+
+    def warn_once(self, key: str, text: str) -> None:
+        """Warn at the next flush, once for each key."""
+        if key not in self._known:
+            self._known.add(key)
+            self._pending.append(text)
+
+    def flush_warnings(self) -> None:
+        """Warn of what has gathered."""
+        while self._pending:
+            warn(self._pending.pop(0))
+
+
 _LIBRARIES = ("torch", "gradrewrite", "")  # generated code has no module
 
 

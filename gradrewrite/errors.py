@@ -71,7 +71,7 @@ class TraceError(RewriteError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PrecedingSite:
     """A site that was executed just before the failure.
 
     Attributes:
@@ -110,7 +110,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         source: str = "",
         step: int = 0,
         others: Sequence[Site] = (),
-        window: Sequence[Window] = (),
+        window: Sequence[PrecedingSite] = (),
         cause: str = "",
         note: str = "",
     ) -> None:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradrewrite._compat import autograd, data_parallel, dynamo
-from gradrewrite._tensors import kept_random_state, tensors_in
-from gradrewrite.backends.backend import Backend
-from gradrewrite.backends.compilation import Traced
-from gradrewrite.backends.compile_graph import Engine
-from gradrewrite.backends.entry_point import Entry, makes_gradients
+from gradrewrite._tensors import tensors_in
+from gradrewrite.backends.backend import Backend, monitor_or_new
+from gradrewrite.backends.capture import capture_joint_graph
+from gradrewrite.backends.engines import AotEager, Engine, Inductor
+from gradrewrite.backends.entry_point import EntryPoint, makes_gradients
 from gradrewrite.backends.explanation import Explanation
 from gradrewrite.backends.session import Session
-from gradrewrite.errors import GraphBreakError, RewriteError
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.rules import check_policy
+from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.loss_scale import LossScale
 
-_OWN = frozenset(
-    ("__class__", "original", "monitor", "_policy", "_settings", "_engine", "_session", "_entry", "training")
-)
+_OWN = frozenset(("__class__", "original", "monitor", "_options", "_engine", "_session", "_entry_point", "training"))
 
 
 def transform(
@@ -79,7 +79,8 @@ def transform(
             "in this order: DistributedDataParallel(gr.transform(model, policy))"
         )
     scale = None if loss_scale is None else LossScale(loss_scale)
-    return RewrittenModule(model, policy, fullgraph=fullgraph, dynamic=dynamic, monitor=monitor, loss_scale=scale)
+    check_policy(policy)
+    return RewrittenModule(model, RewriteConfig(policy, scale, fullgraph, dynamic), monitor_or_new(monitor))
 
 
 class RewrittenModule(nn.Module):
@@ -93,16 +94,7 @@ class RewrittenModule(nn.Module):
     original: nn.Module
     monitor: Monitor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        policy: Policy,
-        *,
-        fullgraph: bool,
-        dynamic: bool | None,
-        monitor: Monitor | None,
-        loss_scale: LossScale | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, config: RewriteConfig, monitor: Monitor) -> None:
         """Share everything with the model; see ``transform``."""
         self.__dict__["original"] = model
         training = model.training
@@ -110,11 +102,10 @@ class RewrittenModule(nn.Module):
         model.training = training
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
-        self._policy = policy
-        self._settings: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic}
-        self._engine: Engine = "op by op"
-        self._session = Session(policy, monitor, model, loss_scale)
-        self.monitor = self._session.monitor
+        self._options: Mapping[str, Any] = {}  # further arguments of torch.compile
+        self._engine: Engine = AotEager()
+        self._session = Session(config, recorder_of(monitor), model)
+        self.monitor = monitor
         self._restart()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,17 +119,17 @@ class RewrittenModule(nn.Module):
         return _run(self, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._entry.is_stale():
+        if self._entry_point.is_stale():
             self._restart()
         before = dynamo.graph_breaks_so_far()
-        result = self._entry(args, kwargs)
+        result = self._entry_point(args, kwargs)
         has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
-        if not self._settings["fullgraph"] and has_backward:
+        if not self._session.config.fullgraph and has_backward:
             self._look_for_plain_ops(result, (args, kwargs), before)
         if has_backward:
             self._session.check_ranks(*data_parallel.ranks_around(self.modules()))
         self._session.check_rules()
-        self._session.say_now()
+        self._session.warnings.flush_warnings()
         return result
 
     def compile(self, **kwargs: Any) -> None:
@@ -160,13 +151,14 @@ class RewrittenModule(nn.Module):
                 "model.compile() compiles with Inductor and takes no backend; to call torch.compile yourself, use "
                 "torch.compile(model, backend=gr.backend(policy))"
             )
-        settings = {**self._settings, **kwargs}
-        previous = self._settings, self._engine
-        self._settings, self._engine = settings, "inductor"
+        previous = self._session.config, self._options, self._engine
+        given = {name: kwargs.pop(name) for name in ("fullgraph", "dynamic") if name in kwargs}
+        self._session.config = replace(self._session.config, **given)
+        self._options, self._engine = {**self._options, **kwargs}, Inductor()
         try:
             self._restart()
         except Exception:
-            self._settings, self._engine = previous
+            self._session.config, self._options, self._engine = previous
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> JointGraph:
@@ -189,18 +181,7 @@ class RewrittenModule(nn.Module):
             >>> [str(site) for site in graph.sites]
             ['activation:/linear', 'error:/linear', 'gradient:weight', 'gradient:bias']
         """
-        session = Session(self._policy, None, self.original, self._session.loss_scale)
-        settings = {"fullgraph": True, "dynamic": self._settings["dynamic"]}
-        entry = Entry(session, Backend(session, "trace"), self.original, settings)
-        try:
-            with torch.enable_grad(), kept_random_state():
-                entry(args, kwargs)
-        except Traced as end:
-            session.say_now()
-            if isinstance(end.result, RewriteError):
-                raise end.result from end.result.__cause__
-            return end.result
-        raise GraphBreakError("the model runs no tensor operation that the tracer can see; model.explain() says more")
+        return capture_joint_graph(self.original, self._session.config, args, kwargs)
 
     def explain(self) -> Explanation:
         """Say what was compiled and rewritten so far, and which regions the tracer skipped."""
@@ -208,20 +189,22 @@ class RewrittenModule(nn.Module):
 
     def _restart(self) -> None:
         """Forget what was compiled; the next call traces anew."""
-        backend = Backend(self._session, self._engine)
-        self._entry = Entry(self._session, backend, self.original, self._settings)
+        session, engine = self._session, self._engine
+        backend = Backend(session, engine, self.monitor)
+        evaluating = Backend(session, engine, self.monitor, is_silent=True)
+        self._entry_point = EntryPoint(session, backend, evaluating, self.original, self._options)
         self._session.forget()
 
     def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
         for reason, count in dynamo.graph_breaks_so_far().items():
             if count > breaks.get(reason, 0):
                 self._session.note_break(reason)
-        if "plain" in self._session.said:
+        if "plain" in self._session.warnings:
             return
         outputs = [t for t in tensors_in(result) if t.grad_fn is not None]
         op = autograd.find_plain_op(outputs, list(tensors_in(inputs)))
         if op is not None:
-            self._session.say_once(
+            self._session.warnings.warn_once(
                 "plain",
                 f"a part of this call ran outside the rewritten graphs (first seen: {op}), where the policy does not "
                 "hold; model.explain() lists the regions that the tracer skipped",
@@ -274,16 +257,17 @@ class RewrittenModule(nn.Module):
 
     def __repr__(self) -> str:
         """The original's, and the policy."""
-        return f"RewrittenModule(\n{self.original!r}\npolicy={self._policy!r})"
+        return f"RewrittenModule(\n{self.original!r}\npolicy={self._session.config.policy!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
         """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
-        original, scale = copy.deepcopy(self.original, memo), self._session.loss_scale
-        return _rebuild(original, self._policy, self._settings, self._engine, scale)
+        original = copy.deepcopy(self.original, memo)
+        return _rebuild(original, self._session.config, self._options, isinstance(self._engine, Inductor))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the original, the policy and the settings; compiled code and records stay behind."""
-        return _rebuild, (self.original, self._policy, self._settings, self._engine, self._session.loss_scale)
+        is_compiled = isinstance(self._engine, Inductor)
+        return _rebuild, (self.original, self._session.config, self._options, is_compiled)
 
 
 _run = dynamo.outside_of_graphs(
@@ -292,10 +276,9 @@ _run = dynamo.outside_of_graphs(
 
 
 def _rebuild(
-    original: nn.Module, policy: Policy, settings: Mapping[str, Any], engine: Engine, scale: LossScale | None
+    original: nn.Module, config: RewriteConfig, options: Mapping[str, Any], is_compiled: bool
 ) -> RewrittenModule:
-    plain = {name: settings[name] for name in ("fullgraph", "dynamic")}
-    model = RewrittenModule(original, policy, **plain, monitor=None, loss_scale=scale)
-    if engine == "inductor":
-        model.compile(**settings)
+    model = RewrittenModule(original, config, Monitor())
+    if is_compiled:
+        model.compile(**options)
     return model

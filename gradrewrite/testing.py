@@ -28,15 +28,15 @@ from torch.overrides import TorchFunctionMode
 from gradrewrite._compat import fake_tensors, inductor
 from gradrewrite._tensors import kept_random_state, tensors_in
 from gradrewrite.errors import TraceError
-from gradrewrite.ir.values import Run, Value
+from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
-from gradrewrite.policy.actions import Action, AdaptingAction, GroupAction, Policy
+from gradrewrite.policy.actions import Action, GroupAction, Policy, SpecializingAction
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
-from gradrewrite.rewriting.module_names import Inputs
+from gradrewrite.rewriting.module_names import InputNames
 from gradrewrite.rewriting.naming import name_values
 from gradrewrite.rewriting.probes import listen_to_taps
-from gradrewrite.rewriting.record_packing import Addresses
+from gradrewrite.rewriting.record_packing import RecordNumbering
 from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Kind, Site
 
@@ -91,14 +91,14 @@ def assert_matches_eager(
     Args:
         model: The model; it stays as it was.
         policy: Any policy. Actions at activations change no gradient and are not compared.
-        *args: Inputs of the model; leaves that require a gradient are compared too.
+        *args: InputNames of the model; leaves that require a gradient are compared too.
         compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
         loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,
             otherwise the sum of all differentiable outputs, each element weighted differently.
         steps: Steps of gradient descent after which gradients are compared again.
         rtol: Tolerance relative to the element, and to the largest gradient of the model. None: 1e-9 for float64, 1e-4
             for float32, 1e-2 for float16, 5e-2 for bfloat16. NaN equals NaN.
-        **kwargs: Inputs of the model.
+        **kwargs: InputNames of the model.
 
     Returns:
         What was compared.
@@ -158,12 +158,12 @@ def assert_inert(
 
     Args:
         model: The model; it stays as it was.
-        *args: Inputs of the model.
+        *args: InputNames of the model.
         compiled: Compare with plain torch.compile, whose number of generated kernels has to be the same too; False
             compares the graph that runs op by op with the eager model, or, where that differs, with plain
             torch.compile(backend="aot_eager"), for a traced model may compute otherwise than an eager one.
         loss_fn: As for ``assert_matches_eager``.
-        **kwargs: Inputs of the model.
+        **kwargs: InputNames of the model.
 
     Raises:
         AssertionError: Something differs; the message names it.
@@ -255,7 +255,7 @@ def _weighted(t: Tensor) -> Tensor:
 
 
 def _named_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    inputs = Inputs(module)
+    inputs = InputNames(module)
     for path, tensor in (*_paths("L['args']", args), *_paths("L['kwargs']", kwargs)):
         yield inputs.name(path), tensor
 
@@ -292,7 +292,7 @@ class _Hooked:
         self.made: set[str] = set()  # every error site
         self.acted: dict[str, None] = {}  # where a gradient came by and an action stood
         self.records: dict[str, float] = {}  # what actions reported there, by address
-        self._addresses = Addresses()
+        self._numbering = RecordNumbering()
         self.changed: dict[str, None] = {}  # where an action changed it
         self._groups: list[_Member] = []
         self._handles: list[Any] = []
@@ -336,11 +336,11 @@ class _Hooked:
         self._handles.append(register(act))
 
     def _note_records(self, reported: Recording, where: str) -> None:
-        named, bound = self._addresses.of_action(reported.names, where, reported.bound and reported.bound[0])
-        for addresses, values in zip(named, reported.values, strict=True):
-            self.records |= dict(zip(addresses, values.reshape(-1).tolist(), strict=True))
+        named, bound = self._numbering.of_action(reported.names, where, reported.bound and reported.bound[0])
+        for keys, values in zip(named, reported.values, strict=True):
+            self.records |= dict(zip(map(str, keys), values.reshape(-1).tolist(), strict=True))
         if reported.bound is not None:
-            self.records[bound] = reported.bound[1]
+            self.records[str(bound)] = reported.bound[1]
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):
@@ -386,8 +386,8 @@ class _Member:
 
 
 def _apply(action: Any, site: Site, g: Tensor) -> Tensor:
-    if isinstance(action, AdaptingAction):
-        action = action.at(site)
+    if isinstance(action, SpecializingAction):
+        action = action.specialize(site)
     result: Tensor = action.apply(g) if isinstance(action, Action) else action(g)
     return result
 
@@ -428,7 +428,7 @@ class _Op:
     """The op that wrote to a piece of memory last: it makes every alias of it a new value."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[ModuleCall, ...]
     source: str
     number: int
 
@@ -441,7 +441,7 @@ class _Observer(TorchFunctionMode):
         self._names = {id(module): name for name, module in model.named_modules()}
         self._model = model
         self._calls = itertools.count()
-        self._stack: list[Run] = []
+        self._stack: list[ModuleCall] = []
         self._seen: list[_Seen] = []
         self._by_key: dict[_Key, _Seen] = {}
         self._writers: dict[int, _Op] = {}  # by storage
@@ -483,7 +483,7 @@ class _Observer(TorchFunctionMode):
         ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one torch-level op and note what it read and made."""
+        """ModuleCall one torch-level op and note what it read and made."""
         kwargs = kwargs or {}
         read = list(tensors_in((args, kwargs)))
         if not self._is_watching or func in _ASKED_ONLY:

@@ -59,7 +59,7 @@ class CheckFinite:
         return replace(self, nan_only=True) if site.kind == "activation" and site.may_be_infinite else self
 
     @property
-    def measures(self) -> Mapping[str, str]:
+    def statistics(self) -> Mapping[str, str]:
         """The count."""
         name = "nan" if self.nan_only else "nonfinite"
         return {name: name}
@@ -71,5 +71,5 @@ class CheckFinite:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Count; see the class."""
-        record_statistics(tensor, self.measures, fails=self.fails)
+        record_statistics(tensor, self.statistics, fails=self.fails)
         return tensor

@@ -57,7 +57,7 @@ class Observe:
         """As the call that makes it."""
         return f"Observe({', '.join(map(repr, self.statistics))})"
 
-    def at(self, site: Site) -> _Observation:
+    def specialize(self, site: Site) -> _Observation:
         """The statistics that mean something at one site."""
         chosen = []
         for name in self.statistics:
@@ -76,25 +76,25 @@ class Observe:
 class _Observation:
     """Records at one site: names, and what is measured."""
 
-    statistics: tuple[tuple[str, str], ...]
+    chosen: tuple[tuple[str, str], ...]
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
     has_units: ClassVar[bool] = False
 
     @property
-    def measures(self) -> Mapping[str, str]:
-        return dict(self.statistics)
+    def statistics(self) -> Mapping[str, str]:
+        return dict(self.chosen)
 
     @property
     def fails(self) -> None:
         return None
 
     def apply(self, tensor: Tensor) -> Tensor:
-        unordered = [name for name, key in self.statistics if key in _REAL]
+        unordered = [name for name, key in self.chosen if key in _REAL]
         if tensor.is_complex() and unordered:
             raise UnsupportedGradientError(
                 f"Observe({unordered[0]!r}) needs real numbers and the tensor is {tensor.dtype}; use 'max_abs'"
             )
-        if self.statistics:
-            record_statistics(tensor, self.measures)
+        if self.chosen:
+            record_statistics(tensor, self.statistics)
         return tensor

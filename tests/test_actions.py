@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Scale, Zero
-from gradrewrite.rewriting.action_tracing import Tracer
+from gradrewrite.rewriting.action_tracing import ActionTracer
 from gradrewrite.sites import Site
 
 INF, NAN = math.inf, math.nan
@@ -45,7 +45,7 @@ def apply(action: Any, value: Tensor) -> Tensor:
     """The traced action by itself."""
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(value)
-    (out, *_) = Tracer().trace(action, SITE, fake).graph(value)
+    (out, *_) = ActionTracer().trace(action, SITE, fake).graph(value)
     return out
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.backends.backend import Backend
-from gradrewrite.backends.session import Session
+from gradrewrite.backends.backend import Backend, make_backend
+from gradrewrite.backends.engines import AotEager
 from gradrewrite.passes import ClipByNorm, Scale, Zero
 
 
@@ -26,7 +26,7 @@ class Gen(nn.Module):
 
 def op_by_op(policy: gr.Policy) -> Backend:
     """The same backend without Inductor, which is quick."""
-    return Backend(Session(policy, None), "op by op")
+    return make_backend(policy, None, AotEager())
 
 
 def edited(backend: Backend) -> list[str]:

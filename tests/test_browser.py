@@ -163,17 +163,17 @@ def test_the_slider_colours_by_step(opened: Opened) -> None:
     (clip,) = [e for e in three_layers().edits if e.text.startswith("ClipByValue")]
     style = f'() => document.querySelector(\'[data-node="{clip.nodes[0]}"] rect\').getAttribute("style")'
     opened.page.select_option("#metric", label="largest error")
-    colours = []
+    colors = []
     for step in range(6):
         opened.page.evaluate(
             "n => { const s = document.getElementById('step'); s.value = n; s.dispatchEvent(new Event('input')); }",
             step,
         )
-        colours.append(opened.page.evaluate(style))
+        colors.append(opened.page.evaluate(style))
     assert opened.page.inner_text("#stepname") == "all steps"
-    assert len(set(colours[:4])) == 4  # a logarithmic scale from 1 to 1000
-    assert colours[4] == colours[5]  # infinite, and so in all
-    assert colours[4] not in colours[:4]
+    assert len(set(colors[:4])) == 4  # a logarithmic scale from 1 to 1000
+    assert colors[4] == colors[5]  # infinite, and so in all
+    assert colors[4] not in colors[:4]
     assert "logarithmic" in opened.page.inner_text("#legend")
     opened.page.select_option("#metric", label="clip rate")
     assert "every step" in opened.page.inner_text("#legend")

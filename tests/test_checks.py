@@ -153,7 +153,7 @@ def test_by_torch_compile_and_a_backend() -> None:
         return torch.sqrt(h * h).sum()
 
     backend = gr.backend(gr.on("gradient:*", CheckFinite()))
-    backend.engine = "op by op"
+    backend.engine = "aot_eager"
     run_step = torch.compile(step, backend=backend, fullgraph=True)
     run_step(torch.ones(2, 3)).backward()
     with pytest.raises(gr.NonFiniteError) as caught:

@@ -221,7 +221,7 @@ def test_a_module_that_does_not_import(shell: Shell) -> None:
         (("--site", "error:0"), "site='error:0' belongs to view='site', got view='ladder'"),
         (("--hops", "-1"), "hops is a whole number >= 0, got -1"),
         (("--color-by", "clip rate"), "the monitor has no records for that"),
-        (("--out", "x.json", "--view", "overview", "--hops", "2"), "without colours; leave out --view, --hops"),
+        (("--out", "x.json", "--view", "overview", "--hops", "2"), "without colors; leave out --view, --hops"),
         (("--out", "x.graphml", "--run", "empty.jsonl", "--site", "error:0"), "leave out --site, --run"),
         (("--out", "x.model_explorer.json", "--color-by", "not finite"), "leave out --color-by"),
     ],

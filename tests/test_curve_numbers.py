@@ -39,11 +39,11 @@ def test_heat_map_keeps_zero_not_finite_and_absent_apart() -> None:
     assert heat is not None
     assert (heat.measure, heat.rows, heat.first, heat.width) == ("norm", ["b", "a"], 5, 1)
     np.testing.assert_array_equal(heat.values, [[1.0, INF, NAN], [0.0, INF, 2.0]])
-    _, colours = colours_of(heat.values)
-    for colour, cells in ((RED, [(0, 1), (1, 1)]), (ABSENT, [(0, 2)]), (ZERO, [(1, 0)])):
+    _, colors = colours_of(heat.values)
+    for color, cells in ((RED, [(0, 1), (1, 1)]), (ABSENT, [(0, 2)]), (ZERO, [(1, 0)])):
         for row, column in cells:
-            assert tuple(colours[row, column]) == matplotlib.colors.to_rgba(colour)
-    assert not np.allclose(colours[0, 0], colours[1, 2])
+            assert tuple(colors[row, column]) == matplotlib.colors.to_rgba(color)
+    assert not np.allclose(colors[0, 0], colors[1, 2])
 
 
 def test_heat_map_takes_one_measure_and_says_what_it_left_out() -> None:

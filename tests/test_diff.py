@@ -29,7 +29,7 @@ def test_every_inserted_node_is_an_added_line() -> None:
     graph = three_layers()
     marked = set(re.findall(r"^\+ +(\w+)(?:: \"[^\"]*\")? = .*  # ", graph.diff(), re.M))
 
-    assert marked == {name for edit in graph.edits for name in edit.nodes} | set(graph.carriers)
+    assert marked == {name for edit in graph.edits for name in edit.nodes} | set(graph.record_nodes)
     assert not [line for line in graph.diff().splitlines() if line.startswith("-") and "  # " in line]
 
 
@@ -42,7 +42,7 @@ def test_the_table_counts_edits_and_nodes_by_action() -> None:
         rf"ClipByGlobalNorm\(1\.0\) +6 +{total} +gradient:first\.weight \.\.\. gradient:third\.bias", table
     )
     assert re.search(r"<lambda>> +1 +0 +error:first", table)
-    assert re.search(rf"\(carries records\) +{len(graph.carriers)}", table)
+    assert re.search(rf"\(carries records\) +{len(graph.record_nodes)}", table)
 
 
 def test_no_edits() -> None:

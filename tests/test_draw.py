@@ -1,4 +1,4 @@
-"""``draw``: what it is given, what it writes, and what colours say."""
+"""``draw``: what it is given, what it writes, and what colors say."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
     (edit,) = net.edits
 
     assert set(found) == set(edit.nodes)  # the node that holds the error is of the next op
-    assert {paint.colour for paint in found.values()} == {_colours.palette()[-1]}
+    assert {paint.color for paint in found.values()} == {_colours.palette()[-1]}
     drawing = viz.draw(model.trace(torch.ones(2, 4)), monitor=model.monitor)
     assert drawing.color_by == "clip rate"
     assert drawing._repr_svg_().count(f"fill:{_colours.palette()[-1]}") == len(found) + 1  # and the legend
@@ -144,7 +144,7 @@ def test_scales() -> None:
 
     assert [largest.place(v) for v in (1e-4, 1e-1, 1e2)] == pytest.approx([0.0, 0.5, 1.0])
     assert largest.place(0.0) == 0.0
-    assert largest.colour(math.nan) == largest.colour(math.inf) == _colours.NOT_FINITE
+    assert largest.color(math.nan) == largest.color(math.inf) == _colours.NOT_FINITE
     bad = _colours.measure(last_run([Step(0, {"max_abs@error:a": math.nan})]), net)[0]
     assert bad.legend()[-1].text == "NaN or infinite"
     assert math.isnan(bad.totals["error:a"])
@@ -176,8 +176,8 @@ def test_a_share_of_zero_is_no_colour() -> None:
     net = _net.read(three_layers())
     (found,) = _colours.measure(last_run(steps), net)
 
-    assert found.colour(found.totals["error:second"]) == "#ffffff"
-    assert found.colour(found.totals["error:third"]) != "#ffffff"
+    assert found.color(found.totals["error:second"]) == "#ffffff"
+    assert found.color(found.totals["error:third"]) != "#ffffff"
     assert found.legend()[0].text == "all elements finite"
 
 
@@ -218,7 +218,7 @@ def test_the_first_failure_is_found_without_naming_a_site() -> None:
 
     assert failure is not None
     assert drawing.site == failure.site
-    origins = graph.meaning.origins
+    origins = graph.provenance.origins
     assert {(origins[n].op, origins[n].lane) for n in drawing.blamed} == {("sqrt", "backward")}
     assert "nonfinite, step 0 = 8" in drawing._repr_svg_()
     # from records alone, as of a file

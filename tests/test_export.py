@@ -29,9 +29,9 @@ def test_networkx_has_the_graph_node_by_node(name: str) -> None:
     for node in nodes:
         data = found.nodes[node.name]
         assert data["edit"] == by_edit.get(node.name, -1)
-        assert data["inserted"] == (node.name in by_edit or node.name in graph.carriers)
+        assert data["inserted"] == (node.name in by_edit or node.name in graph.record_nodes)
         assert data["site"] == (str(graph.edits[data["edit"]].site) if data["edit"] >= 0 else "")
-        assert data["lane"] == graph.meaning.origins[node.name].lane
+        assert data["lane"] == graph.provenance.origins[node.name].lane
         if node.op == "call_function":
             assert data["target"].split(".")[-2 if "." in data["target"] else 0] in str(node.target)
     saved = {(a, b) for a, b, is_saved in found.edges(data="saved") if is_saved}
@@ -89,7 +89,7 @@ def test_model_explorer(name: str, tmp_path: Path) -> None:
         assert all(isinstance(pair["value"], str) for pair in node["attrs"])
         assert node["namespace"].split("/")[0] in ("forward", "backward", "")
     styled = {node["id"] for node in one["nodes"] if "style" in node}
-    assert styled == {n for e in graph.edits for n in e.nodes} | set(graph.carriers)
+    assert styled == {n for e in graph.edits for n in e.nodes} | set(graph.record_nodes)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

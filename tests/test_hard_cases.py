@@ -301,8 +301,8 @@ def test_global_hook_registered_late_is_honoured_or_refused() -> None:
 
 
 def test_ninth_backend_of_one_function_is_announced() -> None:
-    from gradrewrite.backends.backend import Backend
-    from gradrewrite.backends.session import Session
+    from gradrewrite.backends.backend import make_backend
+    from gradrewrite.backends.engines import AotEager
 
     said, models = [], []
     for _ in range(torch._dynamo.config.recompile_limit):
@@ -310,7 +310,7 @@ def test_ninth_backend_of_one_function_is_announced() -> None:
         models.append(model)  # what belongs to a deleted model does not count
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            backend = Backend(Session(gr.on("gradient:*", Zero()), None), "op by op")
+            backend = make_backend(gr.on("gradient:*", Zero()), None, AotEager())
             torch.compile(model, backend=backend)(torch.ones(1, 4)).sum().backward()
         assert not model.fc.weight.grad.any()
         said.append(any("recompile limit" in str(w.message) for w in caught))

@@ -169,7 +169,7 @@ def test_dot_has_every_node_once() -> None:
         for edit in graph.edits:
             for name in edit.nodes:
                 assert source.count(f"data_node={name} ") == 1
-        assert source.count("penwidth=2") == len(graph.carriers) + sum(max(len(e.nodes), 1) for e in graph.edits)
+        assert source.count("penwidth=2") == len(graph.record_nodes) + sum(max(len(e.nodes), 1) for e in graph.edits)
         assert "dir=back" in source
         assert "nslimit=1" in source
 

@@ -301,4 +301,4 @@ def test_monitor_outlives_its_model_and_is_not_copied() -> None:
 def test_only_the_last_row_keeps_tensors() -> None:
     model = gr.transform(Probe(), gr.on("error:h", Keep()))
     run_probe(model, 1.0, 2.0)
-    assert [len(row.kept) for row in model.monitor._rows] == [0, 1]
+    assert [len(row.kept) for row in model.monitor._recorder.records] == [0, 1]

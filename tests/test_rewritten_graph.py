@@ -75,7 +75,7 @@ def test_edits_name_inserted_nodes_once() -> None:
     ]
     graph = gr.transform(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), policy).trace(torch.randn(2, 4))
     kinds = [f"{e.site.kind} {type(e.action).__name__}" for e in graph.edits]
-    inserted = [n for e in graph.edits for n in e.nodes] + list(graph.carriers)
+    inserted = [n for e in graph.edits for n in e.nodes] + list(graph.record_nodes)
     names = {n.name for n in graph.graph_module.graph.nodes}
 
     assert {k: kinds.count(k) for k in kinds} == {

@@ -148,7 +148,7 @@ def test_site_crosses_out_the_edge_that_was_replaced() -> None:
     (site,) = [s for s in graph.sites if str(s) == "error:second"]
     (clip,) = [e for e in graph.edits if e.site == site]
     sketch = viz.draw(graph, "site", site=site)._sketch
-    anchor = graph.meaning.anchors[site].node
+    anchor = graph.provenance.anchors[site].node
     cut = [link for link in sketch.links if link.kind == "cut"]
 
     assert cut

@@ -195,7 +195,7 @@ def _largest(run: Run) -> tuple[str, dict[str, dict[int, float]]]:
 
 
 def _order(series: Series) -> int:
-    return int(series.at.number[1:] or 1)
+    return series.at.occurrence
 
 
 def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:

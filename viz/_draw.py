@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from gradrewrite._warnings import warn_caller
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps, intended
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
 from gradrewrite.diagnostics.run_log import Run, Step
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.monitor import Monitor
@@ -165,7 +165,7 @@ class Drawing:
         actions = [edit.action for edit in self.graph.edits if edit.site == self.site]
         sites = {str(self.site), *(f"group:{a.group}" for a in actions if isinstance(a, GroupAction))}
         found = [one for one in self.run.series.values() if one.at.site in sites]
-        return {f"{one.at.record}{one.at.number}, step {one.steps[-1]}": one.values[-1] for one in found}
+        return {f"{one.at.name}, step {one.steps[-1]}": one.values[-1] for one in found}
 
     def _page(self) -> str:
         plain = replace(draw_ladder(self._ladder, {}, [], self.title), words=(), legend=())
@@ -274,7 +274,7 @@ def _first_failure(net: _net.Net, monitor: object, run: Run | None) -> tuple[Sit
         blamed = [n.name for n in nodes if (n.origin.module, n.origin.op, n.origin.lane) == (module, op, lane)]
         return by_name[str(error.site)], blamed
     bad = bad_steps(run) if run is not None else []
-    meant = intended(run, bad) if run is not None else set()
+    meant = expected_infinities(run, bad) if run is not None else set()
     for one in bad:  # sites in the order of execution
         found = [by_name[site] for site in one.sites if site in by_name and site not in meant]
         if found:

@@ -77,7 +77,7 @@ def _series_of(run: Run, kind: str, measure: str) -> list[Series]:
 
 
 def _number(series: Series) -> int:
-    return int(series.at.number[1:] or 0)
+    return series.at.occurrence
 
 
 def group(names: Sequence[str], limit: int) -> list[tuple[str, list[int]]]:

@@ -102,12 +102,12 @@ def read(graph: JointGraph) -> Net:
         raise TypeError(
             f"a picture is drawn of a JointGraph, as model.trace(...) returns it; got {type(graph).__name__}"
         )
-    marks: dict[str, tuple[Mark, int]] = dict.fromkeys(graph.carriers, ("records", -1))
+    marks: dict[str, tuple[Mark, int]] = dict.fromkeys(graph.record_nodes, ("records", -1))
     marks |= {name: ("edit", number) for number, edit in enumerate(graph.edits) for name in edit.nodes}
     fx_nodes = [node for node in graph.graph_module.graph.nodes if node.op != "output"]
     nodes = {node.name: _node(node, graph, *marks.get(node.name, ("", -1))) for node in fx_nodes}
     edges = [(read.name, node.name) for node in fx_nodes for read in node.all_input_nodes]
-    anchors = graph.meaning.anchors
+    anchors = graph.provenance.anchors
     return Net(
         nodes=nodes,
         edges=tuple(dict.fromkeys(edges)),
@@ -209,7 +209,7 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
     target = target or getattr(node.target, "__name__", str(node.target))
     is_reshape = node.target is operator.getitem or (target.startswith("aten.") and target.split(".")[1] in _RESHAPES)
     role: Role = "op" if node.op == "call_function" else ("placeholder" if node.op == "placeholder" else "constant")
-    origin = graph.meaning.origins.get(node.name, Origin("backward", -1, op="unknown"))
+    origin = graph.provenance.origins.get(node.name, Origin("backward", -1, op="unknown"))
     return Node(node.name, role, target, origin, mark, edit, shape, dtype, is_reshape)
 
 
@@ -226,6 +226,6 @@ def _describe_value(value: Any) -> tuple[str, str]:
 def _returned(graph: JointGraph) -> list[tuple[str, str]]:
     returned = graph.graph_module.graph.output_node().args[0]
     assert isinstance(returned, list | tuple)
-    labels = graph.meaning.outputs or ("",) * len(returned)
+    labels = graph.provenance.outputs or ("",) * len(returned)
     pairs = zip(labels, returned, strict=True)
     return [(label or f"#{n}", node.name) for n, (label, node) in enumerate(pairs) if isinstance(node, fx.Node)]

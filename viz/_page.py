@@ -13,8 +13,9 @@ from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, last_run, parse
+from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, last_run
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.record_layout import RecordKey
 from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.policy.actions import GroupAction
 from gradrewrite.viz import _ladder
@@ -227,9 +228,7 @@ def _sample(run: Run) -> list[Step]:
 
 
 def _is_bad(step: Step) -> bool:
-    return any(
-        not math.isfinite(v) or (v > 0 and parse(a, step.records).record in COUNTS) for a, v in step.records.items()
-    )
+    return any(not math.isfinite(v) or (v > 0 and RecordKey.parse(a).record in COUNTS) for a, v in step.records.items())
 
 
 def _number(value: float | None) -> float | str | None:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradrewrite.diagnostics.clipping import Clip, clips_of
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps, intended, is_bad
-from gradrewrite.diagnostics.run_log import Address, Run, Series, as_executed, kind_of
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities, is_bad
+from gradrewrite.diagnostics.run_log import Run, Series, as_executed, kind_of
+from gradrewrite.ir.record_layout import RecordKey
 
 Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -103,12 +104,10 @@ def losses(run: Run) -> list[Line]:
     found = [one for one in run.series.values() if one.at.record == "loss"]
     if not found:
         found = [one for one in run.series.values() if one.at.record == "max" and one.at.site == "activation:loss"]
-    return [
-        Line(f"{one.at.record}{one.at.number}@{one.at.site}", _ints(one.steps), np.array(one.values)) for one in found
-    ]
+    return [Line(f"{one.at.name}@{one.at.site}", _ints(one.steps), np.array(one.values)) for one in found]
 
 
-def levels(run: Run, at: Address, steps: Sequence[int], values: Sequence[float]) -> Array:
+def levels(run: Run, at: RecordKey, steps: Sequence[int], values: Sequence[float]) -> Array:
     """Magnitudes: inf where one is not finite; NaN where it is that of an empty tensor."""
     sizes = np.abs(np.array(values, dtype=np.float64))
     for n in np.flatnonzero(np.isnan(sizes)).tolist():
@@ -136,7 +135,7 @@ def _clipping(run: Run, clips: Sequence[Clip]) -> Clipping:
     acted, count = np.zeros(len(steps)), np.zeros(len(steps))
     for clip in clips:
         at = np.searchsorted(steps, clip.steps)
-        sizes = levels(run, Address(clip.record, "", clip.site, kind_of(clip.site)), clip.steps, clip.sizes)
+        sizes = levels(run, RecordKey(clip.record, 1, clip.site), clip.steps, clip.sizes)
         bounds = np.where(np.isfinite(clip.bounds), clip.bounds, math.nan)
         largest[at] = np.fmax(largest[at], sizes)
         low[at], high[at] = np.fmin(low[at], bounds), np.fmax(high[at], bounds)
@@ -159,7 +158,7 @@ def _over_window(values: Array, window: int) -> Array:
 def events(run: Run) -> Events:
     """What was not finite, and which updates were skipped."""
     bad = bad_steps(run)
-    meant = frozenset(intended(run, bad))
+    meant = frozenset(expected_infinities(run, bad))
     by_site: dict[str, list[int]] = {}
     for one in bad:
         for site in one.sites:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -128,16 +128,77 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
-def op_by_op(
+class CompilationHooks(Protocol):
+    """What a compiler calls on the way of one joint graph."""
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether the compiler may store the code of this graph in its caches."""
+        ...
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """Rewrite a joint graph, or a graph without gradients, in place."""
+        ...
+
+    def partition(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Callable[..., Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut a joint graph into forward and backward, by another partitioner."""
+        ...
+
+    def compile_forward(
+        self, compile_graph: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile a forward graph, by another compiler."""
+        ...
+
+    def compile_backward(
+        self, compile_graph: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile a backward graph, by another compiler."""
+        ...
+
+
+def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """AOTAutograd without a compiler (torch's ``aot_eager``)."""
+    return _compile(gm, inputs, forward=_run_eagerly, backward=_run_eagerly, inference=_run_eagerly)
+
+
+def compile_rewritten(gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Callable[..., Any]:
+    """AOTAutograd without a compiler, with our hooks."""
+
+    def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        hooks.rewrite(joint.graph)
+        joint.graph.lint()
+        joint.recompile()
+        return hooks.partition(joint, joint_inputs, inner=min_cut_partition, **kwargs)
+
+    def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        hooks.rewrite(graph.graph)
+        return box(graph)
+
+    def forward(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return hooks.compile_forward(_run_eagerly, graph, example_inputs)
+
+    def backward(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return hooks.compile_backward(_run_eagerly, graph, example_inputs)
+
+    return _compile(gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition)
+
+
+def _run_eagerly(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    return box(gm)
+
+
+def _compile(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-    forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
-    backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
-    inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., Any] = min_cut_partition,
 ) -> Callable[..., Any]:
-    """AOTAutograd without a compiler (what torch calls ``aot_eager``)."""
     from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(

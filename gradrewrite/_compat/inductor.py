@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from gradrewrite._compat.aot_autograd import min_cut_partition, no_autograd_cache
+from gradrewrite._compat.aot_autograd import CompilationHooks, min_cut_partition, no_autograd_cache
 
 
 def replace_random(gm: fx.GraphModule) -> None:
@@ -20,24 +20,16 @@ def replace_random(gm: fx.GraphModule) -> None:
         replace_random_passes(gm)
 
 
-def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any]) -> Callable[..., Any]:
+def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor as it is."""
     from torch._inductor.compile_fx import compile_fx
 
     with no_autograd_cache():
-        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(options) or None))
+        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(settings) or None))
 
 
-def inductor(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any],
-    joint_pass: Callable[[fx.Graph], None],
-    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-    forward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
-    backward: Callable[[Callable[..., Any], fx.GraphModule, Sequence[Any]], Any],
-    is_cacheable: Callable[[], bool],
+def compile_rewritten(
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], hooks: CompilationHooks
 ) -> Callable[..., Any]:
     """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
     from torch._inductor import config
@@ -45,21 +37,21 @@ def inductor(
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
-            if is_cacheable():
+            if hooks.is_cacheable:
                 return compile_fx_inner(g, xs, **kwargs)
             with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
                 return compile_fx_inner(g, xs, **kwargs)
 
         if kwargs.get("is_backward", False):
-            return backward(compile_graph, graph, example_inputs)
+            return hooks.compile_backward(compile_graph, graph, example_inputs)
         if kwargs.get("is_inference", False):
             return compile_graph(graph, example_inputs)
-        return forward(compile_graph, graph, example_inputs)
+        return hooks.compile_forward(compile_graph, graph, example_inputs)
 
-    patches = dict(options)
-    asked = {name: options.get(name, getattr(config, name)) for name in _OURS}
-    patches["joint_custom_pre_pass"] = _inductor_pass(joint_pass, asked["joint_custom_pre_pass"])
-    patches["custom_partitioner_fn"] = _inductor_partitioner(partition, asked["custom_partitioner_fn"])
+    patches = dict(settings)
+    asked = {name: settings.get(name, getattr(config, name)) for name in _OURS}
+    patches["joint_custom_pre_pass"] = _inductor_pass(hooks.rewrite, asked["joint_custom_pre_pass"])
+    patches["custom_partitioner_fn"] = _inductor_partitioner(hooks.partition, asked["custom_partitioner_fn"])
     # Named here so that what stop_folding sets is undone with the rest.
     patches["joint_graph_constant_folding"] = asked["joint_graph_constant_folding"]
     with no_autograd_cache():
@@ -137,7 +129,7 @@ def stop_folding() -> None:
     config.joint_graph_constant_folding = False
 
 
-def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inductor settings of ``torch.compile(mode=..., options=...)``; unknown ones raise RuntimeError."""
     from torch._inductor import config, list_mode_options
 
@@ -153,8 +145,8 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     return patches
 
 
-def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
+def uses_cuda_graphs(settings: Mapping[str, Any]) -> bool:
     """Whether outputs will live in memory that the next replay of a CUDA graph overwrites."""
     from torch._inductor import config
 
-    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))

@@ -1,4 +1,4 @@
-"""The torch.compile backend: Inductor, or op by op, around the rewrite."""
+"""The torch.compile backend."""
 
 from __future__ import annotations
 
@@ -8,34 +8,43 @@ from typing import Any
 
 from torch import fx, nn
 
-from gradrewrite._compat import data_parallel, dynamo, dynamo_cache, inductor
-from gradrewrite.backends.compilation import Runnable
-from gradrewrite.backends.compile_graph import Engine, _compile
+from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
+from gradrewrite.backends.compilation import compile_graph
+from gradrewrite.backends.engines import Engine, Inductor, Runnable
 from gradrewrite.backends.explanation import Explanation
 from gradrewrite.backends.session import Session
-from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.rules import check_policy
+from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.source_locations import user_line
 
 
 class Backend:
     """A torch.compile backend with a policy; made by ``gr.backend``."""
 
-    def __init__(self, session: Session, engine: Engine, *, is_silent: bool = False) -> None:
-        """Compile for a session; ``is_silent`` where no backward follows, so that what is skipped does not matter."""
+    def __init__(self, session: Session, engine: Engine, monitor: Monitor, *, is_silent: bool = False) -> None:
+        """Compile for a session.
+
+        Args:
+            session: The policy, and what was compiled for it.
+            engine: What compiles graphs.
+            monitor: Reads what the session records.
+            is_silent: Whether no backward follows, so that what is skipped does not matter.
+        """
         self.session = session
+        self.engine = engine
         self.is_silent = is_silent
-        self.engine: Engine = engine
         self.__name__ = "gradrewrite"
-        self._compiled: dict[
-            int, dynamo_cache.CompiledCode
-        ] = {}  # by identity of what torch.compile made of this object
+        self._monitor = monitor
+        # By identity of what torch.compile made of this object.
+        self._compiled: dict[int, dynamo_cache.CompiledCode] = {}
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def monitor(self) -> Monitor:
         """What the backward reported."""
-        return self.session.monitor
+        return self._monitor
 
     def explain(self) -> Explanation:
         """What was compiled and rewritten so far, and what was skipped."""
@@ -50,11 +59,11 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Runnable:
         """Compile one graph of Dynamo, as torch.compile asks."""
-        settings = {} if self.engine == "op by op" else inductor.inductor_options(mode, options)
+        engine = self.engine.configured(mode, options)
         broken = dynamo.graph_break_of(gm)
         if broken is not None and not self.is_silent and not data_parallel.is_ddp_split(gm):
             self.session.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
-        run = _compile(self.session, gm, example_inputs, self.engine, settings)
+        run = compile_graph(self.session, gm, example_inputs, engine)
         if not self.session.has_model:  # for a model, its entry does this
             self._live_with_modules()
         return run
@@ -91,7 +100,7 @@ def _drop_unused(ref: weakref.ref[Backend]) -> None:
 def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
     """Make a torch.compile backend that rewrites the backward, for people who call torch.compile themselves.
 
-    Names are those of the module that is compiled; with several modules in one compiled function they begin
+    ModuleNames are those of the module that is compiled; with several modules in one compiled function they begin
     with the variable (``gen.x``). A rule that matches nothing raises ``NoSuchSiteError`` from the first backward.
     torch.compile itself ignores hooks that are registered after the first call; ``gr.transform`` honours them.
 
@@ -110,7 +119,21 @@ def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
         >>> from gradrewrite.passes import ClipByNorm
         >>> step = torch.compile(torch.nn.Linear(2, 2), backend=gr.backend(gr.on("gradient:*", ClipByNorm(1.0))))
     """
-    return Backend(Session(policy, monitor), "inductor")
+    return make_backend(policy, monitor, Inductor())
+
+
+def make_backend(policy: Policy, monitor: Monitor | None, engine: Engine) -> Backend:
+    """Make a backend that compiles with an engine; see ``backend``."""
+    check_policy(policy)
+    monitor = monitor_or_new(monitor)
+    return Backend(Session(RewriteConfig(policy), recorder_of(monitor)), engine, monitor)
+
+
+def monitor_or_new(monitor: Monitor | None) -> Monitor:
+    """Return a monitor that was given, or a new one; TypeError if what was given is none."""
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor is a gr.Monitor, got {type(monitor).__name__}")
+    return Monitor() if monitor is None else monitor
 
 
 _registered: dict[int, Backend] = {}  # by identity of what torch.compile made of the name and the options

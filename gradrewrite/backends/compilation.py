@@ -1,113 +1,174 @@
-"""One graph on its way through the compiler."""
+"""The compilation of one Dynamo graph: probes, joint graph, rewrite, forward and backward."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, dynamo, inductor
+from gradrewrite._compat import aot_autograd, data_parallel, dynamo, fake_tensors, inductor, nn_modules
+from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
-from gradrewrite.backends.runtime_wrapper import _ACCUMULATED, _AGAIN, _Accumulation
+from gradrewrite.backends.runtime_wrapper import Accumulation, RewrittenBackward
 from gradrewrite.backends.session import Session
-from gradrewrite.diagnostics.step_snapshot import Forwards, names_of_outputs
-from gradrewrite.errors import NotRewrittenError, RewriteError
+from gradrewrite.diagnostics.step_snapshot import PendingForwards, names_of_outputs
+from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError, TraceError
 from gradrewrite.ir import editing
-from gradrewrite.ir.inputs import Given, Leaf
+from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.ir.record_layout import Carried
+from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
 from gradrewrite.policy.actions import GroupAction
-from gradrewrite.rewriting.rewrite import rewrite, show
+from gradrewrite.rewriting.dynamo_nodes import returned_inputs
+from gradrewrite.rewriting.probes import insert_probes, tracing
+from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
 
-Runnable = Callable[..., Any]
+
+def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
+    """Compile one Dynamo graph; a policy's error becomes a callable that raises it when the graph runs."""
+    if not needs_gradients(inputs):
+        return engine.compile_plain(gm, inputs)
+    if not session.has_model and dynamo.is_last_compilation():
+        _, _, frame = dynamo.current_frame()
+        session.warnings.warn_once(
+            "limit",
+            f"torch has compiled {frame} as often as its recompile limit allows; a further compilation (each new "
+            "backend counts as one) would run without the policy. Make one backend per function, call "
+            "torch.compiler.reset(), or raise torch._dynamo.config.recompile_limit",
+        )
+    if data_parallel.is_ddp_split(gm) and torch.is_grad_enabled() and session.config.policy not in ([], ()):
+        return _raising(GraphBreakError(_SPLIT))
+    try:
+        with marking(session, gm, inputs, engine) as compilation:
+            run = engine.compile_rewritten(gm, inputs, compilation)
+        if compilation.is_whole and session.has_model:
+            session.check_rules()  # before anything runs, so that the model stays as it was
+        return run
+    except RewriteError as err:
+        return _raising(err)
 
 
-class Traced(BaseException):  # not an Exception: torch wraps those
-    """Ends a trace: carries the graph, or the error that stopped it."""
+def needs_gradients(inputs: Sequence[Any]) -> bool:
+    """Whether an input of a Dynamo graph needs a gradient, so that there is a backward to rewrite."""
+    return any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
-    def __init__(self, result: JointGraph | RewriteError) -> None:
-        """Keep the result."""
-        super().__init__()
-        self.result = result
+
+@contextlib.contextmanager
+def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Iterator[GraphCompilation]:
+    """Insert probes into a Dynamo graph, and let them mark the joint graph that is traced inside the block."""
+    local, global_, frame = dynamo.current_frame()
+    broken = dynamo.graph_break_of(gm)
+    session.names.enter_frame(gm, local, global_)
+    is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
+    try:
+        compilation = GraphCompilation(
+            session,
+            engine,
+            frame,
+            is_whole,
+            is_last=broken is None,
+            inputs=_inputs_of(session, gm, inputs, is_whole=is_whole, role="value" if _is_resumed(frame) else "input"),
+            returned=returned_inputs(gm.graph),
+            ranks=data_parallel.ranks_around(session.names.all_modules()),
+        )
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
+        compilation.values = insert_probes(gm, session.names, masks)
+        nn_modules.keep_lstms_differentiable(gm)
+        gm.recompile()
+        try:
+            with tracing(compilation.values), _shared_memory_named(compilation.inputs, inputs):
+                yield compilation
+        finally:
+            compilation.values = ()  # fake tensors, of no use any more
+    finally:
+        session.names.leave_frame()
 
 
 @dataclass
-class Job:
-    """One graph on its way through the compiler."""
+class GraphCompilation:
+    """The hooks of one graph's compilation, and what is known of the graph.
+
+    Attributes:
+        session: Whose policy it follows.
+        engine: What compiles it.
+        frame: Name of its Python frame.
+        is_whole: Whether it holds all that one call of the model does.
+        is_last: Whether no graph break ended it.
+        inputs: The tensor inputs of the Dynamo graph, by position.
+        returned: Positions of the inputs that it returns.
+        ranks: Name of the data parallelism around the model, and its number of ranks.
+        values: What the probes stand behind, by their number.
+        result: The rewrite; None before it, and for a graph without gradients.
+        forwards: PendingForwards whose backward has not run yet; None where nothing is checked.
+    """
 
     session: Session
+    engine: Engine
     frame: str
     is_whole: bool
-    leaves: Mapping[int, Leaf]
-    given: Mapping[int, Given]
-    is_compiled: bool
     is_last: bool
-    ranks: tuple[str, int] = ("", 1)
+    inputs: Mapping[int, GraphInput]
+    returned: Collection[int]
+    ranks: tuple[str, int]
     values: Sequence[Value] = ()
-    carried: Carried = field(default_factory=Carried)
-    live: Mapping[str, Tensor] = field(default_factory=dict)
-    clipped: list[weakref.ref[Tensor]] = field(default_factory=list)
-    copies: bool = False
-    is_cacheable: bool = True
-    returned: Collection[int] = ()
-    forwards: Forwards | None = None
+    result: RewriteResult | None = None
+    forwards: PendingForwards | None = field(default=None, repr=False)
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether Inductor may store the code: not where an action assumes something of data-dependent sizes."""
+        return self.result is None or not self.result.assumes
+
+    def marked(self, graph: fx.Graph) -> MarkedJointGraph:
+        """Return a joint graph of this Dynamo graph with what its markers and inputs mean."""
+        return MarkedJointGraph(graph, self.values, self.inputs, self.is_last)
 
     def rewrite(self, graph: fx.Graph) -> None:
-        """The pass: rewrite the joint graph (a graph without gradients only loses its markers)."""
+        """Rewrite the joint graph (a graph without gradients only loses its markers)."""
         if not aot_autograd.gradient_outputs(graph):
             editing.erase_markers(graph)  # no backward, or the body of a higher-order op
             return
-        scale = self.session.loss_scale
-        scale_of = None if scale is None else scale.on
-        values, leaves, policy = self.values, self.leaves, self.session.policy
-        result = rewrite(graph, values, leaves, policy, given=self.given, scale_of=scale_of, is_last=self.is_last)
-        self.carried, self.live, self.is_cacheable = result.carried, result.live, not result.assumes
+        result = rewrite_joint_graph(self.marked(graph), self.session.config)
+        self.result = result
         assert graph.owning_module is not None
-        shown = JointGraph(graph.owning_module, result.sites, result.edits, result.carriers)
+        shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
-        if result.recipe is not None:
-            if self.is_compiled and result.recipe.is_random:
-                inductor.replace_random(result.recipe.graph)
-            self.forwards = Forwards(result.recipe)
+        if result.replay_graph is not None:
+            if self.engine.draws_from_seeds and result.replay_graph.is_random:
+                inductor.replace_random(result.replay_graph.graph)
+            self.forwards = PendingForwards(result.replay_graph)
         lost = tuple(site for site, _ in result.out_of_reach)
         self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits, lost))
+        self._note_warnings(result)
+
+    def _note_warnings(self, result: RewriteResult) -> None:
+        warnings = self.session.warnings
         for site, actions in result.out_of_reach:
             self.session.note_out_of_reach(site, actions)
-        returned = {self.leaves[position].name for position in self.returned if position in self.leaves}
-        for edit_ in result.edits:
-            if edit_.site.kind in ("gradient", "input") and edit_.site.name in returned:
-                self.session.say_once(f"returned {edit_.site}", _RETURNED.format(edit_.site))
-        grouped = {e.site.name for e in result.edits if isinstance(e.action, GroupAction)}
-        self.clipped = [leaf.ref for leaf in self.leaves.values() if leaf.ref is not None and leaf.name in grouped]
-        if result.carried.groups and not self.is_whole:
-            self.session.say_once(
+        returned = {self.inputs[n].name for n in self.returned if n in self.inputs and self.inputs[n].has_site}
+        for edit in result.edits:
+            if edit.site.kind in ("gradient", "input") and edit.site.name in returned:
+                warnings.warn_once(f"returned {edit.site}", _RETURNED.format(edit.site))
+        if result.outputs.groups and not self.is_whole:
+            warnings.warn_once(
                 "part",
-                f"{', '.join(result.carried.groups)}: the global clip sees only the gradients of one part of the model "
-                f"({self.frame}: {len(self.clipped)} parameters), because a graph break splits it; it clips each part "
-                "by itself. Remove the break, or use fullgraph=True to find it",
+                f"{', '.join(result.outputs.groups)}: the global clip sees only the gradients of one part of the model "
+                f"({self.frame}: {len(self._grouped())} parameters), because a graph break splits it; it clips each "
+                "part by itself. Remove the break, or use fullgraph=True to find it",
             )
 
-    def show(self, graph: fx.Graph) -> None:
-        """The pass of a trace: rewrite, then stop everything."""
-        assert graph.owning_module is not None
-        if not aot_autograd.gradient_outputs(graph):
-            editing.erase_markers(graph)
-            return
-        try:
-            scale = self.session.loss_scale
-            scale_of = None if scale is None else scale.on
-            values, leaves, policy = self.values, self.leaves, self.session.policy
-            joint, out_of_reach = show(graph.owning_module, values, leaves, policy, given=self.given, scale_of=scale_of)
-            for site, actions in out_of_reach:
-                self.session.note_out_of_reach(site, actions)
-            self.session.check_rules_on(joint.sites)
-        except RewriteError as err:
-            raise Traced(err) from None
-        raise Traced(joint)
+    def _grouped(self) -> list[weakref.ref[Tensor]]:
+        """The parameters that are clipped together."""
+        edits = self.result.edits if self.result is not None else ()
+        names = {edit.site.name for edit in edits if isinstance(edit.action, GroupAction)}
+        grouped = [given for given in self.inputs.values() if given.name in names]
+        return [given.parameter for given in grouped if given.parameter is not None]
 
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
@@ -140,45 +201,41 @@ class Job:
         return aot_autograd.boxed(run)
 
     def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile the backward with its extra outputs and live inputs, and take both off where it runs."""
+        """Compile the backward with its auxiliary outputs and live inputs, and take both off where it runs."""
+        assert self.result is not None  # a graph with a backward was rewritten
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        count = editing.release(gm.graph)
+        num_outputs = editing.release(gm.graph)
         lifted = editing.lift_live(gm)
         gm.recompile()
         compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
-        tensors = [self.live[name] for name, _ in lifted]
-        carried, session, watch = self.carried, self.session, _Accumulation(self.clipped)
-        forwards = self.forwards
-        owned = [leaf.ref for leaf in self.leaves.values() if leaf.ref is not None]
-        if forwards is not None:
-            forwards.note_saved(names)
-
-        def run(args: list[Any]) -> Any:
-            if not session.has_model:
-                session.check_rules()
-                session.check_ranks(*self.ranks)
-                session.say_now()
-            if carried.groups and watch.is_accumulating():
-                session.say_once("accumulated", _ACCUMULATED.format(", ".join(carried.groups)))
-                session.say_now()
-            witness = forwards.witness(dict(zip(names, args, strict=False))) if forwards is not None else None
-            if session.loss_scale is not None:
-                session.loss_scale.update()
-            args.extend(tensors)
-            outputs = compiled(args)
-            if not count:
-                return outputs
-            packs, kept = outputs[-count:][: len(carried.packs)], outputs[-count:][len(carried.packs) :]
-            # What is kept may be a gradient itself, which belongs to autograd; a CUDA graph overwrites all of it.
-            extras = [*(t.clone() if self.copies else t for t in packs), *(t.clone() for t in kept)]
-            again = session.monitor.collect(carried, extras, witness, owned)
-            if again and self.is_whole:
-                session.say_once("again", _AGAIN.format(", ".join(again)))
-                session.say_now()
-            watch.note_at_end()
-            return outputs[:-count]
-
+        if self.forwards is not None:
+            self.forwards.note_saved(names)
+        run = RewrittenBackward(
+            self.session,
+            compiled,
+            names,
+            [self.result.live[name] for name, _ in lifted],
+            self.result.outputs,
+            num_outputs,
+            self.is_whole,
+            self.engine.overwrites_outputs,
+            self.ranks,
+            self.forwards,
+            [given.parameter for given in self.inputs.values() if given.parameter is not None],
+            Accumulation(self._grouped()),
+        )
         return aot_autograd.boxed(run)
+
+
+def _is_resumed(frame: str) -> bool:
+    return frame.startswith("torch_dynamo_resume_in_")
+
+
+def _raising(error: RewriteError) -> Runnable:
+    def run(*_: Any) -> Any:
+        raise error.with_traceback(None)  # else each call would add its frames
+
+    return run
 
 
 def _compiled_autograd() -> NotRewrittenError:
@@ -193,3 +250,51 @@ _RETURNED = (
     "{}: the model returns this tensor, itself or as a view; what the caller's use of it adds to the gradient comes "
     "after the actions. Return a copy (.clone()) to have all of it in the graph"
 )
+_SPLIT = (
+    "DistributedDataParallel lets torch split this graph into its buckets (DDPOptimizer), where gradient sites, checks "
+    "and global clips are lost. Set torch._dynamo.config.optimize_ddp = False, or use "
+    "DistributedDataParallel(gr.transform(model, policy))"
+)
+
+
+@contextlib.contextmanager
+def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any]) -> Iterator[None]:
+    """Name the buffer and the parameter where torch cannot compile what shares its memory."""
+    try:
+        yield
+    except AssertionError as err:
+        parameters = [n for n, known in given.items() if known.role == "parameter"]
+        pairs = ((n, m) for n, known in given.items() if known.role == "buffer" for m in parameters)
+        found = next(((n, m) for n, m in pairs if fake_tensors.share_memory(inputs[n], inputs[m])), None)
+        if found is None or not aot_autograd.refuses_shared_memory(err):
+            raise
+        buffer, parameter = (given[n].name for n in found)
+        raise TraceError(
+            f"buffer {buffer!r} shares its memory with parameter {parameter!r}, and the forward writes to one of them, "
+            "which torch.compile cannot differentiate. Give the buffer memory of its own "
+            f"({parameter}.detach().clone()), or write outside of the forward: before the call, or after the backward"
+        ) from err
+
+
+def _inputs_of(
+    session: Session, gm: fx.GraphModule, inputs: Sequence[Any], *, is_whole: bool, role: Literal["input", "value"]
+) -> dict[int, GraphInput]:
+    """Return the tensor inputs of a Dynamo graph by position; behind a graph break they are values of another."""
+    found = {}
+    for position, (node, tensor) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        if not isinstance(tensor, Tensor):
+            continue
+        has_site = tensor.requires_grad
+        parameter, buffer = session.names.parameter(tensor), session.names.buffers.get(id(tensor))
+        if parameter is not None:
+            ref = weakref.ref(tensor) if has_site else None
+            found[position] = GraphInput("parameter", parameter, has_site=has_site, parameter=ref)
+            continue
+        is_mask = not tensor.requires_grad and fake_tensors.is_mask(tensor)
+        has_site &= is_whole or tensor.is_leaf  # behind a graph break, values of the graph before are no inputs
+        if buffer is not None:
+            found[position] = GraphInput("buffer", buffer, is_mask, has_site)
+        else:
+            name = session.inputs.name(dynamo.source_name(node) or node.name)
+            found[position] = GraphInput(role, name, is_mask, has_site)
+    return found

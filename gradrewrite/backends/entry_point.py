@@ -15,13 +15,14 @@ from torch import fx, nn
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache, nn_modules
 from gradrewrite._tensors import tensors_in
-from gradrewrite.backends.backend import Backend
-from gradrewrite.backends.module_hooks import Hooks, _identities_shown
+from gradrewrite.backends.module_hooks import HookWatch, identities_shown
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import GraphBreakError, NotRewrittenError
 from gradrewrite.rewriting.source_locations import user_line
 
-_counter = itertools.count()
+_counter = itertools.count()  # Dynamo keys its profiles by the names of functions
+
+Compiler = Callable[..., Any]
 
 
 class _WeakBackend:
@@ -29,7 +30,7 @@ class _WeakBackend:
 
     __name__ = "gradrewrite"
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Compiler) -> None:
         self._ref = weakref.ref(backend)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -38,32 +39,49 @@ class _WeakBackend:
         return backend(gm, example_inputs, **kwargs)
 
 
-class Entry:
+class EntryPoint:
     """The compiled function around a model.
 
     It has a code object of its own: torch counts compilations by code object, and at the ninth transform of a class
     would run the plain model.
     """
 
-    def __init__(self, session: Session, backend: Backend, model: nn.Module, settings: Mapping[str, Any]) -> None:
-        """Compile with these arguments of ``torch.compile``; TypeError for one that it does not take."""
+    def __init__(
+        self,
+        session: Session,
+        backend: Compiler,
+        evaluating_backend: Compiler,
+        model: nn.Module,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Compile a model.
+
+        Args:
+            session: Has the configuration.
+            backend: Compiles its graphs.
+            evaluating_backend: Compiles them for calls that no backward follows: in parts, if it must be.
+            model: The model.
+            options: Further arguments of ``torch.compile``.
+
+        Raises:
+            TypeError: ``torch.compile`` does not take one of the options.
+        """
         self._model = model
-        self._fullgraph = bool(settings["fullgraph"])
-        self._hooks = Hooks(model)
+        self._fullgraph = session.config.fullgraph
+        self._hooks = HookWatch(model)
         session.entry_name = f"gradrewrite_entry_{next(_counter)}"
-        self._session, self._backend = session, backend
-        self._compiled = self._compile(backend, settings)
-        # For calls that no backward follows: in parts, if it must be, and without a word on them.
-        self._silent_backend = Backend(session, backend.engine, is_silent=True)
-        self._evaluating = self._compile(self._silent_backend, {**settings, "fullgraph": False})
+        self._session, self._backends = session, (backend, evaluating_backend)
+        settings = {**options, "dynamic": session.config.dynamic}
+        self._compiled = self._compile(backend, {**settings, "fullgraph": self._fullgraph})
+        self._evaluating = self._compile(evaluating_backend, {**settings, "fullgraph": False})
         self._refusal = ""  # why the model cannot be one graph where it has no backward
 
-    def _compile(self, backend: Backend, settings: Mapping[str, Any]) -> dynamo_cache.CompiledFunction:
+    def _compile(self, backend: Compiler, settings: Mapping[str, Any]) -> dynamo_cache.CompiledFunction:
         compiled = dynamo_cache.CompiledFunction(
             _fresh_function(self._session, bool(settings["fullgraph"])),
             _WeakBackend(backend),
             settings,
-            partial(_identities_shown, weakref.ref(self._model)),
+            partial(identities_shown, weakref.ref(self._model)),
         )
         weakref.finalize(self, compiled.drop).atexit = False
         return compiled
@@ -136,7 +154,7 @@ def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
     )
     if fullgraph:
         raise NotRewrittenError(f"{text}; lift it, or pass fullgraph=False to run without the policy")
-    session.say_once("plain", text)
+    session.warnings.warn_once("plain", text)
 
 
 def may_have_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks of a model: whether they have changed, and those that show pass-through modules to the tracer."""
+"""HookWatch of a model: whether they have changed, and those that show pass-through modules to the tracer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradrewrite._compat import nn_modules
-from gradrewrite.rewriting.probes import _tap_module
+from gradrewrite.rewriting.probes import tap_module
 
 
-class Hooks:
+class HookWatch:
     """The hooks of a model: whether they have changed since it was traced."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,15 +44,15 @@ class Hooks:
 
 
 @contextlib.contextmanager
-def _identities_shown(ref: weakref.ref[nn.Module]) -> Iterator[Collection[int]]:
+def identities_shown(ref: weakref.ref[nn.Module]) -> Iterator[Collection[int]]:
     """Let pass-through modules of a model appear in the graph that is traced.
 
-    They get hooks that are there only meanwhile. Compiled code is not guarded on these; ``Hooks`` notices what the
+    They get hooks that are there only meanwhile. Compiled code is not guarded on these; ``HookWatch`` notices what the
     user registers there.
     """
     model = ref()
     modules = [m for m in model.modules() if _passes_through(m)] if model is not None else []
-    with nn_modules.shown_while_tracing(modules, _tap_module) as unguarded:
+    with nn_modules.shown_while_tracing(modules, tap_module) as unguarded:
         yield unguarded
 
 

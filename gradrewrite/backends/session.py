@@ -8,15 +8,15 @@ from typing import Any
 from torch import nn
 
 from gradrewrite._formatting import nearest
-from gradrewrite._warnings import warn
+from gradrewrite._warnings import PendingWarnings
 from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.errors import NoSuchSiteError, PolicyError
-from gradrewrite.monitoring.monitor import Monitor
-from gradrewrite.policy.actions import GroupAction, MeasuringAction, Policy
-from gradrewrite.policy.rules import check_policy, rules_of
+from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.policy.actions import GroupAction, Measurement
+from gradrewrite.policy.rules import rules_of
 from gradrewrite.rewriting.action_tracing import describe
-from gradrewrite.rewriting.loss_scale import LossScale
-from gradrewrite.rewriting.module_names import Inputs, Names
+from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.rewriting.module_names import InputNames, ModuleNames
 from gradrewrite.sites import Pattern, Site
 
 _CLIPS_APART = (
@@ -32,30 +32,30 @@ _SKIPS_APART = (
 
 
 class Session:
-    """One policy at work: what it was asked, what was compiled, what has to be said once."""
+    """One policy at work: the graphs that were compiled for it, and the names of the modules that it has met.
 
-    def __init__(
-        self,
-        policy: Policy,
-        monitor: Monitor | None,
-        model: nn.Module | None = None,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        """Begin with nothing compiled; PolicyError if ``policy`` is none."""
-        check_policy(policy)
-        if monitor is not None and not isinstance(monitor, Monitor):
-            raise TypeError(f"monitor is a gr.Monitor, got {type(monitor).__name__}")
-        self.policy = policy
-        self.monitor = Monitor() if monitor is None else monitor
-        self.loss_scale = loss_scale
-        self.has_model = model is not None  # not the model itself: torch keeps backends, and so sessions, for good
+    Attributes:
+        config: The configuration.
+        recorder: Takes what backwards report.
+        has_model: Whether it belongs to one model; it does not hold the model, for torch keeps backends for good.
+        entry_name: Name of the compiled function around the model.
+        names: ModuleNames of modules, parameters and buffers.
+        inputs: ModuleNames of the model's inputs.
+        graphs: Every compiled graph with a backward, in order.
+        skipped: Lines of regions that the tracer skipped, in order.
+        warnings: Warnings that wait for a safe moment.
+    """
+
+    def __init__(self, config: RewriteConfig, recorder: StepRecorder, model: nn.Module | None = None) -> None:
+        self.config = config
+        self.recorder = recorder
+        self.has_model = model is not None
+        self.entry_name = ""
+        self.names = ModuleNames(model)
+        self.inputs = InputNames(model)
         self.graphs: list[GraphReport] = []
         self.skipped: dict[str, None] = {}
-        self.entry_name = ""
-        self.names = Names(model)
-        self.inputs = Inputs(model)
-        self.said: set[str] = set()
-        self._to_say: list[str] = []
+        self.warnings = PendingWarnings()
         self._checked_rules = False
 
     def explanation(self) -> Explanation:
@@ -66,7 +66,7 @@ class Session:
         """List a region that the tracer skipped, and say so once."""
         if line not in self.skipped:
             self.skipped[line] = None
-            self.say_once(line, f"the tracer skipped a region, which the policy does not reach: {line}")
+            self.warnings.warn_once(line, f"the tracer skipped a region, which the policy does not reach: {line}")
 
     def note_break(self, reason: str) -> None:
         """List a reason that torch counted, unless its region is listed already."""
@@ -82,24 +82,13 @@ class Session:
 
     def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
         """Say once that the actions at a site were not inserted."""
-        self.say_once(
+        self.warnings.warn_once(
             f"view {site}",
             f"{site}: {', '.join(map(describe, actions))} cannot act, and nothing was inserted, because a part of this "
             "error does not come by here. Either the model returns this value, or a view of it, beside other views of "
             "the same memory (torch.compile makes such outputs outside of the graph), or it changes this value, a "
             "view, in place. Return or change a copy (.clone()), or act on another value",
         )
-
-    def say_once(self, key: str, text: str) -> None:
-        """Warn at the next safe moment, once for each key."""
-        if key not in self.said:
-            self.said.add(key)
-            self._to_say.append(text)
-
-    def say_now(self) -> None:
-        """Warn of what has gathered."""
-        while self._to_say:
-            warn(self._to_say.pop(0))
 
     def check_ranks(self, trainer: str, number: int) -> None:
         """Raise PolicyError for what does not act on the gradients of several processes as it should.
@@ -114,8 +103,8 @@ class Session:
         clips = [e for e in edits if isinstance(e.action, GroupAction) and e.site.kind == "gradient"]
         if clips:
             raise PolicyError(_CLIPS_APART.format(clips[0].action, trainer, number))
-        skips = [e for e in edits if isinstance(e.action, MeasuringAction) and e.action.fails == "skip"]
-        if skips and self.monitor.is_guarded:
+        skips = [e for e in edits if isinstance(e.action, Measurement) and e.action.fails == "skip"]
+        if skips and self.recorder.live_guards:
             raise PolicyError(_SKIPS_APART.format(skips[0].action, trainer, number))
 
     def check_rules(self) -> None:
@@ -128,7 +117,7 @@ class Session:
 
     def check_rules_on(self, sites: Sequence[Site] | Mapping[Site, None]) -> None:
         """Raise for the first rule that matches none of these sites, warn where its module made no value."""
-        for rule in rules_of(self.policy):
+        for rule in rules_of(self.config.policy):
             pattern = Pattern.parse(rule.pattern)
             if any(pattern.matches(site) for site in sites):
                 continue
@@ -139,7 +128,7 @@ class Session:
                 known = [str(s) for s in sites if s.name in shared]
                 known += nearest(rule.pattern, [str(s) for s in sites if s.name not in shared])
                 raise NoSuchSiteError(rule.pattern, known[:5])
-            self.say_once(
+            self.warnings.warn_once(
                 rule.pattern,
                 f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "
                 f"(unused, frozen, or not a tensor): the rule does nothing{self._advice(silent)}",

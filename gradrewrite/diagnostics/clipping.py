@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import quantiles
 
 from gradrewrite.diagnostics.run_log import BACKWARD, LISTED, Finding, Run, Series, listed
+from gradrewrite.ir.record_layout import RecordKey
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold
 
@@ -124,9 +125,10 @@ def clips_of(run: Run) -> list[Clip]:
 
 
 def _norm_clip(run: Run, bound: Series) -> Clip | None:
-    """The clip that a bound belongs to: a bound has the number of its norm."""
-    site, number = bound.at.site, bound.at.number
-    norms = _first_of(run, [f"{name}{n}@{site}" for n in (number, "") for name in ("norm", "total_norm")])
+    """The clip that a bound belongs to: a bound has the occurrence of its norm."""
+    site = bound.at.site
+    keys = [RecordKey(name, n, site) for n in (bound.at.occurrence, 1) for name in ("norm", "total_norm")]
+    norms = _first_of(run, keys)
     if norms is None:
         return None
     known = dict(zip(bound.steps, bound.values, strict=True))
@@ -136,15 +138,15 @@ def _norm_clip(run: Run, bound: Series) -> Clip | None:
 
 
 def _value_clip(run: Run, clipped: Series) -> Clip:
-    site, number = clipped.at.site, clipped.at.number
-    found = _first_of(run, [f"max_abs{number}@{site}", f"max_abs@{site}"])
+    site, occurrences = clipped.at.site, (clipped.at.occurrence, 1)
+    found = _first_of(run, [RecordKey("max_abs", n, site) for n in occurrences])
     known = dict(zip(found.steps, found.values, strict=True)) if found is not None else {}
     sizes = [known.get(step, math.nan) for step in clipped.steps]
-    limit = _first_of(run, [f"limit{number}@{site}", f"limit@{site}"])
+    limit = _first_of(run, [RecordKey("limit", n, site) for n in occurrences])
     limits = dict(zip(limit.steps, limit.values, strict=True)) if limit is not None else {}
     bounds = [limits.get(step, math.nan) for step in clipped.steps]
     return Clip(site, "max_abs", clipped.steps, sizes, bounds, [v > 0 for v in clipped.values])
 
 
-def _first_of(run: Run, addresses: Sequence[str]) -> Series | None:
-    return next((run.series[address] for address in addresses if address in run.series), None)
+def _first_of(run: Run, keys: Sequence[RecordKey]) -> Series | None:
+    return next((run.series[str(key)] for key in keys if str(key) in run.series), None)

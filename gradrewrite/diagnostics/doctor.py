@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from gradrewrite.diagnostics.activations import dead, saturated
 from gradrewrite.diagnostics.clipping import clips_always, clips_never
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps
-from gradrewrite.diagnostics.nonfinite_steps import BadStep, bad_steps, intended
+from gradrewrite.diagnostics.nonfinite_steps import BadStep, bad_steps, expected_infinities
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run, words
 
 
@@ -71,7 +71,7 @@ def _non_finite(run: Run) -> Finding | None:
 def _bad_steps(run: Run) -> list[BadStep]:
     """Steps that are not finite, without the sites that are meant to be so."""
     bad = bad_steps(run)
-    meant = intended(run, bad)
+    meant = expected_infinities(run, bad)
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in meant])]
 
 

@@ -12,12 +12,12 @@ from gradrewrite.diagnostics.run_log import (
     COUNTS,
     MAGNITUDES,
     MIN_STEPS,
-    Address,
     Run,
     Step,
     as_executed,
     kind_of,
 )
+from gradrewrite.ir.record_layout import RecordKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def bad_steps(run: Run) -> list[BadStep]:
     return [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
 
 
-def intended(run: Run, bad: Sequence[BadStep]) -> set[str]:
+def expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
     """Sites that are meant to be infinite (a mask): they were so in 5 steps whose backward was finite."""
     harmless: Counter[str] = Counter()
     for one in bad:
@@ -42,7 +42,7 @@ def intended(run: Run, bad: Sequence[BadStep]) -> set[str]:
     return {site for site, times in harmless.items() if times >= MIN_STEPS}
 
 
-def is_bad(at: Address, value: float, records: Mapping[str, float]) -> bool:
+def is_bad(at: RecordKey, value: float, records: Mapping[str, float]) -> bool:
     """Whether a value says that its site is not finite; NaN beside a count or a norm of 0 is an empty tensor."""
     if at.record in COUNTS:
         return value > 0

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors, operators
-from gradrewrite.diagnostics.step_snapshot import Witness
+from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir import ops
-from gradrewrite.ir.inputs import Given
-from gradrewrite.ir.markers import number_of
-from gradrewrite.ir.mask_infinities import hands_on, has_infinite_literal, is_added
-from gradrewrite.ir.ops import OPAQUE
+from gradrewrite.ir.inputs import GraphInput
+from gradrewrite.ir.mask_infinities import has_infinite_literal, is_added, propagates
+from gradrewrite.ir.ops import OPAQUE, number_of
 from gradrewrite.ir.provenance import owners
-from gradrewrite.ir.replay_graph import Recipe
+from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import Site
 
 
@@ -28,46 +27,46 @@ class _State:
     """What is known of one node's value."""
 
     is_bad: bool = False
-    is_intended: bool = False
+    is_expected: bool = False
     overwritten: str = ""
 
 
-def replay(witness: Witness, failed: Mapping[str, Site]) -> Evidence:
+def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
     """Run a step again, op by op, and look at every value; nothing of the user's is changed.
 
     Args:
-        witness: The step.
+        snapshot: The step.
         failed: Sites at which a check failed, by the name of the node that it looked at.
 
     Returns:
         What was seen. Roots are left out that lead neither to one of ``failed`` nor to what leaves the graph: the
         infinity of a logarithm that ``torch.where`` discards harms nobody.
     """
-    return _Replay(witness.recipe).run(witness, failed)
+    return _Replay(snapshot.replay_graph).run(snapshot, failed)
 
 
 class _Replay:
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._graph = recipe.graph.graph
+    def __init__(self, replay_graph: ReplayGraph) -> None:
+        self._replay_graph = replay_graph
+        self._graph = replay_graph.graph.graph
         self._nodes = list(self._graph.nodes)
         self._order = {node: number for number, node in enumerate(self._nodes)}
-        numbers = {site: number for number, site in recipe.errors.items()}
-        acting = {name: numbers[e.site] for name, e in recipe.actions.items() if e.site in numbers}
-        self._owners = owners(self._graph, recipe.backward, acting)
+        numbers = {site: number for number, site in replay_graph.errors.items()}
+        acting = {name: numbers[e.site] for name, e in replay_graph.actions.items() if e.site in numbers}
+        self._owners = owners(self._graph, replay_graph.backward, acting)
         self._output = self._graph.output_node()
         self._states: dict[fx.Node, _State] = {}
-        self._evidence = Evidence()
+        self._result = ReplayResult()
         self._records: set[fx.Node] = set()
         self._failed: Mapping[str, Site] = {}
 
-    def run(self, witness: Witness, failed: Mapping[str, Site]) -> Evidence:
+    def run(self, snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
         self._failed = failed
         places = self._places()
         last_use = {read: node for node in self._nodes for read in node.all_input_nodes}
         values: dict[fx.Node, Any] = {}
-        given = self._given(witness)
-        with _apart(witness, [held for held, _ in given.values()]):
+        given = self._given(snapshot)
+        with _apart(snapshot, [held for held, _ in given.values()]):
             for node in self._nodes:
                 if node.op == "output":
                     self._look_at_gradients(values)
@@ -77,9 +76,9 @@ class _Replay:
                     values[node] = held
                     self._states[node] = self._state_of_given(node, held, description)
                 elif node.op == "get_attr":
-                    values[node] = getattr(self._recipe.graph, str(node.target))
+                    values[node] = getattr(self._replay_graph.graph, str(node.target))
                     is_written = not _is_finite(values[node]) and not _has_nan(values[node])
-                    self._states[node] = _State(is_intended=is_written)
+                    self._states[node] = _State(is_expected=is_written)
                 else:
                     values[node] = self._call(node, values)
                 if node.name in failed and isinstance(values[node], Tensor):
@@ -89,46 +88,48 @@ class _Replay:
                 for read in node.all_input_nodes:
                     if last_use[read] is node:
                         values.pop(read, None)
-        self._evidence.seen.sort(key=lambda seen: (not seen.is_forward, seen.order))
-        self._evidence.roots = self._find_roots(failed)
-        return self._evidence
+        self._result.seen.sort(key=lambda seen: (not seen.is_forward, seen.order))
+        self._result.roots = self._find_roots(failed)
+        return self._result
 
     def _places(self) -> dict[Site, int]:
         """Where sites stand in the order of execution."""
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
-        places = {site: self._order[returned[at]] for at, site in self._recipe.gradients.items()}
+        places = {site: self._order[returned[at]] for at, site in self._replay_graph.gradients.items()}
         for node in self._nodes:
             if node.target in (ops.mark_activation, ops.mark_error):
                 is_forward = node.target is ops.mark_activation
-                site = (self._recipe.activations if is_forward else self._recipe.errors).get(number_of(node))
+                site = (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(
+                    number_of(node)
+                )
                 if site is not None:
                     places[site] = self._order[node]
         return places
 
-    def _given(self, witness: Witness) -> dict[fx.Node, tuple[Any, str]]:
+    def _given(self, snapshot: StepSnapshot) -> dict[fx.Node, tuple[Any, str]]:
         """Values of the placeholders, and what was overwritten."""
         placeholders = self._graph.find_nodes(op="placeholder")
-        inputs = [node for node in placeholders if node.name not in self._recipe.tangents]
+        inputs = [node for node in placeholders if node.name not in self._replay_graph.tangents]
         given = {}
-        for node, held in zip(inputs, witness.inputs, strict=True):
-            known = self._recipe.given.get(node.name)
+        for node, held in zip(inputs, snapshot.inputs, strict=True):
+            known = self._replay_graph.inputs.get(node.name)
             name = f"{known.role} {known.name}" if known is not None else node.name
             given[node] = (held.get(), name if held.is_overwritten() else "")
             if held.is_overwritten() and known is not None and known.role != "buffer":  # a step updates its buffers
-                self._evidence.overwritten = name
+                self._result.overwritten = name
         for node in placeholders:
-            if node.name in self._recipe.tangents:
-                held = witness.tangents[node.name]
+            if node.name in self._replay_graph.tangents:
+                held = snapshot.tangents[node.name]
                 given[node] = (held.get(), "the gradient of an output" if held.is_overwritten() else "")
         return given
 
     def _state_of_given(self, node: fx.Node, value: Any, overwritten: str) -> _State:
         if _is_finite(value):
             return _State(overwritten=overwritten)
-        known = self._recipe.given.get(node.name)
-        is_intended = known is not None and known.role != "parameter" and fake_tensors.is_mask(value) and is_added(node)
-        return _State(not is_intended, is_intended, overwritten)
+        known = self._replay_graph.inputs.get(node.name)
+        is_expected = known is not None and known.role != "parameter" and fake_tensors.is_mask(value) and is_added(node)
+        return _State(not is_expected, is_expected, overwritten)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         reads = [self._states[n] for n in node.all_input_nodes if n in self._states]
@@ -146,24 +147,24 @@ class _Replay:
         needed = [self._states[n] for n in operators.nodes_that_matter(node) if n in self._states]
         state = _State(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
         if not _is_finite(result):
-            masks = [values[n] for n in node.all_input_nodes if n in self._states and self._states[n].is_intended]
-            is_written = has_infinite_literal(node) or hands_on(node, result, masks)
-            state.is_intended = is_written and not _has_nan(result) and not any(s.is_bad for s in reads)
-            state.is_bad = not state.is_intended
+            masks = [values[n] for n in node.all_input_nodes if n in self._states and self._states[n].is_expected]
+            is_written = has_infinite_literal(node) or propagates(node, result, masks)
+            state.is_expected = is_written and not _has_nan(result) and not any(s.is_bad for s in reads)
+            state.is_bad = not state.is_expected
         self._states[node] = state
         return result
 
     def _look_at_marker(self, marker: fx.Node, value: Tensor) -> None:
         number = number_of(marker)
         is_forward = marker.target is ops.mark_activation
-        site = (self._recipe.activations if is_forward else self._recipe.errors).get(number)
+        site = (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(number)
         if site is not None and site not in self._failed.values():
             self._look_at(site, marker.all_input_nodes[0], value, self._order[marker], is_forward=is_forward)
 
     def _look_at_gradients(self, values: Mapping[fx.Node, Any]) -> None:
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
-        for position, site in self._recipe.gradients.items():
+        for position, site in self._replay_graph.gradients.items():
             node = returned[position]
             if isinstance(node, fx.Node) and site not in self._failed.values():
                 self._look_at(site, node, values[node], self._order[node], is_forward=False)
@@ -172,15 +173,15 @@ class _Replay:
         if not value.is_floating_point() and not value.is_complex():
             return
         at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
-        bad = 0 if self._states[node].is_intended else int(at_fault.sum())
+        bad = 0 if self._states[node].is_expected else int(at_fault.sum())
         size = value.detach().abs()
         finite = size[torch.isfinite(size)]
         smallest = float(finite.amin()) if finite.numel() else float("nan")
         largest = float(finite.amax()) if finite.numel() else float("nan")
         percent = 100.0 * bad / max(value.numel(), 1)
-        self._evidence.seen.append(Seen(site, order, is_forward, percent, smallest, largest, node.name))
+        self._result.seen.append(SiteObservation(site, order, is_forward, percent, smallest, largest, node.name))
 
-    def _find_roots(self, failed: Mapping[str, Site]) -> list[Root]:
+    def _find_roots(self, failed: Mapping[str, Site]) -> list[RootCause]:
         bad = {node for node, state in self._states.items() if state.is_bad}
         targets = {node for node in bad if node.name in failed} | (bad & set(self._output.all_input_nodes))
         leads: set[fx.Node] = set()
@@ -195,38 +196,38 @@ class _Replay:
                 roots.append(node)
         return [self._root(node, bad) for node in reversed(roots)]
 
-    def _root(self, node: fx.Node, bad: set[fx.Node]) -> Root:
+    def _root(self, node: fx.Node, bad: set[fx.Node]) -> RootCause:
         reached, todo = set(), [node]
         while todo:
             at = todo.pop()
             if at.name not in reached:
                 reached.add(at.name)
                 todo += [user for user in at.users if user in bad]
-        is_forward = node.name not in self._recipe.backward and node.name not in self._recipe.tangents
+        is_forward = node.name not in self._replay_graph.backward and node.name not in self._replay_graph.tangents
         op, source, came_in = "", "", ""
         if node.op == "placeholder":
             came_in = self._describe_given(node)
-        elif node.name in self._recipe.actions:
-            edit = self._recipe.actions[node.name]
+        elif node.name in self._replay_graph.actions:
+            edit = self._replay_graph.actions[node.name]
             op = f"{edit.site.name}: {edit.action!r}"
         else:
-            site = self._recipe.activations.get(self._owners.get(node, -1))
+            site = self._replay_graph.activations.get(self._owners.get(node, -1))
             op, source = (f"{site.module}/{site.op}", site.source) if site is not None else (str(node.target), "")
-        return Root(
+        return RootCause(
             order=self._order[node],
             is_forward=is_forward,
             op=op,
             source=source,
             came_in=came_in,
-            given=self._recipe.given.get(node.name),
+            given=self._replay_graph.inputs.get(node.name),
             reached=frozenset(reached),
             overwritten=self._states[node].overwritten,
         )
 
     def _describe_given(self, node: fx.Node) -> str:
-        if node.name in self._recipe.tangents:
+        if node.name in self._replay_graph.tangents:
             return "the gradient that came from outside the model (the loss) was not finite already"
-        known = self._recipe.given.get(node.name)
+        known = self._replay_graph.inputs.get(node.name)
         if known is None:
             return "a value that came into the graph was not finite already"
         if known.role == "parameter":
@@ -237,7 +238,7 @@ class _Replay:
 
 
 @contextlib.contextmanager
-def _apart(witness: Witness, values: Sequence[Any]) -> Iterator[None]:
+def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
     """Run with the random state of the step, and leave that of the program as it is."""
     devices = sorted({v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"})
     with contextlib.ExitStack() as stack:
@@ -247,8 +248,8 @@ def _apart(witness: Witness, values: Sequence[Any]) -> Iterator[None]:
         for kind in {"cpu", *("cuda" for _ in devices)}:
             stack.enter_context(torch.autocast(kind, enabled=False))  # the graph has its casts
         warnings.simplefilter("ignore")  # torch said them when the step ran
-        if witness.random is not None:
-            witness.random.restore()
+        if snapshot.random is not None:
+            snapshot.random.restore()
         yield
 
 
@@ -269,7 +270,7 @@ def _has_nan(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SiteObservation:
     """What a site held in a replay.
 
     Attributes:
@@ -292,7 +293,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class RootCause:
     """Where non-finite values begin: an op, or a value that came into the graph.
 
     Attributes:
@@ -311,15 +312,15 @@ class Root:
     op: str
     source: str
     came_in: str
-    given: Given | None
+    given: GraphInput | None
     reached: frozenset[str]
     overwritten: str
 
 
 @dataclass
-class Evidence:
+class ReplayResult:
     """What one replay saw, in the order of execution, and an input that was overwritten since (``""`` if none was)."""
 
-    seen: list[Seen] = field(default_factory=list)
-    roots: list[Root] = field(default_factory=list)
+    seen: list[SiteObservation] = field(default_factory=list)
+    roots: list[RootCause] = field(default_factory=list)
     overwritten: str = ""

@@ -1,16 +1,15 @@
-"""Root causes: from failed finite checks to the error that says where it began."""
+"""RootCause causes: from failed finite checks to the error that says where it began."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
-from gradrewrite.diagnostics.replay import Evidence, Root, Seen, replay
-from gradrewrite.diagnostics.step_snapshot import Witness
-from gradrewrite.errors import NonFiniteError, Window
-from gradrewrite.ir.record_layout import Carried, Check, OnFailure
+from gradrewrite.diagnostics.replay import ReplayResult, RootCause, SiteObservation, replay
+from gradrewrite.diagnostics.step_snapshot import CheckedGraph
+from gradrewrite.errors import NonFiniteError, PrecedingSite
+from gradrewrite.ir.record_layout import OnFailure, RecordKey
 from gradrewrite.sites import Site
 
 _WINDOW = 5
@@ -19,74 +18,68 @@ _DID_NOT_FAIL = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRun:
-    """One backward graph of a step: what it carried, the values of its records, and what a replay needs."""
-
-    carried: Carried
-    values: Mapping[str, float]
-    witness: Witness | None
-
-    def failed(self, modes: Collection[str]) -> list[Check]:
-        """The checks of these kinds that failed, in the order of execution."""
-        return [c for c in self.carried.checks if c.on_failure in modes and self.values[c.address] > 0]
-
-
 def find_failure(
-    step: int, runs: Sequence[CheckedRun], modes: Collection[str], *, replays: bool
+    step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], *, replays: bool, reason: str = ""
 ) -> NonFiniteError | None:
-    """The error for a step; None if no check of these kinds failed.
+    """Return the error for a step; None if no check of these kinds failed.
 
     Args:
         step: Number of the backward.
-        runs: Its graphs, in the order in which their backwards ran.
+        graphs: Its graphs, in the order in which their backwards ran.
         modes: Which checks count.
         replays: Whether to replay the step op by op, or to say what the checks alone say.
+        reason: Why the error is raised, if not for the failed check alone; the first part of its note.
     """
-    if not any(run.failed(modes) for run in runs):
+    if not any(graph.failed(modes) for graph in graphs):
         return None
+    error = _analyse(step, graphs, modes, replays=replays)
+    error.note = "; ".join(part for part in (reason, error.note) if part)
+    return error
+
+
+def _analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], *, replays: bool) -> NonFiniteError:
     if not replays:
-        return _from_checks(step, runs, modes, "")
+        return _from_checks(step, graphs, modes, "")
     try:
-        evidence = [_replay(run, {c.node: c.site for c in run.failed(modes)}) for run in runs]
-        return _from_evidence(step, runs, modes, evidence)
+        results = [_replay(graph, {c.node: c.site for c in graph.failed(modes)}) for graph in graphs]
+        return _from_replays(step, graphs, modes, results)
     except Exception as err:  # whatever stops a replay, the failed check has to be reported
         reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
-        return _from_checks(step, runs, modes, f"the step could not be replayed: {reason}")
+        return _from_checks(step, graphs, modes, f"the step could not be replayed: {reason}")
 
 
-def find_anywhere(step: int, runs: Sequence[CheckedRun]) -> NonFiniteError | None:
+def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> NonFiniteError | None:
     """The error that a check at all that leaves the graphs would give; None if all of it is finite.
 
     Raises:
         RuntimeError: The step cannot be replayed.
     """
-    evidence = [_replay(run, {}) for run in runs]
-    return _from_evidence(step, runs, get_args(OnFailure), evidence) if any(e.roots for e in evidence) else None
+    results = [_replay(graph, {}) for graph in graphs]
+    return _from_replays(step, graphs, get_args(OnFailure), results) if any(r.roots for r in results) else None
 
 
-def _replay(run: CheckedRun, failed: Mapping[str, Site]) -> Evidence:
-    if run.witness is None and run.carried.checks:
+def _replay(graph: CheckedGraph, failed: Mapping[str, Site]) -> ReplayResult:
+    if graph.snapshot is None and graph.outputs.checks:
         raise RuntimeError("its inputs have been let go, or were never known")
-    if run.witness is None:
-        return Evidence()
-    if run.witness.missing:
-        raise RuntimeError(run.witness.missing)
-    return replay(run.witness, failed)
+    if graph.snapshot is None:
+        return ReplayResult()
+    if graph.snapshot.missing:
+        raise RuntimeError(graph.snapshot.missing)
+    return replay(graph.snapshot, failed)
 
 
-def _from_checks(step: int, runs: Sequence[CheckedRun], modes: Collection[str], note: str) -> NonFiniteError:
+def _from_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str) -> NonFiniteError:
     """Only what the checks say: the first that failed."""
-    forward = [(run, c) for run in reversed(runs) for c in run.failed(modes) if c.site.kind == "activation"]
-    backward = [(run, c) for run in runs for c in run.failed(modes) if c.site.kind != "activation"]
+    forward = [(graph, c) for graph in reversed(graphs) for c in graph.failed(modes) if c.site.kind == "activation"]
+    backward = [(graph, c) for graph in graphs for c in graph.failed(modes) if c.site.kind != "activation"]
     if not forward and not backward:  # only find_anywhere asks without a failed check
         raise RuntimeError(note or "the op at fault leads to no site")
-    (run, check), *rest = forward + backward
+    (graph, check), *rest = forward + backward
     size = math.prod(math.nan if s is None else s for s in check.site.shape)
     is_activation = check.site.kind == "activation"
     return NonFiniteError(
         check.site,
-        percent=100.0 * run.values[check.address] / size,
+        percent=100.0 * graph.values[check.key] / size,
         op=_name(check.site) if is_activation else "",
         source=check.site.source if is_activation else "",
         step=step,
@@ -95,35 +88,35 @@ def _from_checks(step: int, runs: Sequence[CheckedRun], modes: Collection[str], 
     )
 
 
-def _from_evidence(
-    step: int, runs: Sequence[CheckedRun], modes: Collection[str], evidence: Sequence[Evidence]
+def _from_replays(
+    step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], results: Sequence[ReplayResult]
 ) -> NonFiniteError:
-    last = len(runs) - 1
+    last = len(graphs) - 1
 
-    def place(number: int, item: Root | Seen) -> tuple[bool, int, int]:
+    def position(number: int, item: RootCause | SiteObservation) -> tuple[bool, int, int]:
         return (not item.is_forward, last - number if item.is_forward else number, item.order)
 
-    roots = sorted(((place(n, r), n, r) for n, e in enumerate(evidence) for r in e.roots), key=lambda entry: entry[0])
+    roots = sorted(((position(n, r), n, r) for n, e in enumerate(results) for r in e.roots), key=lambda entry: entry[0])
     roots = [entry for entry in roots if _counts(entry[2], entry[1], last)] or roots
     if roots:
-        overwritten = roots[0][2].overwritten or _changed_unseen(roots[0][2], runs[roots[0][1]])
+        overwritten = roots[0][2].overwritten or _changed_unseen(roots[0][2], graphs[roots[0][1]])
     else:
-        overwritten = next((e.overwritten for e in evidence if e.overwritten), "")
+        overwritten = next((e.overwritten for e in results if e.overwritten), "")
     if overwritten:
         note = f"the step could not be replayed: {overwritten} was overwritten since the forward"
-        return _from_checks(step, runs, modes, note)
+        return _from_checks(step, graphs, modes, note)
     if not roots:
-        return _from_checks(step, runs, modes, _DID_NOT_FAIL)
+        return _from_checks(step, graphs, modes, _DID_NOT_FAIL)
     _, number, root = roots[0]
-    seen = sorted(((place(n, s), n, s) for n, e in enumerate(evidence) for s in e.seen), key=lambda entry: entry[0])
+    seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
     first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), None)
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
-        error = _from_checks(step, runs, modes, "")
+        error = _from_checks(step, graphs, modes, "")
         error.op, error.source, error.cause = root.op, root.source, root.came_in
         return error
-    before = [s for _, n, s in seen if place(n, s) < place(*first)]
-    stale = next((e.overwritten for e in evidence if e.overwritten), "")
+    before = [s for _, n, s in seen if position(n, s) < position(*first)]
+    stale = next((e.overwritten for e in results if e.overwritten), "")
     return NonFiniteError(
         first[1].site,
         percent=first[1].percent,
@@ -131,24 +124,24 @@ def _from_evidence(
         source=root.source,
         step=step,
         others=[s.site for n, s in bad if s is not first[1]],
-        window=[Window(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
+        window=[PrecedingSite(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
         cause=root.came_in,
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
     )
 
 
-def _counts(root: Root, number: int, last: int) -> bool:
+def _counts(root: RootCause, number: int, last: int) -> bool:
     """Whether a root can be the first: what comes from another graph of the step was made there."""
     if not root.came_in or (root.given is not None and root.given.role == "parameter"):
         return True
     return number == last if root.is_forward else number == 0
 
 
-def _changed_unseen(root: Root, run: CheckedRun) -> str:
+def _changed_unseen(root: RootCause, graph: CheckedGraph) -> str:
     """An input that was finite when the step ran and is not now, though its version says nothing (numpy)."""
     if root.given is None or root.given.role != "input":
         return ""
-    was_finite = run.values.get(f"nonfinite@data:{root.given.name}") == 0
+    was_finite = graph.values.get(RecordKey("nonfinite", 1, f"data:{root.given.name}")) == 0
     return f"input {root.given.name}" if was_finite else ""
 
 

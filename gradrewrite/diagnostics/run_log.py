@@ -6,11 +6,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradrewrite.ir.record_layout import BOUNDS
+from gradrewrite.ir.record_layout import RecordKey
 
 MIN_STEPS = 5  # fewer values show no trend, and no habit
 LISTED = 5  # sites named in one finding
@@ -27,8 +27,8 @@ class Step:
 
     Attributes:
         step: Number of the backward, from 0.
-        records: Values by address ``record@site``, in the order of the sites: activations and errors in the order of
-            the forward, then gradients; magnitudes in units of the unscaled loss.
+        records: Values by the text of their keys, ``record@site``, in the order of the sites: activations and errors
+            in the order of the forward, then gradients; magnitudes in units of the unscaled loss.
     """
 
     step: int
@@ -69,33 +69,16 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """An address taken apart.
-
-    Attributes:
-        record: Name of the record without its number: ``max_abs`` in ``max_abs.2@error:a``.
-        number: The number with its dot, ``.2``; ``""`` if there is none.
-        site: The site, ``error:a``.
-        kind: Kind of the site, ``error``.
-    """
-
-    record: str
-    number: str
-    site: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
 class Series:
     """One record over a run.
 
     Attributes:
-        at: Its address.
+        at: Its key.
         steps: Numbers of the steps that have it.
         values: Its value in each of them.
     """
 
-    at: Address
+    at: RecordKey
     steps: list[int]
     values: list[float]
 
@@ -106,7 +89,7 @@ class Run:
 
     Attributes:
         steps: Its rows; their numbers rise.
-        series: Its records by address, in the order of their first appearance.
+        series: Its records by the text of their keys, in the order of their first appearance.
     """
 
     steps: Sequence[Step]
@@ -141,31 +124,14 @@ def last_run(steps: Sequence[Step]) -> Run:
     """The last run of several in one file: where the number of the step falls back, a new one begins."""
     begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
     last = steps[begins[-1] :] if begins else steps
-    addresses = {address for step in last for address in step.records}
     series: dict[str, Series] = {}
     for step in last:
         for address, value in step.records.items():
             if address not in series:
-                series[address] = Series(parse(address, addresses), [], [])
+                series[address] = Series(RecordKey.parse(address), [], [])
             series[address].steps.append(step.step)
             series[address].values.append(value)
     return Run(last, series)
-
-
-def parse(address: str, known: Collection[str]) -> Address:
-    """Take an address ``record@site`` or ``record.2@site`` apart.
-
-    Args:
-        address: The address.
-        known: All addresses of the run: ``layer.2`` is the second ``layer`` only where there is a first, or where it is
-            the name of a bound, which is numbered like what it bounds.
-    """
-    name, _, site = address.partition("@")
-    record, _, number = name.rpartition(".")
-    is_numbered = record in BOUNDS or f"{record}@{site}" in known
-    if record and number.isdecimal() and int(number) > 1 and is_numbered:
-        return Address(record, f".{number}", site, kind_of(site))
-    return Address(name, "", site, kind_of(site))
 
 
 def kind_of(site: str) -> str:

@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradrewrite.ir.replay_graph import Recipe
+from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
+from gradrewrite.ir.replay_graph import ReplayGraph
 
 _KEYS = 4
 _MOST_RUNS = 16  # forwards of one graph before a backward; a run that saved only parameters never looks over
 _LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
 
 
-class Held(NamedTuple):  # one is made for every parameter at every step
+class VersionedRef(NamedTuple):  # one is made for every parameter at every step
     """A value, or a weak reference to one that belongs to the model, and the version it had."""
 
     value: Any
     version: int
 
     @classmethod
-    def of(cls, value: Any, *, is_weak: bool = False) -> Held:
+    def of(cls, value: Any, *, is_weak: bool = False) -> VersionedRef:
         """Note the version of a tensor."""
         version = _version(value)
         return cls(weakref.ref(value) if is_weak else value, version)
@@ -83,10 +84,10 @@ class _Key(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ForwardRun:
+class ForwardCall:
     """One run of a forward graph: its inputs, and by what its backward will know it."""
 
-    inputs: tuple[Held, ...]
+    inputs: tuple[VersionedRef, ...]
     random: RandomState | None
     keys: Mapping[str, _Key]
 
@@ -96,37 +97,37 @@ class ForwardRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
+class StepSnapshot:
     """What a replay needs; ``missing`` says what it lacks.
 
     Attributes:
-        recipe: The graph.
+        replay_graph: The graph.
         inputs: The values of the placeholders of the forward, in order.
         tangents: The gradients that came from outside, by placeholder.
         random: The random state before the forward.
         missing: Why the step cannot be replayed; ``""`` if it can.
     """
 
-    recipe: Recipe
-    inputs: tuple[Held, ...] = ()
-    tangents: Mapping[str, Held] = field(default_factory=dict)
+    replay_graph: ReplayGraph
+    inputs: tuple[VersionedRef, ...] = ()
+    tangents: Mapping[str, VersionedRef] = field(default_factory=dict)
     random: RandomState | None = None
     missing: str = ""
 
 
-_Begun = tuple[tuple[Held, ...], RandomState | None]
+_Begun = tuple[tuple[VersionedRef, ...], RandomState | None]
 
 
-class Forwards:
+class PendingForwards:
     """The runs of one forward graph whose backward has not run yet."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, replay_graph: ReplayGraph) -> None:
         """Begin with none."""
-        self._recipe = recipe
-        self._runs: list[ForwardRun] = []
-        placeholders = [n.name for n in recipe.graph.graph.find_nodes(op="placeholder")]
-        names = [name for name in placeholders if name not in recipe.tangents]
-        known = [recipe.given.get(name) for name in names]
+        self._replay_graph = replay_graph
+        self._runs: list[ForwardCall] = []
+        placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
+        names = [name for name in placeholders if name not in replay_graph.tangents]
+        known = [replay_graph.inputs.get(name) for name in names]
         self._of_model = [k is not None and k.role in ("parameter", "buffer") for k in known]
         self._inputs = frozenset(names)
         self._saved: Collection[str] = ()
@@ -142,8 +143,8 @@ class Forwards:
     def begin(self, args: Sequence[Any]) -> _Begun:
         """Note the inputs of a run, before it begins."""
         self._runs = [run for run in self._runs if not run.is_over(self._saved)][1 - _MOST_RUNS :]
-        random = RandomState.now(args) if self._recipe.is_random else None
-        return tuple(Held.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
+        random = RandomState.now(args) if self._replay_graph.is_random else None
+        return tuple(VersionedRef.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
         """Note what a run returned: by its storage the backward is known."""
@@ -153,23 +154,25 @@ class Forwards:
                 keys[name] = _Key.of(value)
             elif len(keys) == _KEYS:
                 break
-        self._runs.append(ForwardRun(*begun, keys))
+        self._runs.append(ForwardCall(*begun, keys))
 
-    def witness(self, args: Mapping[str, Any]) -> Witness:
+    def snapshot(self, args: Mapping[str, Any]) -> StepSnapshot:
         """What is known of the step whose backward is given these arguments, by placeholder."""
         run = self._find(args)
         if run is None:
-            return Witness(self._recipe, missing="its forward is not known (a second backward through one graph?)")
-        tangents = {n: args[n] for n in self._recipe.tangents if n in args}
+            return StepSnapshot(
+                self._replay_graph, missing="its forward is not known (a second backward through one graph?)"
+            )
+        tangents = {n: args[n] for n in self._replay_graph.tangents if n in args}
         if any(t.numel() * t.element_size() > _LARGEST_KEPT for t in tangents.values()):
             missing = (
                 "a gradient from outside the model is larger than 64 MiB and was not kept; compute the loss inside"
             )
-            return Witness(self._recipe, missing=f"{missing} the model, or call gr.locate")
-        held = {name: Held.of(t) for name, t in tangents.items()}
-        return Witness(self._recipe, run.inputs, held, run.random)
+            return StepSnapshot(self._replay_graph, missing=f"{missing} the model, or call gr.locate")
+        held = {name: VersionedRef.of(t) for name, t in tangents.items()}
+        return StepSnapshot(self._replay_graph, run.inputs, held, run.random)
 
-    def _find(self, args: Mapping[str, Any]) -> ForwardRun | None:
+    def _find(self, args: Mapping[str, Any]) -> ForwardCall | None:
         for run in reversed(self._runs):
             known = [n for n in run.keys if isinstance(args.get(n), Tensor)]
             if known and all(run.keys[n].is_of(args[n]) for n in known):
@@ -179,6 +182,19 @@ class Forwards:
         if len(unknown) == len(self._runs) == 1:  # it saved nothing but inputs
             return self._runs.pop()
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedGraph:
+    """One backward graph of a step: its outputs, the values of its records, and what a replay needs."""
+
+    outputs: BackwardOutputs
+    values: Mapping[RecordKey, float]
+    snapshot: StepSnapshot | None
+
+    def failed(self, modes: Collection[str]) -> list[Check]:
+        """The checks of these kinds that failed, in the order of execution."""
+        return [c for c in self.outputs.checks if c.on_failure in modes and self.values[c.key] > 0]
 
 
 def names_of_outputs(gm: fx.GraphModule) -> list[str]:

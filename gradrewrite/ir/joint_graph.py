@@ -11,7 +11,7 @@ from torch import fx
 
 from gradrewrite._formatting import plain_table
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.provenance import Meaning
+from gradrewrite.ir.provenance import Provenance
 from gradrewrite.sites import Site
 
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
@@ -27,23 +27,23 @@ class JointGraph:
         graph_module: The graph; it can be run with the values of its placeholders.
         sites: All sites: values in execution order, then parameters, then inputs.
         edits: What was inserted, by site in the same order; group actions last.
-        carriers: Names of the inserted nodes that carry records out of the graph.
+        record_nodes: Names of the inserted nodes that carry records out of the graph.
         before: The same graph without the rewrite; None for such a graph itself.
-        meaning: What its parts mean: lanes, ops and modules of nodes, where sites stand.
+        provenance: What its parts mean: lanes, ops and modules of nodes, where sites stand.
     """
 
     graph_module: fx.GraphModule = field(repr=False)
     sites: tuple[Site, ...]
     edits: tuple[Edit, ...] = ()
-    carriers: tuple[str, ...] = ()
+    record_nodes: tuple[str, ...] = ()
     before: JointGraph | None = None
-    meaning: Meaning = field(default_factory=Meaning, repr=False)
+    provenance: Provenance = field(default_factory=Provenance, repr=False)
 
     @property
     def code(self) -> str:
         """The graph as Python, each inserted line marked with its action and site."""
         marks = {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
-        marks |= dict.fromkeys(self.carriers, "records")
+        marks |= dict.fromkeys(self.record_nodes, "records")
         lines = []
         for line in self.graph_module.print_readable(print_output=False).splitlines():
             if _OWN_LINE.match(line):
@@ -80,8 +80,8 @@ class JointGraph:
             )
             for text, edits in actions.items()
         ]
-        if self.carriers:
-            rows.append(("(carries records)", "", str(len(self.carriers)), ""))
+        if self.record_nodes:
+            rows.append(("(carries records)", "", str(len(self.record_nodes)), ""))
         return "\n".join([*lines, "", plain_table(("action", "edits", "nodes", "sites"), rows)])
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd
 from gradrewrite.ir import ops
+from gradrewrite.ir.ops import number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,6 @@ def read_markers(graph: fx.Graph) -> Markers:
         elif node.target is ops.mark_error and aot_autograd.is_backward(node):  # not of a gradient inside the forward
             found.errors[number_of(node)] = node
     return found
-
-
-def number_of(marker: fx.Node) -> int:
-    """Number of the value that a marker stands on."""
-    number = marker.args[1]
-    assert isinstance(number, int)
-    return number
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import operators
 
-# Ops that hand infinities on; any other is taken to use them up, as softmax does.
-_HANDS_ON = frozenset(
+# Ops that propagate infinities; any other is taken to use them up, as softmax does.
+_PROPAGATING = frozenset(
     (
         "add", "add_", "iadd", "radd", "sub", "sub_", "isub", "mul", "mul_", "imul", "rmul", "truediv", "div", "div_",
         "itruediv", "masked_fill", "masked_fill_", "where", "full", "full_like", "new_full", "fill_", "triu", "triu_",
@@ -24,7 +24,7 @@ _HANDS_ON = frozenset(
 )  # fmt: skip
 
 
-def hands_on_infinity(name: str, node: fx.Node, tainted: set[fx.Node]) -> bool:
+def propagates_infinity(name: str, node: fx.Node, tainted: set[fx.Node]) -> bool:
     """Whether an op's result may hold infinities that the program itself wrote.
 
     Args:
@@ -32,11 +32,11 @@ def hands_on_infinity(name: str, node: fx.Node, tainted: set[fx.Node]) -> bool:
         node: Its node in a Dynamo graph.
         tainted: Nodes whose values may hold such infinities.
     """
-    return name in _HANDS_ON and (has_infinite_literal(node) or any(n in tainted for n in node.all_input_nodes))
+    return name in _PROPAGATING and (has_infinite_literal(node) or any(n in tainted for n in node.all_input_nodes))
 
 
 # The same for the nodes of an ATen graph, where softmax may be taken apart.
-_ATEN_HANDS_ON = frozenset(
+_ATEN_PROPAGATING = frozenset(
     (
         "add", "sub", "rsub", "mul", "div", "where", "masked_fill", "full", "full_like", "scalar_tensor", "triu",
         "tril", "amax", "max", "maximum", "minimum", "cat", "stack", "index", "gather", "repeat", "constant_pad_nd",
@@ -53,7 +53,7 @@ _RESHAPES = frozenset(
 _ELEMENTWISE = frozenset(("add", "sub", "rsub", "mul", "div"))
 
 
-def hands_on(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
+def propagates(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
     """Whether an ATen node hands on the infinities of masks, and has no others.
 
     Args:
@@ -62,7 +62,7 @@ def hands_on(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
         masks: Those of its inputs that hold infinities that the program wrote.
     """
     name = operators.name_of(node)
-    if not masks or name not in _ATEN_HANDS_ON | _RESHAPES:
+    if not masks or name not in _ATEN_PROPAGATING | _RESHAPES:
         return False
     if name not in _ELEMENTWISE:
         return True

@@ -41,6 +41,13 @@ fx.node.has_side_effect(mark_activation)
 fx.node.has_side_effect(hold)
 
 
+def number_of(marker: fx.Node) -> int:
+    """Number of the value that a marker stands on."""
+    number = marker.args[1]
+    assert isinstance(number, int)
+    return number
+
+
 def _wide_norm(x: Tensor) -> Tensor:
     if x.dtype in (torch.float64, torch.complex128):
         return norm_of(x)

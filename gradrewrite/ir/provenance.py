@@ -13,8 +13,8 @@ from torch import fx
 from gradrewrite._compat import aot_autograd
 from gradrewrite.ir import ops
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.inputs import Given, Leaf
-from gradrewrite.ir.markers import number_of
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.ops import number_of
 from gradrewrite.ir.values import Value
 from gradrewrite.sites import Site
 
@@ -63,7 +63,7 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class Provenance:
     """What the parts of a joint graph mean.
 
     Attributes:
@@ -126,22 +126,15 @@ def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors:
     return nearest
 
 
-def read_origins(
-    graph: fx.Graph, values: Sequence[Value], leaves: Mapping[int, Leaf], given: Mapping[int, Given]
-) -> Meaning:
-    """Read what the nodes of a marked joint graph belong to.
-
-    Args:
-        graph: The joint graph, before the rewrite.
-        values: What the probes stand behind, by their number.
-        leaves: The differentiable inputs of the Dynamo graph, by position.
-        given: What all inputs of the Dynamo graph are, by position.
+def read_provenance(marked: MarkedJointGraph) -> Provenance:
+    """Read the provenance of the nodes of a marked joint graph, before the rewrite.
 
     Returns:
         Origins and outputs; the anchors come from the rewrite.
     """
+    graph = marked.graph
     backward = {n.name for n in graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)}
-    owner, ops = owners(graph, backward), _ops(values)
+    owner, ops = owners(graph, backward), _ops(marked.values)
     last = max(ops, default=0)
     origins = {}
     for node in graph.nodes:
@@ -154,8 +147,8 @@ def read_origins(
         if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op
             users = [origins[u.name] for u in node.users if u.name in origins]
             origins[node.name] = users[0] if users else Origin("forward", last)
-    origins |= _of_placeholders(graph, origins, given, last)
-    return Meaning(origins, outputs=_outputs(graph, leaves))
+    origins |= _of_placeholders(marked, origins, last)
+    return Provenance(origins, outputs=_outputs(marked))
 
 
 def _written(node: fx.Node) -> fx.Node | None:
@@ -170,29 +163,29 @@ def _lane_name(is_forward: bool) -> Lane:
 
 
 def with_edits(
-    meaning: Meaning, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], carriers: Iterable[fx.Node]
-) -> Meaning:
+    provenance: Provenance, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], record_nodes: Iterable[fx.Node]
+) -> Provenance:
     """Add what a rewrite inserted: a node belongs where its site stands.
 
     Args:
-        meaning: What the graph meant before.
+        provenance: What the graph meant before.
         anchors: Where sites stand; those of parameters and inputs, whose order is -1, belong where their node does.
         edits: What was inserted.
-        carriers: The inserted nodes that carry records.
+        record_nodes: The inserted nodes that carry records.
     """
     known = {
-        site: anchor if anchor.order >= 0 else Anchor(anchor.node, meaning.origins[anchor.node].order)
+        site: anchor if anchor.order >= 0 else Anchor(anchor.node, provenance.origins[anchor.node].order)
         for site, anchor in anchors.items()
     }
     by_order: dict[int, Origin] = {}
-    for origin in meaning.origins.values():  # those of ops come before those of placeholders
+    for origin in provenance.origins.values():  # those of ops come before those of placeholders
         by_order.setdefault(origin.order, origin)
-    origins = dict(meaning.origins)
+    origins = dict(provenance.origins)
     for edit in edits:
         lane: Lane = "forward" if edit.site.kind == "activation" else "backward"
         origins.update(dict.fromkeys(edit.nodes, replace(by_order[known[edit.site].order], lane=lane)))
-    origins.update((node.name, Origin(_lane(node), -1, op="records")) for node in carriers)
-    return Meaning(origins, known, meaning.outputs)
+    origins.update((node.name, Origin(_lane(node), -1, op="records")) for node in record_nodes)
+    return Provenance(origins, known, provenance.outputs)
 
 
 def _lane(node: fx.Node) -> Lane:
@@ -218,15 +211,14 @@ def _ops(values: Sequence[Value]) -> dict[int, Origin]:
     return ops
 
 
-def _of_placeholders(
-    graph: fx.Graph, origins: Mapping[str, Origin], given: Mapping[int, Given], last: int
-) -> dict[str, Origin]:
+def _of_placeholders(marked: MarkedJointGraph, origins: Mapping[str, Origin], last: int) -> dict[str, Origin]:
+    graph = marked.graph
     inputs, tangents = aot_autograd.plain_inputs(graph), aot_autograd.tangents(graph)
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         users = [origins[u.name] for u in node.users if u.name in origins]
         first = min(users, key=lambda o: (o.lane == "backward", o.order), default=Origin("forward", last))
-        known = given.get(inputs.get(node, -1))
+        known = marked.inputs.get(inputs.get(node, -1))
         if node in tangents:
             found[node.name] = replace(first, lane="backward", op="outside", source="")
         elif known is None:
@@ -236,14 +228,15 @@ def _of_placeholders(
     return found
 
 
-def _outputs(graph: fx.Graph, leaves: Mapping[int, Leaf]) -> tuple[str, ...]:
+def _outputs(marked: MarkedJointGraph) -> tuple[str, ...]:
+    graph = marked.graph
     returned = graph.output_node().args[0]
     assert isinstance(returned, list | tuple)
     names = [""] * len(returned)
     for number, position in enumerate(aot_autograd.output_positions(graph)):
         names[position] = f"output:{number}"
-    for position, leaf_position in aot_autograd.gradient_outputs(graph):
-        leaf = leaves.get(leaf_position)
-        if leaf is not None:
-            names[position] = f"{'gradient' if leaf.is_parameter else 'input'}:{leaf.name}"
+    for position, input_position in aot_autograd.gradient_outputs(graph):
+        given = marked.inputs.get(input_position)
+        if given is not None and given.has_site:
+            names[position] = f"{'gradient' if given.role == 'parameter' else 'input'}:{given.name}"
     return tuple(names)

@@ -1,7 +1,8 @@
-"""The layout of what a rewritten backward returns beside the gradients: records, checks, log lines."""
+"""The layout of the auxiliary outputs of a rewritten backward: records, checks, log lines, kept tensors."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,15 +10,77 @@ from gradrewrite.sites import Site
 
 OnFailure = Literal["raise", "skip", "warn", "record"]
 
+# Records of the bounds of clips, by norm and by value; a bound has the occurrence of what it bounds.
+BOUNDS = frozenset(("bound", "limit"))
+
+_NUMBERED = re.compile(r"(.*)\.([1-9][0-9]{0,8})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """The key of a record.
+
+    Its text is ``record@site`` for the first record of a name at a site, ``record.2@site`` for the second. A name that
+    itself ends in a dot and a whole number > 0 is always written with its occurrence (``expert.3.1@site``), so
+    ``RecordKey.parse(str(key)) == key`` for every key.
+
+    Attributes:
+        record: Name of the record, without ``@``.
+        occurrence: Number of the record among those of this name at this site, from 1.
+        site: ``kind:name`` of the site, or what stands in its place (``group:default``, ``optimizer:0``, ``run``).
+
+    Raises:
+        ValueError: ``record`` has an ``@``, or ``occurrence`` is not in 1 to 999,999,999.
+    """
+
+    record: str
+    occurrence: int
+    site: str
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be parsed back."""
+        if "@" in self.record:
+            raise ValueError(f"the name of a record has no '@', got {self.record!r}")
+        if not 1 <= self.occurrence <= 999_999_999:
+            raise ValueError(f"the occurrence of {self.record!r} is in 1 to 999,999,999, got {self.occurrence!r}")
+
+    @property
+    def kind(self) -> str:
+        """Kind of the site: ``error`` of ``error:a``."""
+        return self.site.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The record with its occurrence, where that is written: ``norm``, ``norm.2``."""
+        is_plain = self.occurrence == 1 and _NUMBERED.fullmatch(self.record) is None
+        return self.record if is_plain else f"{self.record}.{self.occurrence}"
+
+    def __str__(self) -> str:
+        """``record@site``."""
+        return f"{self.name}@{self.site}"
+
+    @classmethod
+    def parse(cls, text: str) -> RecordKey:
+        """Parse ``record@site`` or ``record.2@site``.
+
+        Raises:
+            ValueError: There is no ``@``.
+        """
+        name, at, site = text.partition("@")
+        if not at:
+            raise ValueError(f"wanted record@site as the name of a record, got {text!r}")
+        numbered = _NUMBERED.fullmatch(name)
+        return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
+
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """The records of one log line of a clip: three addresses ``record@site``."""
+    """The records of one log line of a clip."""
 
     site: Site
-    max_abs: str
-    mean_abs: str
-    clipped: str
+    max_abs: RecordKey
+    mean_abs: RecordKey
+    clipped: RecordKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +88,40 @@ class Check:
     """One finite check.
 
     Attributes:
-        site: Where it stands.
+        site: The site.
         on_failure: What follows a failure.
-        address: Address of its count.
-        order: Place in the order of execution: forward first, then backward.
+        key: Key of the record of its count.
+        order: Position in the order of execution: forward first, then backward.
         node: Name of the fx node that it looks at.
     """
 
     site: Site
     on_failure: OnFailure
-    address: str
+    key: RecordKey
     order: int
     node: str
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """What leaves a rewritten backward beside the gradients, in the order of the extra outputs.
+class BackwardOutputs:
+    """The auxiliary outputs of a rewritten backward graph, in their order.
 
     Attributes:
-        packs: Addresses ``record@site`` in each packed tensor; counts of checks that skip come first.
+        packs: Keys of the records in each packed tensor; counts of checks that skip come first.
         num_skips: How many counts of checks that skip each packed tensor begins with.
         kept: Sites whose tensors are kept.
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
-        bounds: Bounds of clips that are numbers, by address: ``bound@site`` by norm, ``limit@site`` by value.
-        counts: Addresses of counts of elements, which add up over several runs in one backward.
+        bounds: Bounds of clips that are numbers, by key: ``bound@site`` by norm, ``limit@site`` by value.
+        counts: Keys of counts of elements, which add up over several graphs of one backward.
     """
 
-    packs: tuple[tuple[str, ...], ...] = ()
+    packs: tuple[tuple[RecordKey, ...], ...] = ()
     num_skips: tuple[int, ...] = ()
     kept: tuple[Site, ...] = ()
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
-    bounds: tuple[tuple[str, float], ...] = ()
-    counts: frozenset[str] = frozenset()
-
-
-BOUNDS = frozenset(("bound", "limit"))
+    bounds: tuple[tuple[RecordKey, float], ...] = ()
+    counts: frozenset[RecordKey] = frozenset()

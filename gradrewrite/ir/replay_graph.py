@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.inputs import Given
+from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.sites import Site
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ReplayGraph:
     """A rewritten joint graph with its markers, and what its nodes mean.
 
     Attributes:
@@ -22,7 +22,7 @@ class Recipe:
         errors: Sites of errors, by the number of their marker.
         gradients: Sites of gradients of parameters and inputs, by their place among the outputs.
         actions: The edit that made a node, by the node's name.
-        given: What inputs are, by the name of their placeholder.
+        inputs: The inputs, by the name of their placeholder.
         tangents: Names of the placeholders of gradients that come from outside.
         backward: Names of the nodes of the backward.
         is_random: Whether random numbers are drawn.
@@ -33,7 +33,7 @@ class Recipe:
     errors: Mapping[int, Site]
     gradients: Mapping[int, Site]
     actions: Mapping[str, Edit]
-    given: Mapping[str, Given]
+    inputs: Mapping[str, GraphInput]
     tangents: tuple[str, ...]
     backward: frozenset[str]
     is_random: bool

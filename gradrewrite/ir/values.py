@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-Run = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
+ModuleCall = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
 
 
 @dataclass(eq=False)
@@ -32,10 +32,10 @@ class Value:
     """
 
     op: str
-    runs: tuple[Run, ...]
+    runs: tuple[ModuleCall, ...]
     source: str
     fake: Tensor
-    used_in: list[tuple[Run, ...]] = field(default_factory=list)
+    used_in: list[tuple[ModuleCall, ...]] = field(default_factory=list)
     taps: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
     is_returned: bool = False

@@ -10,17 +10,19 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from gradrewrite.ir.record_layout import RecordKey
+
 
 @dataclass
-class Added:
-    """Figures that a row got after its backward; they come to the host by themselves.
+class LateRecord:
+    """Records that a step got after its backward; they come to the host by themselves.
 
     Attributes:
-        names: Their addresses.
+        keys: Their keys.
         pack: Their values, flat float32 or float64; complete on the current stream of their device.
     """
 
-    names: tuple[str, ...]
+    keys: tuple[RecordKey, ...]
     pack: Tensor
     _on_device: Tensor | None = None  # source of a copy under way, kept alive
     _ready: torch.cuda.Event | None = None
@@ -42,7 +44,7 @@ class Added:
             return
         stream = torch.cuda.current_stream(self.pack.device)
         stream.wait_event(self._ready)
-        self.pack = _copy_to_host(self.pack)
+        self.pack = copy_to_host(self.pack)
         self._copied = torch.cuda.Event()
         self._copied.record(stream)
 
@@ -57,9 +59,9 @@ class Added:
             self._copied.synchronize()
         self._on_device = None
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[RecordKey, float]:
         """The figures; the copy is here."""
-        return dict(zip(self.names, floats_of(self.pack), strict=True))
+        return dict(zip(self.keys, floats_of(self.pack), strict=True))
 
 
 def floats_of(pack: Tensor) -> Sequence[float]:
@@ -90,7 +92,8 @@ def pack_of(name: str, value: float | Tensor) -> Tensor:
     return value.detach().reshape(1).to(torch.float32 if is_narrow else torch.float64, copy=True)
 
 
-def _copy_to_host(pack: Tensor) -> Tensor:
+def copy_to_host(pack: Tensor) -> Tensor:
+    """Return a copy in host memory; where that is under way, nothing waits."""
     if pack.device.type == "cpu":
         return pack.contiguous()
     # Into pinned memory: a copy into any other waits for the device.

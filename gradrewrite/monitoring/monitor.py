@@ -6,32 +6,25 @@ import atexit
 import math
 import os
 import sys
-import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
-from gradrewrite._compat import autograd
 from gradrewrite._formatting import Table, nearest, table_of
-from gradrewrite._warnings import warn
 from gradrewrite.diagnostics.doctor import diagnose
-from gradrewrite.diagnostics.root_cause import find_anywhere, find_failure
+from gradrewrite.diagnostics.root_cause import find_anywhere
 from gradrewrite.diagnostics.run_log import Finding, Step
-from gradrewrite.diagnostics.step_snapshot import Witness
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.record_layout import Carried, Check, OnFailure
-from gradrewrite.monitoring.guards import Guard, Guards
-from gradrewrite.monitoring.host_copy import Added, pack_of
-from gradrewrite.monitoring.log_lines import Voice
-from gradrewrite.monitoring.step_record import Row, Run
-from gradrewrite.monitoring.writers import JsonLines, Outlets, TensorBoard
+from gradrewrite.ir.record_layout import OnFailure, RecordKey
+from gradrewrite.monitoring.failed_checks import FailedCheckErrors, FailedCheckWarnings, failure_of
+from gradrewrite.monitoring.host_copy import pack_of
+from gradrewrite.monitoring.log_lines import ClipLog
+from gradrewrite.monitoring.step_record import StepRecord
+from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers
 from gradrewrite.sites import Site
-
-_MAX_OPEN = 1000
 
 
 class Monitor:
@@ -49,7 +42,7 @@ class Monitor:
     """
 
     def __init__(self, capacity: int = 1000, *, every: int | None = None) -> None:
-        """Begin empty.
+        """Create a monitor without records.
 
         Raises:
             ValueError: ``capacity`` or ``every`` is not a whole number >= 1, or ``every`` exceeds ``capacity``.
@@ -61,32 +54,33 @@ class Monitor:
             raise ValueError(f"Monitor: every={every} rows would not fit into capacity={capacity}")
         self.capacity = capacity
         self.every = every
-        self._lock = threading.RLock()
-        self._open: dict[int, Row] = {}  # by backward: one may run inside another, or on another thread
-        self._rows: deque[Row] = deque()
-        self._num_rows = 0
-        self._num_dropped = 0
-        self._voice = Voice()
-        self._outlets = Outlets()
-        self._guards = Guards()
-        self._last_skip: Check | None = None
+        recorder = StepRecorder(capacity)
+        self._recorder = recorder
+        self._lock = recorder.lock
+        self._writers = Writers(recorder.records, capacity, every)
+        guards = recorder.guards
+        self._warnings = FailedCheckWarnings(capacity, lambda: any(guard.is_alive for guard in guards))
+        self._clip_log = ClipLog(capacity)
+        recorder.listeners += [self._writers, self._warnings, self._clip_log]
+        recorder.last_listeners.append(FailedCheckErrors())
+        recorder.late_listeners.append(self._writers.note_late)
+        _to_flush.add(self)
 
     @property
     def dropped(self) -> int:
         """How many rows left the buffer before the host had read them."""
-        return self._num_dropped
+        return self._writers.num_dropped
 
     @property
     def skipped(self) -> int:
         """How many updates ``gr.guard`` has skipped; waits for the device."""
         with self._lock:
-            return self._guards.skipped
+            return sum(guard.skipped for guard in self._recorder.guards)
 
     @property
     def is_guarded(self) -> bool:
         """Whether ``gr.guard`` has given it an optimizer that is still there."""
-        with self._lock:
-            return bool(self._guards.alive)
+        return bool(self._recorder.live_guards)
 
     def latest(self) -> dict[str, float]:
         """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
@@ -94,7 +88,7 @@ class Monitor:
         Waits for the device. Values are float32 (float64 if a source was), NaN and infinities as they were.
         """
         rows = self._values(last=1)
-        return rows[-1] if rows else {}
+        return dict(rows[-1]) if rows else {}
 
     def history(self, address: str) -> list[float]:
         """One record over the rows in the buffer, oldest first; NaN where a row lacks it. Waits for the device.
@@ -111,17 +105,17 @@ class Monitor:
     def kept(self) -> dict[Site, Tensor]:
         """Tensors that ``Keep`` kept in the last backward, on their device, with their dtype; copies."""
         with self._lock:
-            self._voice.log()
-            self._voice.warn()
-            return dict(self._rows[-1].kept) if self._rows else {}
+            self._flush_messages()
+            records = self._recorder.records
+            return dict(records[-1].kept) if records else {}
 
     def table(self) -> Table:
         """All records over the rows in the buffer; ``print`` shows it. Waits for the device."""
         rows = self._values()
-        parts = [f"{len(rows)} of {self._num_rows} steps"]
-        if self._num_dropped:
-            parts.append(f"{self._num_dropped} were dropped unread (capacity {self.capacity})")
-        if self._guards:
+        parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
+        if self.dropped:
+            parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")
+        if self._recorder.guards:
             parts.append(f"{self.skipped} updates skipped")
         return table_of(rows, ", ".join(parts))
 
@@ -132,7 +126,7 @@ class Monitor:
     def steps(self) -> list[Step]:
         """The rows in the buffer, oldest first, with the bounds of clips. Waits for the device."""
         with self._lock:
-            return [Step(row.step, row.values()) for row in self._read()]
+            return [Step(record.step, record.texts()) for record in self._read()]
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a scalar of your own, such as the loss, to the row of the last backward; nothing waits for the device.
@@ -161,7 +155,8 @@ class Monitor:
             >>> model.monitor.latest()["loss@run"] == loss.item()
             True
         """
-        if not self.add_pack((f"{name}@run",), pack_of(name, value)):
+        pack = pack_of(name, value)
+        if not self._recorder.add_late((RecordKey(name, 1, "run"),), pack):
             raise RuntimeError(
                 f"monitor.log({name!r}, ...) adds to the last backward, and none has been recorded yet: call it after "
                 "loss.backward(), with a policy that records something (Observe, CheckFinite, a clip by norm)"
@@ -179,7 +174,7 @@ class Monitor:
             OSError: The file cannot be written now.
         """
         with self._lock:
-            self._outlets.attach(self._outlets.find(os.path.abspath(path)) or JsonLines(path), self._read())
+            self._writers.attach(self._writers.find(os.path.abspath(path)) or JsonLines(path), self._read())
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
@@ -190,47 +185,17 @@ class Monitor:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"Monitor.to_tensorboard takes a SummaryWriter, got {type(writer).__name__}")
         with self._lock:
-            self._outlets.attach(self._outlets.find(id(writer)) or TensorBoard(writer), self._read())
+            self._writers.attach(self._writers.find(id(writer)) or TensorBoard(writer), self._read())
 
     def flush(self) -> None:
         """Write the rows that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
-            self._outlets.write(self._read())
+            self._writers.write(self._read())
 
     def __del__(self) -> None:
         """Write what is left: its model may be deleted long before the program ends."""
-        if self.__dict__.get("_outlets") and self._num_rows and not sys.is_finalizing():
+        if self.__dict__.get("_writers") and self._recorder.num_steps and not sys.is_finalizing():
             self.flush()
-
-    def watch(self, guard: Guard, num_groups: int) -> int:
-        """Tell a guard of every check that skips (called by ``gr.guard``); returns the number of its first group."""
-        with self._lock:
-            return self._guards.add(guard, num_groups)
-
-    def add(self, figures: dict[str, float]) -> None:
-        """Add figures to the last row (called by ``gr.guard``)."""
-        with self._lock:
-            if self._rows:
-                self._rows[-1].extra |= figures
-
-    def add_pack(self, names: tuple[str, ...], pack: Tensor, *, is_own: bool = False) -> bool:
-        """Add figures on a device to the last row; in place of those that were added under the same names.
-
-        Args:
-            names: Their addresses.
-            pack: Their values, flat float32 or float64; nobody changes it later.
-            is_own: Whether nobody asked for them: a file that lacks them is then no matter for a warning.
-
-        Returns:
-            Whether there is a row.
-        """
-        with self._lock:
-            if not self._rows:
-                return False
-            self._rows[-1].added[names] = Added(names, pack)
-            if not is_own:
-                self._outlets.note_late(self._rows[-1].step, names[0])
-            return True
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
         """What failed in the last row, as an error; None if nothing did. Waits for the device.
@@ -242,116 +207,37 @@ class Monitor:
             anywhere: Take all that leaves the model for checked, not only where checks stand.
         """
         with self._lock:
-            if not self._rows:
+            if not self._recorder.records:
                 return None
-            row = self._rows[-1]
-            row.fetch()
-            if anywhere:
-                return find_anywhere(row.step, row.checked_runs())
-            return find_failure(row.step, row.checked_runs(), get_args(OnFailure), replays=True)
+            record = self._recorder.records[-1]
+            if not anywhere:
+                return failure_of(record, get_args(OnFailure))
+            record.fetch()
+            return find_anywhere(record.step, record.checked_graphs())
 
-    def last_skip(self) -> NonFiniteError:
-        """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
+    def _flush_messages(self) -> None:
+        self._clip_log.flush()
+        self._warnings.flush()
+
+    def _read(self, last: int | None = None) -> list[StepRecord]:
+        """The records of the buffer, on the host."""
         with self._lock:
-            for row in reversed(self._rows):
-                row.fetch()
-                error = find_failure(row.step, row.checked_runs(), ("skip",), replays=True)
-                if error is not None:
-                    return error
-            assert self._last_skip is not None
-            note = f"the row that says where is not in the buffer (capacity {self.capacity}); this is the first check"
-            return NonFiniteError(self._last_skip.site, step=self._num_rows - 1, note=note)
+            self._flush_messages()
+            records = list(self._recorder.records)[-last:] if last is not None else list(self._recorder.records)
+            for record in records:
+                record.fetch()
+                record.was_read = True
+            return records
 
-    def collect(
-        self,
-        carried: Carried,
-        tensors: Sequence[Tensor],
-        witness: Witness | None = None,
-        parameters: Sequence[weakref.ref[Tensor]] = (),
-    ) -> list[str]:
-        """Take what one backward graph reported (called by the run time, inside ``backward``).
-
-        Args:
-            carried: What the tensors are.
-            tensors: The packed records, then what is kept.
-            witness: What a replay needs, where something is checked.
-            parameters: Those whose gradients the graph computes.
-
-        Returns:
-            The groups that an earlier graph of the same backward had clipped already.
-        """
+    def _values(self, last: int | None = None) -> list[Mapping[str, float]]:
+        """Their values; under the lock, for the last record may still grow."""
         with self._lock:
-            task = autograd.backward_id()
-            if task not in self._open:
-                # What a backward that failed left behind is of no use: numbers of backwards only grow.
-                self._open = {known: row for known, row in self._open.items() if known > task - _MAX_OPEN}
-                self._open[task] = Row()
-                autograd.at_end_of_backward(lambda: self._close(task))
-                for guard in self._guards.alive:
-                    guard.begin()
-            row = self._open[task]
-            again = [group for group in carried.groups if group in row.groups]
-            row.groups += carried.groups
-            row.runs.append(Run(carried, list(tensors[: len(carried.packs)]), witness))
-            row.kept.update(zip(carried.kept, tensors[len(carried.packs) :], strict=True))
-            for pack, count in zip(row.runs[-1].packs, carried.num_skips, strict=True):
-                if count:
-                    bad = (pack[:count].amax() > 0).to(torch.float32)
-                    self._last_skip = next(c for c in carried.checks if c.on_failure == "skip")
-                    for guard in self._guards.alive:
-                        guard.note(bad, parameters)
-            return again
+            return [record.texts() for record in self._read(last)]
 
-    def _close(self, task: int) -> None:
-        with self._lock:
-            row = self._open.pop(task)
-            row.step = self._num_rows
-            if self._rows:
-                self._rows[-1].forget_witnesses()
-                self._rows[-1].kept = {}
-            try:
-                every = self.every or (min(100, max(1, self.capacity // 2)) if self._outlets else None)
-                if every is not None and self._rows:
-                    self._outlets.write_due(self._rows, is_due=self._num_rows % every == 0)
-            finally:
-                self._append(row)
-            self._voice.warn(self.capacity)  # of the steps before
-            self._voice.add(row, is_guarded=bool(self._guards.alive))
-            self._voice.log(self.capacity)
-        if row.has(lambda carried: any(c.on_failure == "raise" for c in carried.checks)):
-            row.fetch()
-            error = find_failure(row.step, row.checked_runs(), ("raise",), replays=True)
-            if error is not None:
-                raise error
 
-    def _append(self, row: Row) -> None:
-        if not self._num_rows:
-            _to_flush.add(self)
-        row.close()
-        if len(self._rows) == self.capacity:
-            lost = self._rows.popleft()
-            if lost.step >= self._outlets.num_written if self._outlets else not lost.was_read:
-                self._num_dropped += 1
-                if self._num_dropped == 1 and self._outlets:
-                    warn(f"the monitor's buffer ({self.capacity} rows) was full before its rows were written")
-        self._rows.append(row)
-        self._num_rows += 1
-
-    def _read(self, last: int | None = None) -> list[Row]:
-        """The rows of the buffer, on the host."""
-        with self._lock:
-            self._voice.log()
-            self._voice.warn()
-            rows = list(self._rows)[-last:] if last is not None else list(self._rows)
-            for row in rows:
-                row.fetch()
-                row.was_read = True
-            return rows
-
-    def _values(self, last: int | None = None) -> list[dict[str, float]]:
-        """Their records; under the lock, for the last row may still grow."""
-        with self._lock:
-            return [row.values() for row in self._read(last)]
+def recorder_of(monitor: Monitor) -> StepRecorder:
+    """Return what takes the records that a monitor reads."""
+    return monitor._recorder
 
 
 _to_flush: weakref.WeakSet[Monitor] = weakref.WeakSet()

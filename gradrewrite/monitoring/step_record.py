@@ -2,76 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradrewrite.diagnostics.root_cause import CheckedRun
-from gradrewrite.diagnostics.step_snapshot import Witness
-from gradrewrite.ir.record_layout import Carried
-from gradrewrite.monitoring.host_copy import Added, _copy_to_host, floats_of
+from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
+from gradrewrite.ir.record_layout import BackwardOutputs, RecordKey
+from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of
 from gradrewrite.sites import Site
 
 
 @dataclass
-class Run:
+class GraphRecord:
     """What one backward graph reported; tensors stay on their device until they are copied."""
 
-    carried: Carried
+    outputs: BackwardOutputs
     packs: list[Tensor]
-    witness: Witness | None = None
+    snapshot: StepSnapshot | None = None
     on_device: list[Tensor] = field(default_factory=list)  # sources of copies under way, kept alive
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[RecordKey, float]:
         """All records; the packs are on the host."""
-        pairs = zip(self.carried.packs, self.packs, strict=True)
-        return {name: value for names, pack in pairs for name, value in zip(names, floats_of(pack), strict=True)}
+        pairs = zip(self.outputs.packs, self.packs, strict=True)
+        return {key: value for keys, pack in pairs for key, value in zip(keys, floats_of(pack), strict=True)}
 
 
 @dataclass
-class Row:
+class StepRecord:
     """What one ``loss.backward()`` reported.
 
     Attributes:
         step: Number of the backward.
-        runs: Its graphs, in the order in which their backwards ran.
+        graphs: Its graphs, in the order in which their backwards ran.
         kept: Tensors that are kept.
         groups: Groups that were clipped.
-        extra: Figures that the host knows (learning rates).
-        added: Figures that came after the backward, by their addresses.
+        host_values: Records that the host knows (learning rates).
+        late: Records that came after the backward, by their keys.
         was_read: Whether somebody has asked for it.
     """
 
     step: int = -1
-    runs: list[Run] = field(default_factory=list)
+    graphs: list[GraphRecord] = field(default_factory=list)
     kept: dict[Site, Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)
-    extra: dict[str, float] = field(default_factory=dict)
-    added: dict[tuple[str, ...], Added] = field(default_factory=dict)
+    host_values: dict[RecordKey, float] = field(default_factory=dict)
+    late: dict[tuple[RecordKey, ...], LateRecord] = field(default_factory=dict)
     was_read: bool = False
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
-    _values: dict[str, float] | None = None
+    _values: dict[RecordKey, float] | None = None
 
     def close(self) -> None:
         """Note on each device that the records are complete: who copies them waits for that on the device."""
-        for device in {pack.device for run in self.runs for pack in run.packs if pack.device.type == "cuda"}:
+        for device in {pack.device for graph in self.graphs for pack in graph.packs if pack.device.type == "cuda"}:
             self._ready[device] = torch.cuda.Event()
             self._ready[device].record(torch.cuda.current_stream(device))
 
     def start_copy(self) -> None:
         """Begin to copy the records to the host; nothing waits."""
-        for added in self.added.values():
-            added.start_copy()
+        for late in self.late.values():
+            late.start_copy()
         if self._copied is not None:
             return
         self._copied = []
         for device, ready in self._ready.items():
             torch.cuda.current_stream(device).wait_event(ready)
-        for run in self.runs:
-            run.on_device, run.packs = run.packs, [_copy_to_host(pack) for pack in run.packs]
+        for graph in self.graphs:
+            graph.on_device, graph.packs = graph.packs, [copy_to_host(pack) for pack in graph.packs]
         for device in self._ready:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -81,7 +80,7 @@ class Row:
         """Whether the copy has arrived."""
         if self._copied is None or not all(event.query() for event in self._copied):
             return False
-        return all(added.is_here() for added in self.added.values())
+        return all(late.is_here() for late in self.late.values())
 
     def fetch(self) -> None:
         """Copy if that has not begun, and wait for it."""
@@ -89,41 +88,45 @@ class Row:
         assert self._copied is not None
         for event in self._copied:
             event.synchronize()
-        for run in self.runs:
-            run.on_device = []
-        for added in self.added.values():
-            added.fetch()
+        for graph in self.graphs:
+            graph.on_device = []
+        for late in self.late.values():
+            late.fetch()
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[RecordKey, float]:
         """All records in the order of the sites of the forward; the copy is here.
 
         Where a site reported several times, counts of elements add up; of all else the last report stands.
         """
         if self._values is None:
             # Behind a graph break the later graph's backward runs first.
-            values = dict.fromkeys(name for run in reversed(self.runs) for pack in run.carried.packs for name in pack)
-            known: dict[str, float] = {}
-            for run in self.runs:
-                for name, value in run.values().items():
-                    adds_up = name in known and name in run.carried.counts
-                    known[name] = known[name] + value if adds_up else value
-            self._values = {name: known[name] for name in values}
-        later = {name: value for added in self.added.values() for name, value in added.values().items()}
-        return self._values | self.bounds() | self.extra | later
+            packs = [pack for graph in reversed(self.graphs) for pack in graph.outputs.packs]
+            known: dict[RecordKey, float] = {}
+            for graph in self.graphs:
+                for key, value in graph.values().items():
+                    adds_up = key in known and key in graph.outputs.counts
+                    known[key] = known[key] + value if adds_up else value
+            self._values = {key: known[key] for pack in packs for key in pack}
+        late = {key: value for added in self.late.values() for key, value in added.values().items()}
+        return self._values | self.bounds() | self.host_values | late
 
-    def bounds(self) -> dict[str, float]:
-        """Bounds of clips that are numbers, by address; those that are tensors are records of the graph."""
-        return {name: value for run in self.runs for name, value in run.carried.bounds}
+    def texts(self) -> Mapping[str, float]:
+        """All records by the text of their keys, ``record@site``; the copy is here."""
+        return {str(key): value for key, value in self.values().items()}
 
-    def has(self, wanted: Callable[[Carried], bool]) -> bool:
-        """Whether a graph carries something."""
-        return any(wanted(run.carried) for run in self.runs)
+    def bounds(self) -> dict[RecordKey, float]:
+        """Bounds of clips that are numbers; those that are tensors are records of the graph."""
+        return {key: value for graph in self.graphs for key, value in graph.outputs.bounds}
 
-    def checked_runs(self) -> list[CheckedRun]:
+    def has(self, wanted: Callable[[BackwardOutputs], bool]) -> bool:
+        """Whether the outputs of a graph are wanted."""
+        return any(wanted(graph.outputs) for graph in self.graphs)
+
+    def checked_graphs(self) -> list[CheckedGraph]:
         """The graphs, for a look at their checks; the copy is here."""
-        return [CheckedRun(run.carried, run.values(), run.witness) for run in self.runs]
+        return [CheckedGraph(graph.outputs, graph.values(), graph.snapshot) for graph in self.graphs]
 
-    def forget_witnesses(self) -> None:
+    def drop_snapshots(self) -> None:
         """Let go of the inputs of the step."""
-        for run in self.runs:
-            run.witness = None
+        for graph in self.graphs:
+            graph.snapshot = None

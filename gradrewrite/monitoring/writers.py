@@ -7,70 +7,105 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from gradrewrite._warnings import warn
-from gradrewrite.monitoring.step_record import Row
+from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.monitoring.step_record import StepRecord
 
 
-class Outlets:
-    """Files that get every row once, in order."""
+class Writers:
+    """Files that get the record of every step once, in order.
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    Attributes:
+        num_dropped: How many records left the buffer before they were written, or, without a file, read.
+    """
+
+    def __init__(self, records: deque[StepRecord], capacity: int, every: int | None) -> None:
+        """Write the records of a recorder.
+
+        Args:
+            records: The records of its last steps.
+            capacity: How many it keeps.
+            every: After how many steps they are written; 100, and at most half of ``capacity``, if None.
+        """
+        self.num_dropped = 0
+        self._records = records
+        self._capacity = capacity
+        self._every = every
         self._sinks: list[Sink] = []
         self._next: dict[object, int] = {}  # by the key of a sink: the first step that it has not had
-        self._said_late = False
+        self._warned_of_late = False
 
     def __bool__(self) -> bool:
         """Whether there is one."""
         return bool(self._sinks)
 
+    def on_step(self, record: StepRecord) -> None:
+        """Write what has arrived of the steps before, and count a record that leaves the buffer unwritten."""
+        every = self._every or (min(100, max(1, self._capacity // 2)) if self._sinks else None)
+        try:
+            if every is not None and self._records:
+                self._write_due(is_due=record.step % every == 0)
+        finally:
+            if len(self._records) == self._capacity:
+                self._count_drop(self._records[0])
+
+    def _count_drop(self, lost: StepRecord) -> None:
+        if lost.step >= self.num_written if self._sinks else not lost.was_read:
+            self.num_dropped += 1
+            if self.num_dropped == 1 and self._sinks:
+                warn(f"the monitor's buffer ({self._capacity} rows) was full before its rows were written")
+
+    def __del__(self) -> None:
+        """Write what is left: a backward may end after its model and monitor are gone."""
+        if self.__dict__.get("_sinks") and self._records and not sys.is_finalizing():
+            for record in self._records:
+                record.fetch()
+            self.write(list(self._records))
+
     @property
     def num_written(self) -> int:
-        """How many rows all files have."""
+        """How many records all files have."""
         return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
 
-    def note_late(self, step: int, address: str) -> None:
-        """A figure came for a row; warn once if a file has that row already."""
-        if not self._said_late and any(self._next.get(sink.key, 0) > step for sink in self._sinks):
-            self._said_late = True
-            warn(f"{address} came after step {step} had been written to a file, which lacks it; add it before flush()")
+    def note_late(self, step: int, key: RecordKey) -> None:
+        """Warn once if a file has the record of a step already for which a late record came."""
+        if not self._warned_of_late and any(self._next.get(sink.key, 0) > step for sink in self._sinks):
+            self._warned_of_late = True
+            warn(f"{key} came after step {step} had been written to a file, which lacks it; add it before flush()")
 
     def find(self, key: object) -> Sink | None:
         """The sink of a key."""
         return next((sink for sink in self._sinks if sink.key == key), None)
 
-    def attach(self, sink: Sink, rows: Sequence[Row]) -> None:
-        """Write there too, beginning with these rows; OSError if that fails."""
+    def attach(self, sink: Sink, records: Sequence[StepRecord]) -> None:
+        """Write there too, beginning with these records; OSError if that fails."""
         if all(known is not sink for known in self._sinks):
             self._sinks.append(sink)
-        self.write(rows, raises=True)
+        self.write(records, raises=True)
 
-    def write_due(self, rows: deque[Row], *, is_due: bool) -> None:
-        """Write what has arrived, and begin to copy the rest if it is due.
+    def _write_due(self, *, is_due: bool) -> None:
+        """Write what has arrived, and begin to copy the rest if it is due."""
+        records = self._records
+        waiting = list(itertools.islice(records, max(0, self.num_written - records[0].step), None))
+        for record in waiting if is_due else ():
+            record.start_copy()
+            record.was_read = True
+        self.write(list(itertools.takewhile(StepRecord.is_here, waiting)))
 
-        Args:
-            rows: Those of the buffer, without a last one that may still grow; not empty.
-            is_due: Whether an interval is over.
-        """
-        waiting = list(itertools.islice(rows, max(0, self.num_written - rows[0].step), None))
-        for row in waiting if is_due else ():
-            row.start_copy()
-            row.was_read = True
-        self.write(list(itertools.takewhile(Row.is_here, waiting)))
-
-    def write(self, rows: Sequence[Row], *, raises: bool = False) -> None:
-        """Give each sink the rows that it has not had; one that fails is let go of, with a warning or an error."""
+    def write(self, records: Sequence[StepRecord], *, raises: bool = False) -> None:
+        """Give each sink the records that it has not had; one that fails is let go of, with a warning or an error."""
         for sink in list(self._sinks):
             try:
-                for row in rows:
-                    if row.step >= self._next.get(sink.key, 0):
-                        sink.write(row.step, row.values())
-                        self._next[sink.key] = row.step + 1
+                for record in records:
+                    if record.step >= self._next.get(sink.key, 0):
+                        sink.write(record.step, record.texts())
+                        self._next[sink.key] = record.step + 1
             except Exception as err:  # a writer's failure must not end training
                 self._sinks.remove(sink)
                 reason = getattr(err, "strerror", None) or f"{type(err).__name__}: {err}"
@@ -88,7 +123,7 @@ _BLOCK = 1 << 16
 
 
 class Sink(Protocol):
-    """Takes the rows of a run, each once, in order; two sinks with one key are one."""
+    """Takes the records of a run, each once, in order; two sinks with one key are one."""
 
     @property
     def key(self) -> object:

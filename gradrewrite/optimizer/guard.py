@@ -14,8 +14,12 @@ from torch import Tensor
 
 from gradrewrite._compat import optimizers
 from gradrewrite._warnings import warn
+from gradrewrite.errors import NonFiniteError
+from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.monitoring.failed_checks import failure_of
 from gradrewrite.monitoring.host_copy import floats_of
-from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.monitoring.monitor import Monitor, recorder_of
+from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, names_of, packs_of
 
 logger = logging.getLogger("gradrewrite.optim")
@@ -121,9 +125,9 @@ class Guard:
         max_consecutive_skips: int,
         ratios: UpdateRatios | None = None,
     ) -> None:
-        """Begin with nothing skipped."""
+        """Watch an optimizer of which nothing was skipped yet."""
         self._optimizer = weakref.ref(optimizer)
-        self._monitor = monitor
+        self._recorder = recorder_of(monitor)
         self._most = max_consecutive_skips
         self._ratios = ratios
         self._said_no_row = False
@@ -132,7 +136,7 @@ class Guard:
         self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
         self._reported = 0
         self._spoiled: dict[int, weakref.ref[Tensor]] = {}  # parameters of the graphs that the verdict is about
-        self._first_group = monitor.watch(self, len(optimizer.param_groups))
+        self._first_group = self._recorder.add_guard(self, len(optimizer.param_groups))
 
     @property
     def is_alive(self) -> bool:
@@ -184,7 +188,7 @@ class Guard:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._monitor.add(_learning_rates(optimizer, self._first_group))
+        self._recorder.add_host_values(_learning_rates(optimizer, self._first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None else []
         bad = self._verdict(optimizer)
         if bad is None:
@@ -198,8 +202,8 @@ class Guard:
         return loss if closure is not None else result
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
-        for names, ratios in packs_of(before):
-            if not self._monitor.add_pack(names, ratios) and not self._said_no_row:
+        for keys, ratios in packs_of(before):
+            if not self._recorder.add_late(keys, ratios) and not self._said_no_row:
                 self._said_no_row = True
                 warn(
                     "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no row "
@@ -222,7 +226,8 @@ class Guard:
     def _count(self, bad: Tensor) -> None:
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
-        self._monitor.add_pack((f"skipped@optimizer:{self._first_group}",), bad.reshape(1), is_own=True)
+        skipped = RecordKey("skipped", 1, f"optimizer:{self._first_group}")
+        self._recorder.add_late((skipped,), bad.reshape(1), is_own=True)
         total, in_a_row = self._counts.unbind()
         self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
 
@@ -263,10 +268,7 @@ class Guard:
             self._reported = total // _REPORT_EVERY
             logger.warning("%d updates skipped so far, because a finite check failed", total)
         if in_a_row >= self._most:
-            error = self._monitor.last_skip()
-            reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
-            error.note = f"{reason}; {error.note}" if error.note else reason
-            raise error
+            raise _skip_error(self._recorder, f"{in_a_row} updates in a row were skipped, so training does not go on")
 
 
 def _has_arrived(event: torch.cuda.Event | None) -> bool:
@@ -292,13 +294,25 @@ def _used(group: dict[str, Any]) -> list[Tensor]:
     return [p for p in group["params"] if p.grad is not None]
 
 
-def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[str, float]:
+def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[RecordKey, float]:
     """Numbers, and tensors in host memory; reading one on a device would wait for it."""
-    rates: dict[str, float] = {}
+    rates: dict[RecordKey, float] = {}
     for number, group in enumerate(optimizer.param_groups, first):
-        rate = group.get("lr")
+        rate, key = group.get("lr"), RecordKey("lr", 1, f"optimizer:{number}")
         if isinstance(rate, Tensor) and rate.device.type == "cpu":
-            rates[f"lr@optimizer:{number}"] = floats_of(rate.detach().to(torch.float64).reshape(1))[0]
+            rates[key] = floats_of(rate.detach().to(torch.float64).reshape(1))[0]
         elif isinstance(rate, int | float):
-            rates[f"lr@optimizer:{number}"] = float(rate)
+            rates[key] = float(rate)
     return rates
+
+
+def _skip_error(recorder: StepRecorder, reason: str) -> NonFiniteError:
+    """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
+    with recorder.lock:
+        for record in reversed(recorder.records):
+            error = failure_of(record, ("skip",), reason=reason)
+            if error is not None:
+                return error
+        assert recorder.last_skip is not None
+        note = f"the row that says where is not in the buffer (capacity {recorder.capacity}); this is the first check"
+        return NonFiniteError(recorder.last_skip.site, step=recorder.num_steps - 1, note=f"{reason}; {note}")

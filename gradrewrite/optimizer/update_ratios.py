@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite._compat import optimizers
+from gradrewrite.ir.record_layout import RecordKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class UpdateRatios:
         return [_copy(named) for named in alike.values()]
 
 
-def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Addresses and ratios after the step, one flat float64 (float32 where there is none) tensor a device.
+def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[RecordKey, ...], Tensor]]:
+    """Return the keys and ratios after the step, one flat float64 (float32 where there is none) tensor a device.
 
     0 where nothing moved, inf where something came from nothing, NaN where a parameter is not finite. The copies
     are used up.
@@ -67,7 +68,8 @@ def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[str, ...], Tensor]]:
         # squares of small differences underflow, and long sums lose digits, in float32
         dtype = torch.float32 if device.type == "mps" else torch.float64
         ratios = torch.cat([_ratios(part, dtype) for part in some])
-        packs.append((tuple(f"update_ratio@gradient:{name}" for part in some for name in part.names), ratios))
+        keys = tuple(RecordKey("update_ratio", 1, f"gradient:{name}") for part in some for name in part.names)
+        packs.append((keys, ratios))
     return packs
 
 

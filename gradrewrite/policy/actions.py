@@ -37,20 +37,20 @@ class Action(Protocol):
 
 
 @runtime_checkable
-class AdaptingAction(Action, Protocol):
+class SpecializingAction(Action, Protocol):
     """An action that differs from site to site (internal until 1.0)."""
 
-    def at(self, site: Site) -> Action:
+    def specialize(self, site: Site) -> Action:
         """The action for one site."""
         ...
 
 
 @runtime_checkable
-class MeasuringAction(Action, Protocol):
+class Measurement(Action, Protocol):
     """An action that only measures (internal until 1.0)."""
 
     @property
-    def measures(self) -> Mapping[str, str]:
+    def statistics(self) -> Mapping[str, str]:
         """By the names of the records, keys of ``statistics.STATISTICS``."""
         ...
 

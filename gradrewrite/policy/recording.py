@@ -69,11 +69,11 @@ def record(name: str, value: Tensor | float) -> None:
 
     Args:
         name: Name of the record; its address is ``name@site``. A second record of that name at the same
-            site becomes ``name.2``.
+            site becomes ``name.2``; a name that itself ends in ``.2`` becomes ``.2.1`` (see ``RecordKey``).
         value: A real tensor with one element, or a number. NaN and infinities are reported as they are.
 
     Raises:
-        CallbackError: ``value`` has not exactly one element, or is complex.
+        CallbackError: ``value`` has not exactly one element, or is complex; or ``name`` has an ``@``.
 
     Example:
         >>> def watch(g):
@@ -92,6 +92,8 @@ def record(name: str, value: Tensor | float) -> None:
         raise CallbackError(
             f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
         )
+    if "@" in str(name):
+        raise CallbackError(f"gr.record({name!r}, ...): the name of a record has no '@', which stands before its site")
     recording.add([str(name)], tensor.reshape(()) if tensor.dim() else tensor)
 
 

@@ -12,18 +12,18 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors, make_fx, operators
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.ir.record_layout import OnFailure
-from gradrewrite.policy.actions import Action, AdaptingAction, GroupAction
+from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
 from gradrewrite.policy.recording import recording
 from gradrewrite.sites import Site
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedAction:
     """A traced action: its graph returns the replacements, then the records, then what is kept.
 
     Attributes:
         graph: The graph.
-        records: Names of the records in each tensor of records.
+        records: ModuleNames of the records in each tensor of records.
         num_kept: How many tensors are kept.
         logs: Whether the last records are those of a log line.
         fails: What the finite check does whose count is the last record.
@@ -41,23 +41,23 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class TraceMode:
     """How an action is traced: with opaque statistics, and through which loss scale."""
 
     is_opaque: bool = False
     scale: Tensor | None = None
 
 
-PLAIN = Mode()
+PLAIN = TraceMode()
 
 
-class Tracer:
+class ActionTracer:
     """Traces actions; equal actions on equal tensors are traced once."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Traced] = {}
+        self._known: dict[Hashable, TracedAction] = {}
 
-    def trace(self, action: Any, site: Site, value: Tensor, mode: Mode = PLAIN) -> Traced:
+    def trace(self, action: Any, site: Site, value: Tensor, mode: TraceMode = PLAIN) -> TracedAction:
         """Trace one action at one site.
 
         Raises:
@@ -65,7 +65,7 @@ class Tracer:
             CallbackError: A tensor function breaks its contract.
         """
         check_dense(action, site, value)
-        asked, action = action, action.at(site) if isinstance(action, AdaptingAction) else action
+        asked, action = action, action.specialize(site) if isinstance(action, SpecializingAction) else action
         key = (action_key(action), _tensor_key(value), mode.is_opaque, id(mode.scale)) if _is_static(value) else None
         if key is not None and key in self._known:
             return self._known[key]
@@ -86,8 +86,8 @@ def check_dense(action: Any, site: Site, value: Tensor) -> None:
 
 
 def trace_function(
-    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any, mode: Mode
-) -> Traced:
+    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any, mode: TraceMode
+) -> TracedAction:
     """Trace a function of tensors that returns their replacements; check all of it before any edit."""
     has_units = not isinstance(action, Action | GroupAction) or action.has_units
     given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
@@ -121,7 +121,7 @@ def trace_function(
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
     live = bool(graph.graph.find_nodes(op="get_attr"))
-    return Traced(
+    return TracedAction(
         graph,
         tuple(reported.names),
         num_kept=len(reported.kept),

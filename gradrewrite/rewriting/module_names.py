@@ -1,4 +1,4 @@
-"""Names of modules, parameters and inputs, found by object identity."""
+"""ModuleNames of modules, parameters and inputs, found by object identity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ROOT = re.compile(r"([LG])\[(['\"])(.+?)\2\]")
 _STEP = re.compile(r"\.([^\W\d]\w*|\d+)|\[(\d+)\]|\[(['\"])(.+?)\3\]")
 
 
-class Names:
-    """Names known to one policy: those of its model, or of the modules that its frames have reached.
+class ModuleNames:
+    """ModuleNames known to one policy: those of its model, or of the modules that its frames have reached.
 
     With a model the names are those of ``model.named_modules()`` and ``model.named_parameters()``. Without
     one (``gr.backend``) the roots are found in the locals and globals of the compiled frame; several roots
@@ -135,8 +135,8 @@ class Names:
         return (value, last) if isinstance(value, nn.Module) else None
 
 
-class Inputs:
-    """Names of a model's inputs: those of its ``forward``'s arguments."""
+class InputNames:
+    """ModuleNames of a model's inputs: those of its ``forward``'s arguments."""
 
     def __init__(self, model: nn.Module | None) -> None:
         """Read the signature of ``model.forward``; without a model, variables keep their own names."""

@@ -1,4 +1,4 @@
-"""Names of values: sites from the module calls in which values are made."""
+"""ModuleNames of values: sites from the module calls in which values are made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gradrewrite.ir.values import Run, Value, shape_of
+from gradrewrite.ir.values import ModuleCall, Value, shape_of
 from gradrewrite.sites import Kind, Site
 
 
@@ -31,8 +31,8 @@ class _Namer:
 
     def __init__(self, values: Sequence[Value]) -> None:
         self._values = values
-        self._outputs: dict[Run, list[Value]] = defaultdict(list)
-        self._run_number: dict[Run, int] = {}
+        self._outputs: dict[ModuleCall, list[Value]] = defaultdict(list)
+        self._run_number: dict[ModuleCall, int] = {}
         self._address: dict[int, list[tuple[str, int]]] = {}
         runs: Counter[str] = Counter()
         calls: Counter[str] = Counter()
@@ -78,7 +78,7 @@ class _Namer:
             addresses=tuple(addresses),
         )
 
-    def _is_output(self, value: Value, run: Run) -> bool:
+    def _is_output(self, value: Value, run: ModuleCall) -> bool:
         return bool(run[0]) and any(value is other for other in self._outputs[run])
 
     def _shares_module(self, value: Value) -> bool:

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from gradrewrite._compat import autograd, make_fx
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir import ops
-from gradrewrite.ir.mask_infinities import hands_on_infinity
-from gradrewrite.ir.values import Run, Value
+from gradrewrite.ir.mask_infinities import propagates_infinity
+from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.rewriting.dynamo_nodes import Aliases, changed_in_place, fake_of, is_checkpoint, op_name
-from gradrewrite.rewriting.module_names import Names
+from gradrewrite.rewriting.module_names import ModuleNames
 from gradrewrite.rewriting.source_locations import source_of
 
 
@@ -63,7 +63,7 @@ def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
         _tap_listener.reset(token)
 
 
-def _tap_module(x: Any) -> Any:
+def tap_module(x: Any) -> Any:
     """What a pass-through module returns while it is traced; named by the module around it."""
     return x
 
@@ -86,7 +86,7 @@ def _probe_outputs(*outputs: Any) -> None:
 
 
 torch.compiler.allow_in_graph(tap)
-torch.compiler.allow_in_graph(_tap_module)
+torch.compiler.allow_in_graph(tap_module)
 fx.node.has_side_effect(_probe)
 fx.node.has_side_effect(_probe_outputs)
 
@@ -134,8 +134,8 @@ def tracing(values: Sequence[Value]) -> Iterator[None]:
         _tracing.reset(token)
 
 
-def place(gm: fx.GraphModule, names: Names, infinite: Collection[fx.Node] = ()) -> list[Value]:
-    """Place a probe behind every value of a Dynamo graph; taps are taken out.
+def insert_probes(gm: fx.GraphModule, names: ModuleNames, infinite: Collection[fx.Node] = ()) -> list[Value]:
+    """Insert a probe behind every value of a Dynamo graph; taps are taken out.
 
     Args:
         gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
@@ -153,7 +153,7 @@ def place(gm: fx.GraphModule, names: Names, infinite: Collection[fx.Node] = ()) 
 class _Reader:
     """Walks a Dynamo graph in execution order."""
 
-    def __init__(self, names: Names, infinite: Collection[fx.Node]) -> None:
+    def __init__(self, names: ModuleNames, infinite: Collection[fx.Node]) -> None:
         self.names = names
         self._infinite = set(infinite)
         self.values: list[Value] = []
@@ -177,13 +177,13 @@ class _Reader:
             return
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_checkpoint(node.args[0]):
             return  # the same tensor as the body's output, which has its probe
-        if node.target in (tap, _tap_module):
+        if node.target in (tap, tap_module):
             self._tap(node, outer)
             return
         runs = self._runs(node)
         self._use(node, runs, outer)
         changed = changed_in_place(node)
-        writes_infinity = hands_on_infinity(op_name(node), node, self._infinite)
+        writes_infinity = propagates_infinity(op_name(node), node, self._infinite)
         last = node
         for made in aliases.of_all(changed, after=node) if changed else [node]:
             fake = fake_of(outer.get(made, made))
@@ -235,7 +235,7 @@ class _Reader:
         self.values.append(value)
         return probe
 
-    def _use(self, node: fx.Node, runs: tuple[Run, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
+    def _use(self, node: fx.Node, runs: tuple[ModuleCall, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
         used = []
         for read in node.all_input_nodes:
             fake = fake_of(outer.get(read, read))
@@ -245,6 +245,6 @@ class _Reader:
                 used.append(value)
         return used
 
-    def _runs(self, node: fx.Node) -> tuple[Run, ...]:
+    def _runs(self, node: fx.Node) -> tuple[ModuleCall, ...]:
         stack = node.meta.get("nn_module_stack", {})
         return tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())

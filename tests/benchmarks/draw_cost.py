@@ -67,7 +67,7 @@ def measure(name: str, graph: JointGraph, folder: Path) -> list[Cost]:
             seconds[view, form].append(time.perf_counter() - start)
             sizes[view, form] = Path(path).stat().st_size // 1024
     nodes = len(graph.graph_module.graph.nodes)
-    inserted = sum(len(e.nodes) for e in graph.edits) + len(graph.carriers)
+    inserted = sum(len(e.nodes) for e in graph.edits) + len(graph.record_nodes)
     return [
         Cost(name, nodes, inserted, f"{v}.{f}", statistics.median(seconds[v, f]), max(seconds[v, f]), sizes[v, f])
         for v, f in CASES

@@ -1,0 +1,111 @@
+"""Capture: the rewritten joint graph of a model, without compiling or running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gradrewrite._compat import aot_autograd
+from gradrewrite._tensors import kept_random_state
+from gradrewrite.backends.compilation import GraphCompilation, marking, needs_gradients
+from gradrewrite.backends.engines import Inductor, Runnable
+from gradrewrite.backends.entry_point import EntryPoint
+from gradrewrite.backends.session import Session
+from gradrewrite.errors import GraphBreakError, RewriteError, TraceError
+from gradrewrite.ir import editing
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.rewriting.rewrite import rewrite_and_compare
+
+
+class CaptureComplete(BaseException):  # not an Exception: torch wraps those
+    """Ends a capture: carries the graph, or the error that stopped it."""
+
+    def __init__(self, result: JointGraph | RewriteError) -> None:
+        super().__init__()
+        self.result = result
+
+
+def capture_joint_graph(
+    model: nn.Module, config: RewriteConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> JointGraph:
+    """Return the rewritten joint graph of a model for these inputs; nothing runs and nothing changes.
+
+    Raises:
+        GraphBreakError: The tracer cannot see the whole model.
+        TraceError: Nothing needs a gradient.
+        PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
+    """
+    session = Session(replace(config, fullgraph=True), StepRecorder(1), model)
+    backend = _CaptureBackend(session)
+    entry_point = EntryPoint(session, backend, backend, model, {})
+    try:
+        with torch.enable_grad(), kept_random_state():
+            entry_point(args, dict(kwargs))
+    except CaptureComplete as end:
+        session.warnings.flush_warnings()
+        if isinstance(end.result, RewriteError):
+            raise end.result from end.result.__cause__
+        return end.result
+    raise GraphBreakError("the model runs no tensor operation that the tracer can see; model.explain() says more")
+
+
+@dataclass(eq=False)
+class _CaptureBackend:
+    """A torch.compile backend that never returns."""
+
+    session: Session
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Runnable:
+        if not needs_gradients(inputs):
+            raise CaptureComplete(
+                TraceError("nothing here needs a gradient: no parameter and no input has requires_grad")
+            )
+        try:
+            engine = Inductor().configured(None, None)
+            with marking(self.session, gm, inputs, engine) as compilation:
+                engine.compile_rewritten(gm, inputs, _CaptureHooks(compilation))
+        except RewriteError as err:
+            raise CaptureComplete(err) from None
+        raise CaptureComplete(
+            TraceError("no output of the model depends on a parameter or an input that needs a gradient")
+        )
+
+
+@dataclass
+class _CaptureHooks:
+    """HookWatch that stop at the joint graph."""
+
+    compilation: GraphCompilation
+    is_cacheable: bool = False
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        if not aot_autograd.gradient_outputs(graph):
+            editing.erase_markers(graph)
+            return
+        session = self.compilation.session
+        try:
+            joint, result = rewrite_and_compare(self.compilation.marked(graph), session.config)
+            for site, actions in result.out_of_reach:
+                session.note_out_of_reach(site, actions)
+            session.check_rules_on(joint.sites)
+        except RewriteError as err:
+            raise CaptureComplete(err) from None
+        raise CaptureComplete(joint)
+
+    def partition(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partitioned: tuple[fx.GraphModule, fx.GraphModule] = inner(gm, joint_inputs, **kwargs)
+        return partitioned
+
+    def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_graph(gm, inputs)
+
+    def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_graph(gm, inputs)

@@ -1,0 +1,93 @@
+"""Engines: what runs or compiles the graphs, ``"inductor"`` or ``"aot_eager"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from torch import fx
+
+from gradrewrite._compat import aot_autograd, inductor
+from gradrewrite._compat.aot_autograd import CompilationHooks
+
+Runnable = Callable[..., Any]
+
+
+class Engine(Protocol):
+    """Compiles Dynamo graphs."""
+
+    @property
+    def name(self) -> str:
+        """``"inductor"`` or ``"aot_eager"``."""
+        ...
+
+    @property
+    def draws_from_seeds(self) -> bool:
+        """Whether random numbers of a joint graph are drawn from seeds of the compiler."""
+        ...
+
+    @property
+    def overwrites_outputs(self) -> bool:
+        """Whether the next run overwrites the memory of outputs (CUDA graphs)."""
+        ...
+
+    def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Engine:
+        """Return this engine with ``mode`` and ``options`` of ``torch.compile``; RuntimeError for an unknown one."""
+        ...
+
+    def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Compile a graph as it is."""
+        ...
+
+    def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
+        """Compile a graph, with hooks on its way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inductor:
+    """Inductor, with settings by name."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    name: ClassVar[str] = "inductor"
+    draws_from_seeds: ClassVar[bool] = True
+
+    @property
+    def overwrites_outputs(self) -> bool:
+        """See ``Engine``."""
+        return inductor.uses_cuda_graphs(self.settings)
+
+    def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Inductor:
+        """See ``Engine``."""
+        return Inductor(inductor.settings_of(mode, options))
+
+    def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """See ``Engine``."""
+        return inductor.compile_plain(gm, inputs, self.settings)
+
+    def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
+        """See ``Engine``."""
+        return inductor.compile_rewritten(gm, inputs, self.settings, hooks)
+
+
+@dataclass(frozen=True, slots=True)
+class AotEager:
+    """AOTAutograd without a compiler: graphs run op by op."""
+
+    name: ClassVar[str] = "aot_eager"
+    draws_from_seeds: ClassVar[bool] = False
+    overwrites_outputs: ClassVar[bool] = False
+
+    def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> AotEager:
+        """See ``Engine``; all settings are Inductor's, and ignored."""
+        return self
+
+    def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """See ``Engine``."""
+        return aot_autograd.compile_plain(gm, inputs)
+
+    def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
+        """See ``Engine``."""
+        return aot_autograd.compile_rewritten(gm, inputs, hooks)

@@ -1,0 +1,28 @@
+"""Marked joint graphs: what AOTAutograd traced from a Dynamo graph with probes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from gradrewrite.ir.inputs import GraphInput
+from gradrewrite.ir.values import Value
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedJointGraph:
+    """A joint graph with the markers that probes left in it.
+
+    Attributes:
+        graph: The joint graph; a rewrite changes it in place.
+        values: The values that markers stand on, by the number of the marker.
+        inputs: The tensor inputs of the Dynamo graph, by position.
+        is_last: Whether the gradients of its outputs come from outside of the model, not from behind a graph break.
+    """
+
+    graph: fx.Graph
+    values: Sequence[Value]
+    inputs: Mapping[int, GraphInput]
+    is_last: bool = True

@@ -1,0 +1,63 @@
+"""Failed finite checks: the errors and warnings that they lead to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+from gradrewrite._warnings import warn
+from gradrewrite.diagnostics.root_cause import find_failure
+from gradrewrite.errors import NonFiniteError
+from gradrewrite.monitoring.step_record import StepRecord
+
+
+def failure_of(record: StepRecord, modes: Collection[str], *, reason: str = "") -> NonFiniteError | None:
+    """Return the error for a step, by a replay if it can be replayed; None if no check of these kinds failed."""
+    record.fetch()
+    return find_failure(record.step, record.checked_graphs(), modes, replays=True, reason=reason)
+
+
+class FailedCheckErrors:
+    """Raises the error of a check that fails with ``on_failure="raise"``."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Raise NonFiniteError if such a check failed; waits for the device where there is one."""
+        if record.has(lambda outputs: any(c.on_failure == "raise" for c in outputs.checks)):
+            error = failure_of(record, ("raise",))
+            if error is not None:
+                raise error
+
+
+class FailedCheckWarnings:
+    """Warns of checks that failed, step after step, when their figures have arrived.
+
+    Attributes:
+        patience: How many steps may wait for their figures before one is waited for.
+        is_guarded: Tells whether somebody hears of checks that skip; if nobody does, they warn.
+    """
+
+    def __init__(self, patience: int, is_guarded: Callable[[], bool]) -> None:
+        self.patience = patience
+        self.is_guarded = is_guarded
+        self._waiting: deque[tuple[StepRecord, tuple[str, ...]]] = deque()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Warn of the steps before; take a step and begin to copy its figures."""
+        self.flush(self.patience)
+        modes = ("warn",) if self.is_guarded() else ("warn", "skip")
+        if record.has(lambda outputs: any(c.on_failure in modes for c in outputs.checks)):
+            record.start_copy()
+            self._waiting.append((record, modes))
+
+    def flush(self, patience: int = 0) -> None:
+        """Warn of checks that failed; waits for the figures of steps beyond ``patience``."""
+        while self._waiting and (len(self._waiting) > patience or self._waiting[0][0].is_here()):
+            record, modes = self._waiting.popleft()
+            record.fetch()
+            graphs = record.checked_graphs()
+            error = find_failure(record.step, graphs, ("warn",), replays=False)
+            if error is not None:
+                warn(str(error))
+            unheard = None if error is not None else find_failure(record.step, graphs, modes, replays=False)
+            if unheard is not None:
+                warn(f"{unheard}; CheckFinite('skip') skips nothing without gr.guard(optimizer, model)")

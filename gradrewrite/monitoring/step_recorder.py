@@ -1,0 +1,176 @@
+"""The step recorder: takes what backward graphs report, and keeps the records of the last steps."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradrewrite._compat import autograd
+from gradrewrite.diagnostics.step_snapshot import StepSnapshot
+from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
+from gradrewrite.monitoring.host_copy import LateRecord
+from gradrewrite.monitoring.step_record import GraphRecord, StepRecord
+
+_MAX_OPEN = 1000
+
+
+class StepListener(Protocol):
+    """Reacts to finished steps."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """React to a step whose backward is over; its figures may still be on their device."""
+        ...
+
+
+class SkipGuard(Protocol):
+    """Watches an optimizer (``gr.guard``)."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+        ...
+
+    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
+        """Take the verdict of one graph: 0-d float32 on its device, 1 if a check that skips failed."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its optimizer is still there."""
+        ...
+
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped; waits for the device."""
+        ...
+
+
+class StepRecorder:
+    """The records of the last steps of a training run.
+
+    Attributes:
+        capacity: How many records are kept.
+        lock: VersionedRef while records, listeners or guards change; reentrant.
+        records: The records of the last steps, oldest first.
+        num_steps: How many steps there were.
+        listeners: Told of each step before its record joins the others, with the lock held.
+        last_listeners: Told after that, without the lock; what they raise leaves the backward.
+        late_listeners: Told of records that are added to a step after its backward.
+        guards: Guards of optimizers.
+        last_skip: The check that skips of the last graph that has one.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.lock = threading.RLock()
+        self.records: deque[StepRecord] = deque()
+        self.num_steps = 0
+        self.listeners: list[StepListener] = []
+        self.last_listeners: list[StepListener] = []
+        self.late_listeners: list[Callable[[int, RecordKey], None]] = []
+        self.guards: list[SkipGuard] = []
+        self.last_skip: Check | None = None
+        self._num_groups = 0
+        self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
+
+    @property
+    def live_guards(self) -> list[SkipGuard]:
+        """The guards whose optimizer is still there."""
+        with self.lock:
+            return [guard for guard in self.guards if guard.is_alive]
+
+    def add_guard(self, guard: SkipGuard, num_groups: int) -> int:
+        """Tell a guard of every check that skips; returns the number of its first group of parameters."""
+        with self.lock:
+            self.guards.append(guard)
+            self._num_groups += num_groups
+            return self._num_groups - num_groups
+
+    def collect(
+        self,
+        outputs: BackwardOutputs,
+        tensors: Sequence[Tensor],
+        snapshot: StepSnapshot | None = None,
+        parameters: Sequence[weakref.ref[Tensor]] = (),
+    ) -> list[str]:
+        """Take what one backward graph reported; called inside ``backward``.
+
+        Args:
+            outputs: What the tensors are.
+            tensors: The packed records, then what is kept.
+            snapshot: What a replay needs, where something is checked.
+            parameters: Those whose gradients the graph computes.
+
+        Returns:
+            The groups that an earlier graph of the same backward had clipped already.
+        """
+        with self.lock:
+            task = autograd.backward_id()
+            if task not in self._open:
+                # What a backward that failed left behind is of no use: numbers of backwards only grow.
+                self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
+                self._open[task] = StepRecord()
+                autograd.at_end_of_backward(lambda: self._finish(task))
+                for guard in self.live_guards:
+                    guard.begin()
+            record = self._open[task]
+            again = [group for group in outputs.groups if group in record.groups]
+            record.groups += outputs.groups
+            record.graphs.append(GraphRecord(outputs, list(tensors[: len(outputs.packs)]), snapshot))
+            record.kept.update(zip(outputs.kept, tensors[len(outputs.packs) :], strict=True))
+            for pack, count in zip(record.graphs[-1].packs, outputs.num_skips, strict=True):
+                if count:
+                    bad = (pack[:count].amax() > 0).to(torch.float32)
+                    self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
+                    for guard in self.live_guards:
+                        guard.note(bad, parameters)
+            return again
+
+    def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
+        """Add records that the host knows to the last step, if there is one."""
+        with self.lock:
+            if self.records:
+                self.records[-1].host_values |= values
+
+    def add_late(self, keys: tuple[RecordKey, ...], pack: Tensor, *, is_own: bool = False) -> bool:
+        """Add records on a device to the last step, in place of those that were added under the same keys.
+
+        Args:
+            keys: Their keys.
+            pack: Their values, flat float32 or float64; nobody changes it later.
+            is_own: Whether nobody asked for them: a file that lacks them is then no matter for a warning.
+
+        Returns:
+            Whether there is a step.
+        """
+        with self.lock:
+            if not self.records:
+                return False
+            self.records[-1].late[keys] = LateRecord(keys, pack)
+            for listener in () if is_own else self.late_listeners:
+                listener(self.records[-1].step, keys[0])
+            return True
+
+    def _finish(self, task: int) -> None:
+        with self.lock:
+            record = self._open.pop(task)
+            record.step = self.num_steps
+            record.close()
+            if self.records:
+                self.records[-1].drop_snapshots()
+                self.records[-1].kept = {}
+            try:
+                for listener in self.listeners:
+                    listener.on_step(record)
+            finally:
+                if len(self.records) == self.capacity:
+                    self.records.popleft()
+                self.records.append(record)
+                self.num_steps += 1
+        for listener in self.last_listeners:
+            listener.on_step(record)

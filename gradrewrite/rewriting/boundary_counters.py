@@ -1,0 +1,58 @@
+"""Boundary counters: counts of non-finite elements at the boundary of a checked graph.
+
+They tell a faulty input from a faulty loss: inputs (``data:x``), outputs (``output:0``), and the gradients that come in
+from outside (``outside:0``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import aot_autograd, make_fx
+from gradrewrite.ir import editing
+from gradrewrite.ir.inputs import GraphInput
+from gradrewrite.ir.ops import measure
+from gradrewrite.rewriting.record_packing import RecordNode, RecordNumbering
+
+
+def insert_boundary_counters(
+    graph: fx.Graph, inputs: Mapping[fx.Node, GraphInput], tangents: Sequence[fx.Node], numbering: RecordNumbering
+) -> tuple[list[RecordNode], list[str]]:
+    """Count non-finite elements of inputs, outputs and incoming gradients.
+
+    Args:
+        graph: The joint graph, changed in place.
+        inputs: Its placeholders that are inputs of the Dynamo graph; of those, arguments are counted (in a mask NaN
+            alone).
+        tangents: Its placeholders that are gradients from outside of the model; outputs are counted if there are any.
+        numbering: Makes the keys of the counts.
+
+    Returns:
+        The nodes with the counts, and the names of all new nodes.
+    """
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    records: list[RecordNode] = []
+    names: list[str] = []
+
+    def count(node: fx.Node, where: str, before: fx.Node, is_forward: bool, name: str = "nonfinite") -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.dtype.is_floating_point or value.layout is not torch.strided:
+            return
+        traced = make_fx.trace(lambda x: [measure(x, [name], is_opaque=True)], [value])
+        tag = "is_forward" if is_forward else "is_backward"
+        (counted,), new = editing.splice(traced, graph, [node], before, tag)
+        names.extend(n.name for n in new)
+        records.append(RecordNode(tuple(numbering.new([name], where)), counted, is_forward))
+
+    for node, given in inputs.items():
+        if given.role == "input":
+            count(node, f"data:{given.name}", first, True, "nan" if given.is_mask else "nonfinite")
+    if tangents:
+        for number, node in enumerate(aot_autograd.forward_outputs(graph)):
+            count(node, f"output:{number}", graph.output_node(), True)
+    for number, node in enumerate(tangents):
+        count(node, f"outside:{number}", first, False)
+    return records, names

@@ -1,0 +1,25 @@
+"""The configuration of a rewrite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradrewrite.policy.actions import Policy
+from gradrewrite.rewriting.loss_scale import LossScale
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteConfig:
+    """What ``transform`` or ``backend`` was given.
+
+    Attributes:
+        policy: The policy.
+        loss_scale: The loss scale; None if there is none.
+        fullgraph: Whether what the tracer cannot see is refused.
+        dynamic: Symbolic shapes, as in ``torch.compile``.
+    """
+
+    policy: Policy
+    loss_scale: LossScale | None = None
+    fullgraph: bool = True
+    dynamic: bool | None = None
