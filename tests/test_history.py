@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradrewrite.diagnostics.run_log import Address, Finding, Step, as_executed, last_run, parse, read_jsonl
+from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_jsonl
+from gradrewrite.ir.record_layout import RecordKey
 from gradrewrite.monitoring.writers import JsonLines
 
 NAN, INF = math.nan, math.inf
@@ -71,19 +72,27 @@ def test_reads_what_the_sink_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "parts"),
+    ("text", "key", "kind"),
     [
-        ("norm@error:a.2#1", ("norm", "", "error:a.2#1", "error")),
-        ("norm.12@gradient:w", ("norm", ".12", "gradient:w", "gradient")),
-        ("bound.2@gradient:v", ("bound", ".2", "gradient:v", "gradient")),
-        ("layer.2@gradient:w", ("layer.2", "", "gradient:w", "gradient")),
-        ("norm.1@gradient:w", ("norm.1", "", "gradient:w", "gradient")),
-        ("my.own@activation:a@b", ("my.own", "", "activation:a@b", "activation")),
-        ("x@", ("x", "", "", "")),
+        ("norm@error:a.2#1", RecordKey("norm", 1, "error:a.2#1"), "error"),
+        ("norm.12@gradient:w", RecordKey("norm", 12, "gradient:w"), "gradient"),
+        ("bound.2@gradient:v", RecordKey("bound", 2, "gradient:v"), "gradient"),
+        ("layer.2.2@gradient:w", RecordKey("layer.2", 2, "gradient:w"), "gradient"),
+        ("norm.1@gradient:w", RecordKey("norm.1", 1, "gradient:w"), "gradient"),
+        ("my.own@activation:a@b", RecordKey("my.own", 1, "activation:a@b"), "activation"),
+        ("x@", RecordKey("x", 1, ""), ""),
     ],
 )
-def test_parse(address: str, parts: tuple[str, str, str, str]) -> None:
-    assert parse(address, {"norm@gradient:w", "layer@gradient:v", address}) == Address(*parts)
+def test_parse(text: str, key: RecordKey, kind: str) -> None:
+    assert RecordKey.parse(text) == key
+    assert str(key) == text
+    assert key.kind == kind
+
+
+@pytest.mark.parametrize(("record", "occurrence"), [("a@b", 1), ("a", 0), ("a.2", 1), ("a", 10**9)])
+def test_key_that_could_not_be_parsed_back_is_refused(record: str, occurrence: int) -> None:
+    with pytest.raises(ValueError, match="record|occurrence"):
+        RecordKey(record, occurrence, "gradient:w")
 
 
 def test_order_of_execution() -> None:

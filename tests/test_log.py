@@ -48,7 +48,7 @@ def test_value_is_copied_at_once() -> None:
     loss.data.fill_(7.0)
 
     assert model.monitor.latest()["loss@run"] == want
-    (added,) = model.monitor._recorder.records[-1].added.values()
+    (added,) = model.monitor._recorder.records[-1].late.values()
     assert not added.pack.requires_grad
 
 
@@ -80,7 +80,7 @@ def test_last_of_two_values_stands_whatever_they_are() -> None:
         model.monitor.log("other", -value)
         assert model.monitor.latest()["loss@run"] == value
     assert model.monitor.latest()["other@run"] == -3.0
-    assert len(model.monitor._recorder.records[-1].added) == 2
+    assert len(model.monitor._recorder.records[-1].late) == 2
 
 
 def test_row_that_was_read_still_grows() -> None:

@@ -13,16 +13,15 @@ OnFailure = Literal["raise", "skip", "warn", "record"]
 # Records of the bounds of clips, by norm and by value; a bound has the occurrence of what it bounds.
 BOUNDS = frozenset(("bound", "limit"))
 
-_NUMBERED = re.compile(r"(.*)\.([1-9][0-9]{0,8})", re.DOTALL)
+_NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """The key of a record.
+    """The key of a record: its text is ``record@site``, or ``record.2@site`` for the second of a name at a site.
 
-    Its text is ``record@site`` for the first record of a name at a site, ``record.2@site`` for the second. A name that
-    itself ends in a dot and a whole number > 0 is always written with its occurrence (``expert.3.1@site``), so
-    ``RecordKey.parse(str(key)) == key`` for every key.
+    A name that a user gave and that itself ends in a dot and a whole number > 1 (``expert.3``) is read as such an
+    occurrence, so ``RecordKey.parse(str(key)) == key`` for every key.
 
     Attributes:
         record: Name of the record, without ``@``.
@@ -30,7 +29,8 @@ class RecordKey:
         site: ``kind:name`` of the site, or what stands in its place (``group:default``, ``optimizer:0``, ``run``).
 
     Raises:
-        ValueError: ``record`` has an ``@``, or ``occurrence`` is not in 1 to 999,999,999.
+        ValueError: The key could not be parsed back: ``record`` has an ``@``, ``occurrence`` is not in 1 to
+            999,999,999, or it is 1 and ``record`` ends in a number (see ``first``).
     """
 
     record: str
@@ -43,6 +43,8 @@ class RecordKey:
             raise ValueError(f"the name of a record has no '@', got {self.record!r}")
         if not 1 <= self.occurrence <= 999_999_999:
             raise ValueError(f"the occurrence of {self.record!r} is in 1 to 999,999,999, got {self.occurrence!r}")
+        if self.occurrence == 1 and _NUMBERED.fullmatch(self.record) is not None:
+            raise ValueError(f"{self.record!r} ends in an occurrence; use RecordKey.first")
 
     @property
     def kind(self) -> str:
@@ -51,13 +53,18 @@ class RecordKey:
 
     @property
     def name(self) -> str:
-        """The record with its occurrence, where that is written: ``norm``, ``norm.2``."""
-        is_plain = self.occurrence == 1 and _NUMBERED.fullmatch(self.record) is None
-        return self.record if is_plain else f"{self.record}.{self.occurrence}"
+        """The record with its occurrence: ``norm``, ``norm.2``."""
+        return self.record if self.occurrence == 1 else f"{self.record}.{self.occurrence}"
 
     def __str__(self) -> str:
         """``record@site``."""
         return f"{self.name}@{self.site}"
+
+    @classmethod
+    def first(cls, name: str, site: str) -> RecordKey:
+        """Make the key whose text is ``name@site``; ValueError if ``name`` has an ``@``."""
+        numbered = _NUMBERED.fullmatch(name)
+        return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
 
     @classmethod
     def parse(cls, text: str) -> RecordKey:
@@ -69,8 +76,7 @@ class RecordKey:
         name, at, site = text.partition("@")
         if not at:
             raise ValueError(f"wanted record@site as the name of a record, got {text!r}")
-        numbered = _NUMBERED.fullmatch(name)
-        return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
+        return cls.first(name, site)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Monitor:
             True
         """
         pack = pack_of(name, value)
-        if not self._recorder.add_late((RecordKey(name, 1, "run"),), pack):
+        if not self._recorder.add_late((RecordKey.first(name, "run"),), pack):
             raise RuntimeError(
                 f"monitor.log({name!r}, ...) adds to the last backward, and none has been recorded yet: call it after "
                 "loss.backward(), with a policy that records something (Observe, CheckFinite, a clip by norm)"

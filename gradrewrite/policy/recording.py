@@ -69,7 +69,7 @@ def record(name: str, value: Tensor | float) -> None:
 
     Args:
         name: Name of the record; its address is ``name@site``. A second record of that name at the same
-            site becomes ``name.2``; a name that itself ends in ``.2`` becomes ``.2.1`` (see ``RecordKey``).
+            site becomes ``name.2``.
         value: A real tensor with one element, or a number. NaN and infinities are reported as they are.
 
     Raises:

@@ -45,7 +45,7 @@ class RecordNumbering:
         """Make the keys of new records: each with this occurrence if it is free, else with the first that is."""
         found = []
         for name in names:
-            wanted = (RecordKey(name, n, where) for n in itertools.chain([occurrence], itertools.count(1)))
+            wanted = (_key(name, n, where) for n in itertools.chain([occurrence], itertools.count(1)))
             key = next(k for k in wanted if k not in self._taken)
             self._taken.add(key)
             found.append(key)
@@ -133,3 +133,7 @@ class RecordPacking:
             bounds=tuple(self.bounds),
             counts=frozenset(self.numbering.counts),
         )
+
+
+def _key(name: str, occurrence: int, where: str) -> RecordKey:
+    return RecordKey.first(name, where) if occurrence == 1 else RecordKey(name, occurrence, where)
