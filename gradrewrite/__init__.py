@@ -1,34 +1,78 @@
 """gradrewrite: a compiler for the backward pass, on torch.fx."""
 
-from gradrewrite._locate import locate as locate
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gradrewrite._compat.versions import check_torch
 from gradrewrite._version import __version__ as __version__
-from gradrewrite.backends.backend import Backend as Backend
-from gradrewrite.backends.backend import backend as backend
-from gradrewrite.backends.explanation import Explanation as Explanation
-from gradrewrite.backends.explanation import GraphReport as GraphReport
-from gradrewrite.diagnostics.run_log import Finding as Finding
-from gradrewrite.errors import CallbackError as CallbackError
-from gradrewrite.errors import GraphBreakError as GraphBreakError
-from gradrewrite.errors import NonFiniteError as NonFiniteError
-from gradrewrite.errors import NoSuchSiteError as NoSuchSiteError
-from gradrewrite.errors import NotRewrittenError as NotRewrittenError
-from gradrewrite.errors import PolicyError as PolicyError
-from gradrewrite.errors import PrecedingSite as PrecedingSite
-from gradrewrite.errors import RewriteError as RewriteError
-from gradrewrite.errors import RewriteWarning as RewriteWarning
-from gradrewrite.errors import TraceError as TraceError
-from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
-from gradrewrite.ir.edits import Edit as Edit
-from gradrewrite.ir.joint_graph import JointGraph as JointGraph
-from gradrewrite.module import RewrittenModule as RewrittenModule
-from gradrewrite.module import transform as transform
-from gradrewrite.monitoring.monitor import Monitor as Monitor
-from gradrewrite.optimizer.guard import guard as guard
-from gradrewrite.policy.actions import Policy as Policy
-from gradrewrite.policy.recording import record as record
-from gradrewrite.policy.rules import on as on
-from gradrewrite.rewriting.probes import tap as tap
-from gradrewrite.sites import Site as Site
+
+if TYPE_CHECKING:
+    from gradrewrite._locate import locate as locate
+    from gradrewrite.backends.backend import Backend as Backend
+    from gradrewrite.backends.backend import backend as backend
+    from gradrewrite.backends.explanation import Explanation as Explanation
+    from gradrewrite.backends.explanation import GraphReport as GraphReport
+    from gradrewrite.diagnostics.run_log import Finding as Finding
+    from gradrewrite.diagnostics.run_log import Step as Step
+    from gradrewrite.diagnostics.run_log import read_jsonl as read_jsonl
+    from gradrewrite.errors import CallbackError as CallbackError
+    from gradrewrite.errors import GraphBreakError as GraphBreakError
+    from gradrewrite.errors import NonFiniteError as NonFiniteError
+    from gradrewrite.errors import NoSuchSiteError as NoSuchSiteError
+    from gradrewrite.errors import NotRewrittenError as NotRewrittenError
+    from gradrewrite.errors import PolicyError as PolicyError
+    from gradrewrite.errors import PrecedingSite as PrecedingSite
+    from gradrewrite.errors import RewriteError as RewriteError
+    from gradrewrite.errors import RewriteWarning as RewriteWarning
+    from gradrewrite.errors import TraceError as TraceError
+    from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
+    from gradrewrite.ir.edits import Edit as Edit
+    from gradrewrite.ir.joint_graph import JointGraph as JointGraph
+    from gradrewrite.module import RewrittenModule as RewrittenModule
+    from gradrewrite.module import transform as transform
+    from gradrewrite.monitoring.monitor import Monitor as Monitor
+    from gradrewrite.optimizer.guard import guard as guard
+    from gradrewrite.policy.actions import Policy as Policy
+    from gradrewrite.policy.recording import record as record
+    from gradrewrite.policy.rules import on as on
+    from gradrewrite.rewriting.probes import tap as tap
+    from gradrewrite.sites import Site as Site
+
+check_torch()
+
+# Public names and their modules, imported on first use: a command that only reads files needs no compiler.
+_MODULES = {
+    "Backend": "gradrewrite.backends.backend",
+    "CallbackError": "gradrewrite.errors",
+    "Edit": "gradrewrite.ir.edits",
+    "Explanation": "gradrewrite.backends.explanation",
+    "Finding": "gradrewrite.diagnostics.run_log",
+    "GraphBreakError": "gradrewrite.errors",
+    "GraphReport": "gradrewrite.backends.explanation",
+    "JointGraph": "gradrewrite.ir.joint_graph",
+    "Monitor": "gradrewrite.monitoring.monitor",
+    "NoSuchSiteError": "gradrewrite.errors",
+    "NonFiniteError": "gradrewrite.errors",
+    "NotRewrittenError": "gradrewrite.errors",
+    "Policy": "gradrewrite.policy.actions",
+    "PolicyError": "gradrewrite.errors",
+    "PrecedingSite": "gradrewrite.errors",
+    "RewriteError": "gradrewrite.errors",
+    "RewriteWarning": "gradrewrite.errors",
+    "RewrittenModule": "gradrewrite.module",
+    "Site": "gradrewrite.sites",
+    "Step": "gradrewrite.diagnostics.run_log",
+    "TraceError": "gradrewrite.errors",
+    "UnsupportedGradientError": "gradrewrite.errors",
+    "backend": "gradrewrite.backends.backend",
+    "guard": "gradrewrite.optimizer.guard",
+    "locate": "gradrewrite._locate",
+    "on": "gradrewrite.policy.rules",
+    "read_jsonl": "gradrewrite.diagnostics.run_log",
+    "record": "gradrewrite.policy.recording",
+    "tap": "gradrewrite.rewriting.probes",
+    "transform": "gradrewrite.module",
+}
 
 __all__ = [
     "Backend",
@@ -50,13 +94,29 @@ __all__ = [
     "RewriteWarning",
     "RewrittenModule",
     "Site",
+    "Step",
     "TraceError",
     "UnsupportedGradientError",
     "backend",
     "guard",
     "locate",
     "on",
+    "read_jsonl",
     "record",
     "tap",
     "transform",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, and those that are there already."""
+    return sorted({*globals(), *__all__})

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from gradrewrite._formatting import nearest
 from gradrewrite.errors import RewriteError
-from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.policy.actions import Policy
+
+if TYPE_CHECKING:
+    from gradrewrite.ir.joint_graph import JointGraph
 
 
 class LoadError(Exception):
@@ -38,23 +39,24 @@ def load(spec: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
     try:
-        found: Any = importlib.import_module(module_name)
+        return pkgutil.resolve_name(spec)
     except ModuleNotFoundError as err:
         raise LoadError(
             f"{what}: no module named {err.name!r}; run this where it can be imported, or set PYTHONPATH"
         ) from err
-    except Exception as err:
+    except AttributeError as err:
+        if module_name not in sys.modules:  # the module's own error
+            raise _failed_import(what, module_name, err) from err
+        known = nearest(str(err.name), [n for n in dir(err.obj) if not n.startswith("_")], count=3)
         raise LoadError(
-            f"{what}: importing {module_name!r} failed: {one_line(err)}; import it in Python to see where"
+            f"{what}: {module_name!r} has no {name!r}; nearest: {', '.join(known) or 'it has no names'}"
         ) from err
-    for part in name.split("."):
-        if not hasattr(found, part):
-            known = nearest(part, [n for n in dir(found) if not n.startswith("_")], count=3)
-            raise LoadError(
-                f"{what}: {module_name!r} has no {name!r}; nearest: {', '.join(known) or 'it has no names'}"
-            )
-        found = getattr(found, part)
-    return found
+    except Exception as err:
+        raise _failed_import(what, module_name, err) from err
+
+
+def _failed_import(what: str, module_name: str, err: Exception) -> LoadError:
+    return LoadError(f"{what}: importing {module_name!r} failed: {one_line(err)}; import it in Python to see where")
 
 
 def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
@@ -70,6 +72,9 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
         LoadError: One of them cannot be had, or is something else; or the model cannot run on the inputs.
         RewriteError: The model cannot be traced, or the policy cannot be followed.
     """
+    # Commands that only read files should not wait for the compiler to be imported.
+    from gradrewrite.module import RewrittenModule, transform
+
     model = _made(factory, "the model", nn.Module)
     if not isinstance(model, nn.Module):
         raise LoadError(f"the model: {factory!r} made a {type(model).__name__}, wanted a torch.nn.Module")

@@ -91,7 +91,7 @@ def test_parse(text: str, key: RecordKey, kind: str) -> None:
 
 @pytest.mark.parametrize(("record", "occurrence"), [("a@b", 1), ("a", 0), ("a.2", 1), ("a", 10**9)])
 def test_key_that_could_not_be_parsed_back_is_refused(record: str, occurrence: int) -> None:
-    with pytest.raises(ValueError, match="record|occurrence"):
+    with pytest.raises(ValueError, match=r"record|occurrence"):
         RecordKey(record, occurrence, "gradient:w")
 
 

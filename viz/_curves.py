@@ -126,7 +126,7 @@ def plot(source: Monitor | str | os.PathLike[str] | Sequence[Step], *, title: st
         ValueError: The file has a line that is none of the monitor's.
 
     Example:
-        >>> from gradrewrite.history import Step
+        >>> from gradrewrite import Step
         >>> plot([Step(0, {"loss@run": 2.0}), Step(1, {"loss@run": 1.5})]).panels
         ('loss',)
     """

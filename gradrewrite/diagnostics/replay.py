@@ -18,7 +18,6 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.mask_infinities import has_infinite_literal, is_added, propagates
 from gradrewrite.ir.ops import OPAQUE, number_of
 from gradrewrite.ir.provenance import owners
-from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import Site
 
 
@@ -42,11 +41,17 @@ def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
         What was seen. Roots are left out that lead neither to one of ``failed`` nor to what leaves the graph: the
         infinity of a logarithm that ``torch.where`` discards harms nobody.
     """
-    return _Replay(snapshot.replay_graph).run(snapshot, failed)
+    return _Replay(snapshot, failed).result()
 
 
-class _Replay:
-    def __init__(self, replay_graph: ReplayGraph) -> None:
+class _Replay(fx.Interpreter):
+    """Runs a replay graph node by node, and notes which values are not finite."""
+
+    def __init__(self, snapshot: StepSnapshot, failed: Mapping[str, Site]) -> None:
+        super().__init__(snapshot.replay_graph.graph)
+        self.extra_traceback = False  # the error of a node stays as it is
+        replay_graph = snapshot.replay_graph
+        self._snapshot = snapshot
         self._replay_graph = replay_graph
         self._graph = replay_graph.graph.graph
         self._nodes = list(self._graph.nodes)
@@ -58,45 +63,40 @@ class _Replay:
         self._states: dict[fx.Node, _State] = {}
         self._result = ReplayResult()
         self._records: set[fx.Node] = set()
-        self._failed: Mapping[str, Site] = {}
-
-    def run(self, snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
         self._failed = failed
-        places = self._places()
-        last_use = {read: node for node in self._nodes for read in node.all_input_nodes}
-        values: dict[fx.Node, Any] = {}
-        given = self._given(snapshot)
-        with _apart(snapshot, [held for held, _ in given.values()]):
-            for node in self._nodes:
-                if node.op == "output":
-                    self._look_at_gradients(values)
-                    break
-                if node.op == "placeholder":
-                    held, description = given[node]
-                    values[node] = held
-                    self._states[node] = self._state_of_given(node, held, description)
-                elif node.op == "get_attr":
-                    values[node] = getattr(self._replay_graph.graph, str(node.target))
-                    is_written = not _is_finite(values[node]) and not _has_nan(values[node])
-                    self._states[node] = _State(is_expected=is_written)
-                else:
-                    values[node] = self._call(node, values)
-                if node.name in failed and isinstance(values[node], Tensor):
-                    site = failed[node.name]
-                    order = places.get(site, self._order[node])
-                    self._look_at(site, node, values[node], order, is_forward=site.kind == "activation")
-                for read in node.all_input_nodes:
-                    if last_use[read] is node:
-                        values.pop(read, None)
+        self._positions = self._positions_of_sites()
+        self._given = self._given_values(snapshot)
+
+    def result(self) -> ReplayResult:
+        """Run, and find the roots."""
+        values = [value for value, _ in self._given.values()]
+        with _apart(self._snapshot, values):
+            self.run(*values, enable_io_processing=False)
         self._result.seen.sort(key=lambda seen: (not seen.is_forward, seen.order))
-        self._result.roots = self._find_roots(failed)
+        self._result.roots = self._find_roots()
         return self._result
 
-    def _places(self) -> dict[Site, int]:
-        """Where sites stand in the order of execution."""
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, and look at its value."""
+        if n.op == "output":
+            self._look_at_gradients(self.env)
+            return None
+        value = self._call(n, self.env) if n.op == "call_function" else super().run_node(n)
+        if n.op == "placeholder":
+            self._states[n] = self._state_of_given(n, value, self._given[n][1])
+        elif n.op == "get_attr":
+            self._states[n] = _State(is_expected=not _is_finite(value) and not _has_nan(value))
+        site = self._failed.get(n.name)
+        if site is not None and isinstance(value, Tensor):
+            order = self._positions.get(site, self._order[n])
+            self._look_at(site, n, value, order, is_forward=site.kind == "activation")
+        return value
+
+    def _positions_of_sites(self) -> dict[Site, int]:
+        """Positions of the sites in the order of execution."""
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
-        places = {site: self._order[returned[at]] for at, site in self._replay_graph.gradients.items()}
+        positions = {site: self._order[returned[at]] for at, site in self._replay_graph.gradients.items()}
         for node in self._nodes:
             if node.target in (ops.mark_activation, ops.mark_error):
                 is_forward = node.target is ops.mark_activation
@@ -104,11 +104,11 @@ class _Replay:
                     number_of(node)
                 )
                 if site is not None:
-                    places[site] = self._order[node]
-        return places
+                    positions[site] = self._order[node]
+        return positions
 
-    def _given(self, snapshot: StepSnapshot) -> dict[fx.Node, tuple[Any, str]]:
-        """Values of the placeholders, and what was overwritten."""
+    def _given_values(self, snapshot: StepSnapshot) -> dict[fx.Node, tuple[Any, str]]:
+        """Values of the placeholders in their order, and what was overwritten."""
         placeholders = self._graph.find_nodes(op="placeholder")
         inputs = [node for node in placeholders if node.name not in self._replay_graph.tangents]
         given = {}
@@ -122,7 +122,7 @@ class _Replay:
             if node.name in self._replay_graph.tangents:
                 held = snapshot.tangents[node.name]
                 given[node] = (held.get(), "the gradient of an output" if held.is_overwritten() else "")
-        return given
+        return {node: given[node] for node in placeholders}
 
     def _state_of_given(self, node: fx.Node, value: Any, overwritten: str) -> _State:
         if _is_finite(value):
@@ -181,9 +181,9 @@ class _Replay:
         percent = 100.0 * bad / max(value.numel(), 1)
         self._result.seen.append(SiteObservation(site, order, is_forward, percent, smallest, largest, node.name))
 
-    def _find_roots(self, failed: Mapping[str, Site]) -> list[RootCause]:
+    def _find_roots(self) -> list[RootCause]:
         bad = {node for node, state in self._states.items() if state.is_bad}
-        targets = {node for node in bad if node.name in failed} | (bad & set(self._output.all_input_nodes))
+        targets = {node for node in bad if node.name in self._failed} | (bad & set(self._output.all_input_nodes))
         leads: set[fx.Node] = set()
         roots = []
         for node in reversed(self._nodes):

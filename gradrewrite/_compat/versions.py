@@ -1,0 +1,57 @@
+"""Versions of torch: the tested range, and errors for private names that a version lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+OLDEST, NEWEST = (2, 11), (2, 15)  # the suite runs on both, see tests/versions.sh
+
+
+def check_torch(version: str | None = None) -> None:
+    """Raise ImportError for a torch older than the tested range; warn of a newer one.
+
+    Args:
+        version: The version, as in ``torch.__version__``; the installed one if None.
+    """
+    version = str(torch.__version__) if version is None else version
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return  # a build without a number
+    number = int(found[1]), int(found[2])
+    if number < OLDEST:
+        raise ImportError(
+            f"gradrewrite needs torch {_text(OLDEST)} to {_text(NEWEST)}, and torch {version} is installed; "
+            f"pip install 'torch>={_text(OLDEST)}'"
+        )
+    if number > NEWEST:
+        warnings.warn(
+            f"gradrewrite was tested with torch {_text(OLDEST)} to {_text(NEWEST)}, and torch {version} is installed: "
+            "run its tests (pytest -m upstream) to see whether what it relies on still holds",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def needed_for(fact: str) -> Iterator[None]:
+    """Import private names of torch inside the block; the error for a missing one says what it was needed for.
+
+    Args:
+        fact: What of torch is relied on, as ``docs/design.md`` lists it.
+    """
+    try:
+        yield
+    except ImportError as err:
+        raise ImportError(
+            f"{err}. gradrewrite relies on this fact: {fact}. It does not hold in torch {torch.__version__}; versions "
+            f"{_text(OLDEST)} to {_text(NEWEST)} are tested"
+        ) from err
+
+
+def _text(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"
