@@ -9,15 +9,22 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx.graph import _BoxedCodeGen
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("AOTAutograd's cache can be switched off, for on a hit no pass runs"):
+    from torch._functorch import config as functorch_config
+with needed_for("the inputs and outputs of a joint graph carry descriptors of what they are"):
+    from torch._functorch._aot_autograd.descriptors import (
+        GradAOTOutput,
+        PlainAOTInput,
+        PlainAOTOutput,
+        TangentAOTInput,
+    )
+with needed_for("the partitioner that Inductor uses can be called around a joint graph"):
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+with needed_for("a graph can take its inputs in one list and free them early"):
+    from torch.fx.graph import _BoxedCodeGen
 
 min_cut_partition = min_cut_rematerialization_partition
 

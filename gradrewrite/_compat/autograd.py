@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("one Python function hands a backward to the autograd engine"):
+    from torch.autograd.graph import _engine_run_backward
 
 
 def is_transformed(x: Tensor) -> bool:

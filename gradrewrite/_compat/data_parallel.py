@@ -8,8 +8,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx, nn
-from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel as DistributedDataParallel
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("Dynamo's settings say how DistributedDataParallel is compiled"):
+    from torch._dynamo import config as dynamo_config
 
 _SPLITS = (True, "ddp_optimizer")
 

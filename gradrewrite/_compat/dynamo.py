@@ -8,17 +8,25 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.eval_frame import (
-    _debug_get_cache_entry_list,
-    innermost_backend,
-)
-from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
-from torch._dynamo.exc import Unsupported as Unsupported
-from torch._dynamo.exc import UserError as UserError
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters
-from torch._logging._internal import trace_structured
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("compilations of a code object can be counted against Dynamo's recompile limit"):
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo.eval_frame import (
+        _debug_get_cache_entry_list,
+        innermost_backend,
+    )
+with needed_for("the tracer's refusals have types of their own"):
+    from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+    from torch._dynamo.exc import Unsupported as Unsupported
+    from torch._dynamo.exc import UserError as UserError
+with needed_for("the frame that Dynamo compiles can be asked for"):
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+with needed_for("Dynamo counts the reasons of graph breaks"):
+    from torch._dynamo.utils import counters
+with needed_for("texts can be added to the log of TORCH_TRACE"):
+    from torch._logging._internal import trace_structured
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

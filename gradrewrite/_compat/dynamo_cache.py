@@ -13,17 +13,25 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import (
-    OptimizedModule,
-    _debug_get_cache_entry_list,
-    cached_backends,
-    innermost_backend,
-)
-from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
-from torch._dynamo.utils import get_metrics_context
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("Dynamo's cache entries of a code object can be listed and dropped"):
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.eval_frame import (
+        OptimizedModule,
+        _debug_get_cache_entry_list,
+        cached_backends,
+        innermost_backend,
+    )
+with needed_for("Dynamo's recompile limit can be raised while one frame compiles"):
+    from torch._dynamo import config as dynamo_config
+with needed_for("one thread compiles at a time, under a lock"):
+    from torch._dynamo.convert_frame import compile_lock
+with needed_for("a dropped cache entry is one whose guards were replaced, and a finalizer holds its guards"):
+    from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+with needed_for("Dynamo notes the Python stacks of compilations"):
+    from torch._dynamo.utils import get_metrics_context
 
 
 class CompiledFunction:

@@ -8,11 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("graphs are traced with fake tensors, which know their mode"):
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+with needed_for("sizes that depend on data are symbols that a shape environment knows"):
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+with needed_for("a storage can be known again without being kept alive"):
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def is_mask(tensor: Tensor) -> bool:

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradrewrite._compat.fake_tensors import FakeTensor, fake_mode_of
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("make_fx traces a function into ATen nodes, under a mode that can be asked for"):
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+with needed_for("calls of torch functions and operators can be watched"):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def is_tracing() -> bool:

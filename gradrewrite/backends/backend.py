@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
 from gradrewrite.backends.compilation import compile_graph
@@ -37,8 +38,8 @@ class Backend:
         self.is_silent = is_silent
         self.__name__ = "gradrewrite"
         self._monitor = monitor
-        # By identity of what torch.compile made of this object.
-        self._compiled: dict[int, dynamo_cache.CompiledCode] = {}
+        # By what torch.compile made of this object.
+        self._compiled: MutableMapping[Any, dynamo_cache.CompiledCode] = WeakIdKeyDictionary()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
@@ -79,10 +80,9 @@ class Backend:
         asked, code, owner = used
         if not any(owner is root for root in self.session.names.roots):
             return
-        if id(asked) not in self._compiled:
-            self._compiled[id(asked)] = dynamo_cache.CompiledCode(asked)
-            weakref.finalize(asked, self._compiled.pop, id(asked), None).atexit = False
-        self._compiled[id(asked)].add(code)
+        if asked not in self._compiled:
+            self._compiled[asked] = dynamo_cache.CompiledCode(asked)
+        self._compiled[asked].add(code)
         for module in self.session.names.roots:
             if module not in self._watched:
                 self._watched.add(module)
@@ -136,7 +136,7 @@ def monitor_or_new(monitor: Monitor | None) -> Monitor:
     return Monitor() if monitor is None else monitor
 
 
-_registered: dict[int, Backend] = {}  # by identity of what torch.compile made of the name and the options
+_registered: MutableMapping[Any, Backend] = WeakIdKeyDictionary()  # by what torch.compile made of name and options
 
 
 def registered_backend(
@@ -159,7 +159,6 @@ def registered_backend(
     if used is None:
         return backend(policy, monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
     asked, *_ = used
-    if id(asked) not in _registered:
-        _registered[id(asked)] = backend(policy, monitor=monitor)
-        weakref.finalize(asked, _registered.pop, id(asked), None).atexit = False
-    return _registered[id(asked)](gm, example_inputs, mode=mode, options=rest)
+    if asked not in _registered:
+        _registered[asked] = backend(policy, monitor=monitor)
+    return _registered[asked](gm, example_inputs, mode=mode, options=rest)
