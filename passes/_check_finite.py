@@ -54,7 +54,7 @@ class CheckFinite:
             known = ", ".join(repr(name) for name in get_args(OnFailure))
             raise ValueError(f"CheckFinite: on_failure is one of {known}, got {self.on_failure!r}")
 
-    def at(self, site: Site) -> CheckFinite:
+    def specialize(self, site: Site) -> CheckFinite:
         """Count only NaN where the program itself writes infinities."""
         return replace(self, nan_only=True) if site.kind == "activation" and site.may_be_infinite else self
 

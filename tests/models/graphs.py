@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradrewrite as gr
-from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
 
 from models.gpt import Gpt, batch
@@ -97,7 +96,7 @@ class Odd(nn.Module):
 
 
 @functools.cache
-def three_layers() -> JointGraph:
+def three_layers() -> gr.JointGraph:
     policy = [
         gr.on("error:second", ClipByValue(0.5, log=True)),
         gr.on("error:first", lambda g: g),  # inserts nothing
@@ -109,7 +108,7 @@ def three_layers() -> JointGraph:
 
 
 @functools.cache
-def live_thresholds() -> JointGraph:
+def live_thresholds() -> gr.JointGraph:
     """Thresholds that are tensors, a constant of the model, an updated buffer, an edit without nodes in a reshape."""
     bound = torch.tensor(0.5)
     policy = [
@@ -121,23 +120,23 @@ def live_thresholds() -> JointGraph:
 
 
 @functools.cache
-def no_edits() -> JointGraph:
+def no_edits() -> gr.JointGraph:
     return gr.transform(Three(), []).trace(torch.ones(2, 4))
 
 
 @functools.cache
-def recurrent() -> JointGraph:
+def recurrent() -> gr.JointGraph:
     policy = [gr.on("error:step", ClipByNorm(1.0)), gr.on("gradient:*", ClipByValue(1.0))]
     return gr.transform(Recurrent(), policy).trace(torch.ones(2, 40, 3))
 
 
 @functools.cache
-def odd_names() -> JointGraph:
+def odd_names() -> gr.JointGraph:
     return gr.transform(Odd(), gr.on("error:*", ClipByValue(1.0, log=True))).trace(torch.ones(2, 3))
 
 
 @functools.cache
-def transformer(layers: int = 2, *, clips_gradients: bool = True) -> JointGraph:
+def transformer(layers: int = 2, *, clips_gradients: bool = True) -> gr.JointGraph:
     policy = [gr.on("error:blocks.*", ClipByValue(1.0, log=clips_gradients))]
     if clips_gradients:
         policy.append(gr.on("gradient:*", ClipByNorm(1.0)))

@@ -1,0 +1,180 @@
+"""Compare what two checkouts do with the models of ``tests/models``: traces, records, gradients, kernels.
+
+Run it as ``python tests/compare_checkouts.py BEFORE AFTER [--no-kernels] [--architectures]``, with two folders. A
+restructuring has to leave all of it equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor], bool]
+
+
+def main() -> int:
+    """Print a line for each model, and return 1 if a line differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", nargs="*", type=Path)
+    parser.add_argument("--no-kernels", action="store_true", help="do not compile with Inductor")
+    parser.add_argument("--architectures", action="store_true", help="models of transformers too")
+    parser.add_argument("--dump", type=Path, help="write what this environment's gradrewrite does")
+    options = parser.parse_args()
+    if options.dump is not None:
+        found = dict(observed(kernels=not options.no_kernels, architectures=options.architectures))
+        options.dump.write_text(json.dumps(found))
+        return 0
+    before, after = (observed_in(folder, options) for folder in options.checkouts)
+    differ = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    for key in before:
+        print(f"{'DIFFERS' if key in differ else 'equal  '} {key}: {_summary(before[key])}")
+    for key in differ:
+        print(f"\n{key}\n  before: {before.get(key)}\n  after:  {after.get(key)}")
+    print(f"{len(before)} cases, {len(differ)} differ")
+    return 1 if differ or before.keys() != after.keys() else 0
+
+
+def observed_in(checkout: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What the gradrewrite of a checkout does, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "gradrewrite"
+        shutil.copytree(checkout / "gradrewrite", package)
+        for part in ("passes", "viz"):
+            shutil.copytree(checkout / part, package / part)
+        dump = Path(folder) / "dump.json"
+        flags = [flag for flag in ("--no-kernels", "--architectures") if getattr(options, flag[2:].replace("-", "_"))]
+        environment = {**os.environ, "PYTHONPATH": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        subprocess.run([sys.executable, __file__, "--dump", str(dump), *flags], check=True, env=environment, cwd=folder)
+        found: dict[str, Any] = json.loads(dump.read_text())
+        return found
+
+
+def observed(*, kernels: bool, architectures: bool) -> Iterator[tuple[str, Any]]:
+    """For each model and policy its trace, its records and gradients, and how many kernels Inductor makes of it."""
+    import gradrewrite as gr
+    from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+
+    policies: dict[str, Any] = {
+        "clips": [
+            gr.on("error:*", ClipByValue(0.1, log=True)),
+            gr.on("gradient:*", [ClipByNorm(0.5), ClipByNorm(0.1)]),
+        ],
+        "checks": [
+            gr.on("error:*", CheckFinite("record")),
+            gr.on("gradient:*", [CheckFinite("warn"), Observe("norm")]),
+        ],
+        "group": [gr.on("activation:*", Observe("max_abs", "zeros")), gr.on("gradient:*", ClipByGlobalNorm(0.1))],
+    }
+    for name, graph in graphs().items():
+        yield f"graphs.{name}", {"trace": _digest(str(graph()))}
+    for name, make in {**models(), **(architecture_models() if architectures else {})}.items():
+        for label, policy in policies.items():
+            torch.manual_seed(0)
+            yield f"{name} {label}", of_model(make, policy, kernels=kernels and not name.startswith("architectures"))
+            torch.compiler.reset()
+
+
+def of_model(make: Callable[[], Made], policy: Any, *, kernels: bool) -> dict[str, Any]:
+    """What one model does under one policy."""
+    import gradrewrite as gr
+
+    plain, args, kwargs, loss, autocast = make()
+    model = gr.transform(plain, policy)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found: dict[str, Any] = {"trace": _digest(str(model.trace(*args, **kwargs)))}
+            step(model, args, kwargs, loss)
+        found |= {"records": {k: repr(v) for k, v in model.monitor.latest().items()}, "gradients": _gradients(model)}
+        if kernels:
+            model.compile()
+            before = generated()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                step(model, args, kwargs, loss)
+            found["kernels"] = generated() - before
+    except gr.RewriteError as err:
+        return {"error": f"{type(err).__name__}: {err}"}
+    return found
+
+
+def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor]) -> None:
+    """One forward and backward from the same random state."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss(model(*args, **kwargs)).backward()
+
+
+def generated() -> int:
+    """Number of kernels that Inductor has generated in this process."""
+    from torch._inductor import metrics
+
+    return int(metrics.generated_kernel_count)
+
+
+def models() -> dict[str, Callable[[], Made]]:
+    """The models that need nothing but torch."""
+    from models.faults import FaultyTransformer
+    from models.gpt import Gpt, batch
+    from models.zoo import CASES
+
+    found: dict[str, Callable[[], Made]] = {
+        f"zoo.{name}": lambda case=case: (case.make(), case.inputs(), {}, case.loss, case.autocast)
+        for name, case in CASES.items()
+    }
+    found["gpt"] = lambda: (Gpt(layers=2), batch(), {}, lambda out: out, False)
+    found["faults"] = lambda: (
+        FaultyTransformer(0), (torch.randn(2, 3, 16), torch.randn(2, 3, 1)), {}, lambda out: out, False,
+    )  # fmt: skip
+    return found
+
+
+def graphs() -> dict[str, Callable[[], Any]]:
+    """Graphs that the pictures are made of."""
+    from models.graphs import GRAPHS
+
+    return dict(GRAPHS)
+
+
+def architecture_models() -> dict[str, Callable[[], Made]]:
+    """Models of transformers that are one graph."""
+    from models.architectures import ARCHITECTURES, Architecture
+
+    def make(a: Architecture) -> Made:
+        model, inputs = a.make(), a.make_inputs()
+        if a.prepare is not None:
+            a.prepare(model, inputs)
+        return model, (), inputs, lambda out: a.loss(out, inputs), False
+
+    return {f"architectures.{a.name}{a.variant}": lambda a=a: make(a) for a in ARCHITECTURES if a.works}
+
+
+def _gradients(model: nn.Module) -> str:
+    """A digest of the bits of all gradients."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return _digest("".join(g.detach().contiguous().view(torch.uint8).numpy().tobytes().hex() for g in grads))
+
+
+def _digest(text: str) -> str:
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} of {len(text)} characters"
+
+
+def _summary(found: dict[str, Any]) -> str:
+    parts = [f"{len(v)} records" if k == "records" else f"{k} {v}" for k, v in found.items() if k != "gradients"]
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
