@@ -11,7 +11,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.history import Step
-from gradrewrite.viz import _net
+from gradrewrite.viz import _graph_view
 
 from models.graphs import odd_names, three_layers, transformer
 
@@ -72,15 +72,15 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opened]:
 
 
 def test_it_loads_and_shows_every_node(opened: Opened) -> None:
-    net = _net.read(three_layers())
+    net = _graph_view.read(three_layers())
 
     assert opened.page.title() == "three layers"
-    assert opened.count("#graph [data-node]") == len(set(net.nodes) - _net.hidden_reshapes(net))
+    assert opened.count("#graph [data-node]") == len(set(net.nodes) - _graph_view.hidden_reshapes(net))
     assert opened.count("#edits button") == len(net.edits)
 
 
 def test_search_finds_sites_ops_modules_and_sources(opened: Opened) -> None:
-    net = _net.read(three_layers())
+    net = _graph_view.read(three_layers())
     for text, wanted in (
         ("error:second", {n for e in net.edits if str(e.site) == "error:second" for n in e.nodes}),
         ("mse_loss", {n.name for n in net.nodes.values() if n.origin.op == "mse_loss" and not n.reshapes}),
@@ -244,9 +244,9 @@ def test_modules_fold_and_unfold(browser: Any, tmp_path: Path) -> None:
     opened.page.click('[data-band="blocks.0"] [role="button"]')
     some = opened.count("#graph [data-node]")
     opened.page.click("#unfold")
-    net = _net.read(transformer())
+    net = _graph_view.read(transformer())
     everything = opened.count("#graph [data-node]")
-    assert folded < some < everything == len(set(net.nodes) - _net.hidden_reshapes(net))
+    assert folded < some < everything == len(set(net.nodes) - _graph_view.hidden_reshapes(net))
     opened.page.click("#fold")
     assert opened.count("#graph [data-node]") == folded
     inserted = sum(bool(n.mark) for n in net.nodes.values() if n.origin.runs and n.origin.runs[0][0] == "blocks.1")

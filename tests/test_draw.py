@@ -13,7 +13,7 @@ import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.history import Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
-from gradrewrite.viz import _colours, _net
+from gradrewrite.viz import _graph_view, _metric_colors
 
 from models.graphs import Three, three_layers
 
@@ -50,17 +50,17 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.draw(graph).render(tmp_path / "missing" / "x")
 
 
-def trained(policy: gr.Policy, factors: list[float]) -> tuple[gr.RewrittenModule, _net.Net]:
+def trained(policy: gr.Policy, factors: list[float]) -> tuple[gr.RewrittenModule, _graph_view.Net]:
     torch.manual_seed(0)
     model = gr.transform(Three(), policy)
     for factor in factors:
         model.zero_grad()
         (model(torch.ones(2, 4)) * factor).backward()
-    return model, _net.read(model.trace(torch.ones(2, 4)))
+    return model, _graph_view.read(model.trace(torch.ones(2, 4)))
 
 
-def measured(model: gr.RewrittenModule, net: _net.Net) -> dict[str, _colours.Measured]:
-    return {one.metric: one for one in _colours.measure(last_run(model.monitor.steps()), net)}
+def measured(model: gr.RewrittenModule, net: _graph_view.Net) -> dict[str, _metric_colors.Measured]:
+    return {one.metric: one for one in _metric_colors.measure(last_run(model.monitor.steps()), net)}
 
 
 def test_clip_rates_are_those_of_the_clips() -> None:
@@ -97,7 +97,7 @@ def test_the_share_that_is_not_finite_is_of_the_elements() -> None:
     model = gr.transform(Leaky(), gr.on("error:/mul", CheckFinite("record")))
     x = torch.tensor([0.0, 1.0, 4.0, 9.0], requires_grad=True)
     model(x).backward()
-    found = measured(model, _net.read(model.trace(x)))["not finite"]
+    found = measured(model, _graph_view.read(model.trace(x)))["not finite"]
 
     assert found.totals == {"error:/mul": 0.25}
     assert found.words(0.25) == "at most 25.000% of the elements not finite"
@@ -105,14 +105,14 @@ def test_the_share_that_is_not_finite_is_of_the_elements() -> None:
 
 def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
     model, net = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3])
-    found = _colours.paint(net, measured(model, net)["clip rate"])
+    found = _metric_colors.paint(net, measured(model, net)["clip rate"])
     (edit,) = net.edits
 
     assert set(found) == set(edit.nodes)  # the node that holds the error is of the next op
-    assert {paint.colour for paint in found.values()} == {_colours.palette()[-1]}
+    assert {paint.colour for paint in found.values()} == {_metric_colors.palette()[-1]}
     drawing = viz.draw(model.trace(torch.ones(2, 4)), monitor=model.monitor)
     assert drawing.color_by == "clip rate"
-    assert drawing._repr_svg_().count(f"fill:{_colours.palette()[-1]}") == len(found) + 1  # and the legend
+    assert drawing._repr_svg_().count(f"fill:{_metric_colors.palette()[-1]}") == len(found) + 1  # and the legend
     assert "clip acted in every step" in drawing._repr_svg_()
 
 
@@ -123,29 +123,29 @@ def test_every_view_has_colours_and_a_legend(view: str, site: str | None) -> Non
 
     assert "clip acted in every step" in svg
     assert "clip never acted" in svg
-    assert svg.count(_colours.palette()[4]) > 0  # half of the steps
+    assert svg.count(_metric_colors.palette()[4]) > 0  # half of the steps
 
 
 def test_reshaping_ops_are_shown_if_asked_for() -> None:
     graph = three_layers()
-    net = _net.read(graph)
+    net = _graph_view.read(graph)
     shown = viz.draw(graph, reshapes=True)._repr_svg_()
 
     assert shown.count("data-node=") == len(net.nodes)
-    assert viz.draw(graph)._repr_svg_().count("data-node=") == len(net.nodes) - len(_net.hidden_reshapes(net))
+    assert viz.draw(graph)._repr_svg_().count("data-node=") == len(net.nodes) - len(_graph_view.hidden_reshapes(net))
 
 
 def test_scales() -> None:
     steps = [
         Step(n, {"max_abs@error:a": v, "max_abs@error:b": w}) for n, (v, w) in enumerate([(1e-4, 1e2), (1e-1, 1e2)])
     ]
-    net = _net.read(three_layers())
-    (largest,) = _colours.measure(last_run(steps), net)
+    net = _graph_view.read(three_layers())
+    (largest,) = _metric_colors.measure(last_run(steps), net)
 
     assert [largest.place(v) for v in (1e-4, 1e-1, 1e2)] == pytest.approx([0.0, 0.5, 1.0])
     assert largest.place(0.0) == 0.0
-    assert largest.colour(math.nan) == largest.colour(math.inf) == _colours.NOT_FINITE
-    bad = _colours.measure(last_run([Step(0, {"max_abs@error:a": math.nan})]), net)[0]
+    assert largest.colour(math.nan) == largest.colour(math.inf) == _metric_colors.NOT_FINITE
+    bad = _metric_colors.measure(last_run([Step(0, {"max_abs@error:a": math.nan})]), net)[0]
     assert bad.legend()[-1].text == "NaN or infinite"
     assert math.isnan(bad.totals["error:a"])
 
@@ -165,7 +165,7 @@ def test_of_several_clips_at_a_site_any_counts() -> None:
 
 def test_the_largest_error_is_one_measure_of_what_the_first_clip_met() -> None:
     steps = [Step(0, {"norm@error:a": 9.0, "max_abs@error:b": 3.0, "max_abs.2@error:b": 0.1})]
-    (largest,) = _colours.measure(last_run(steps), _net.read(three_layers()))
+    (largest,) = _metric_colors.measure(last_run(steps), _graph_view.read(three_layers()))
 
     assert largest.totals == {"error:b": 3.0}
     assert largest.legend()[0].text == "largest absolute value: 3 or less"
@@ -173,8 +173,8 @@ def test_the_largest_error_is_one_measure_of_what_the_first_clip_met() -> None:
 
 def test_a_share_of_zero_is_no_colour() -> None:
     steps = [Step(0, {"nonfinite@error:second": 0.0, "nonfinite@error:third": 1.0})]
-    net = _net.read(three_layers())
-    (found,) = _colours.measure(last_run(steps), net)
+    net = _graph_view.read(three_layers())
+    (found,) = _metric_colors.measure(last_run(steps), net)
 
     assert found.colour(found.totals["error:second"]) == "#ffffff"
     assert found.colour(found.totals["error:third"]) != "#ffffff"
@@ -183,11 +183,11 @@ def test_a_share_of_zero_is_no_colour() -> None:
 
 def test_an_edit_without_nodes_is_coloured_too() -> None:
     steps = [Step(0, {"max_abs@error:first": 2.0})]
-    net = _net.read(three_layers())
-    (largest,) = _colours.measure(last_run(steps), net)
+    net = _graph_view.read(three_layers())
+    (largest,) = _metric_colors.measure(last_run(steps), net)
     number = next(n for n, e in enumerate(net.edits) if str(e.site) == "error:first")
 
-    assert f"edit {number}" in _colours.paint(net, largest)
+    assert f"edit {number}" in _metric_colors.paint(net, largest)
 
 
 def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
@@ -247,5 +247,5 @@ def test_the_overview_shows_the_strongest_colour_of_a_module() -> None:
     sketch = viz.draw(model.trace(torch.ones(2, 4)), "overview", monitor=model.monitor)._sketch
     fills = {item.text: item.fill for item in sketch.items if item.column == "backward" and item.fill}
 
-    assert _colours.palette()[-1] in fills.values()
-    assert _colours.palette()[0] in fills.values()
+    assert _metric_colors.palette()[-1] in fills.values()
+    assert _metric_colors.palette()[0] in fills.values()

@@ -13,7 +13,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.joint import JointGraph
-from gradrewrite.viz import _ladder, _net, _rungs
+from gradrewrite.viz import _graph_view, _ladder_drawing, _ladder_layout
 
 from models.graphs import GRAPHS, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
 
@@ -37,14 +37,14 @@ def classes(element: ET.Element) -> set[str]:
 @EACH
 def test_every_node_is_drawn_once_and_only_what_was_inserted_is_marked(make: Make) -> None:
     graph = make()
-    net = _net.read(graph)
+    net = _graph_view.read(graph)
     drawn = Counter(e.get("data-node") for e in nodes_of(svg_of(graph)) if e.get("data-node"))
     marked = {e.get("data-node") for e in nodes_of(svg_of(graph)) if classes(e) & {"inserted", "records"}} - {None}
 
     assert set(drawn.values()) == {1}
-    assert set(drawn) == set(net.nodes) - _net.hidden_reshapes(net)
+    assert set(drawn) == set(net.nodes) - _graph_view.hidden_reshapes(net)
     assert graph.before is not None
-    assert marked == set(net.nodes) - set(_net.read(graph.before).nodes)
+    assert marked == set(net.nodes) - set(_graph_view.read(graph.before).nodes)
 
 
 @EACH
@@ -85,11 +85,11 @@ def test_labels_are_the_user_s_words() -> None:
 
 
 def test_a_backward_stands_beside_its_forward() -> None:
-    ladder = _ladder.lay_out(_net.read(recurrent()))
+    ladder = _ladder_layout.lay_out(_graph_view.read(recurrent()))
     rows: dict[str, set[int]] = {}
     for spot in ladder.spots:
         if spot.node is not None and spot.node.role == "op" and ("step", 17) in spot.node.origin.runs:
-            rows.setdefault(_ladder.lane_of(spot), set()).add(spot.row)
+            rows.setdefault(_ladder_layout.lane_of(spot), set()).add(spot.row)
     (band,) = [band for band in ladder.bands if band.path == (("step", 17),)]
 
     assert rows["forward"] <= set(range(band.first, band.last + 1))
@@ -99,8 +99,8 @@ def test_a_backward_stands_beside_its_forward() -> None:
 
 def test_boxes_do_not_overlap() -> None:
     for make in (three_layers, odd_names, transformer):
-        ladder = _ladder.lay_out(_net.read(make()))
-        picture = _rungs.draw_ladder(ladder, {}, [], "")
+        ladder = _ladder_layout.lay_out(_graph_view.read(make()))
+        picture = _ladder_drawing.draw_ladder(ladder, {}, [], "")
         places = sorted((box.y, box.x, box.x + box.width) for box in picture.boxes)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
         assert all(box.x >= 0 and box.x + box.width <= picture.width for box in picture.boxes)
@@ -109,10 +109,10 @@ def test_boxes_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("make", [transformer, recurrent], ids=["transformer", "recurrent"])
 def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
-    net = _net.read(make())
-    picture = _rungs.draw_ladder(_ladder.lay_out(net), {}, [], "")
+    net = _graph_view.read(make())
+    picture = _ladder_drawing.draw_ladder(_ladder_layout.lay_out(net), {}, [], "")
     runs = {
-        box.key: {_net.run_name(run) for run in net.nodes[box.key].origin.runs}
+        box.key: {_graph_view.run_name(run) for run in net.nodes[box.key].origin.runs}
         for box in picture.boxes
         if box.key in net.nodes
     }
@@ -127,7 +127,7 @@ def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
 
 
 def test_an_edit_without_nodes_does_not_break_its_band() -> None:
-    ladder = _ladder.lay_out(_net.read(live_thresholds()))
+    ladder = _ladder_layout.lay_out(_graph_view.read(live_thresholds()))
     (band,) = [band for band in ladder.bands if band.path == (("inner", 0),)]
     (spot,) = [spot for spot in ladder.spots if spot.node is None and spot.edit >= 0]
 
@@ -142,9 +142,9 @@ def test_odd_names_are_kept() -> None:
 
 
 def test_hidden_nodes_are_read_through() -> None:
-    net = _net.read(three_layers())
-    hidden = _net.hidden_reshapes(net)
-    direct = set(_net.contracted(net, hidden))
+    net = _graph_view.read(three_layers())
+    hidden = _graph_view.hidden_reshapes(net)
+    direct = set(_graph_view.contracted(net, hidden))
 
     assert hidden
     assert not any(name in hidden for edge in direct for name in edge)

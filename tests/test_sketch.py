@@ -17,7 +17,7 @@ import pytest
 from gradrewrite import viz
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.joint import JointGraph
-from gradrewrite.viz import _graphviz, _net, _overview, _sketch, _sketch_dot
+from gradrewrite.viz import _diagram, _diagram_dot, _graph_view, _graphviz, _overview
 
 from models.graphs import GRAPHS, odd_names, recurrent, three_layers, transformer
 
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def inserted_in(graph: JointGraph) -> Counter[str]:
-    return Counter(node.name for node in _net.read(graph).nodes.values() if node.mark)
+    return Counter(node.name for node in _graph_view.read(graph).nodes.values() if node.mark)
 
 
 def objects(drawing: viz.Drawing) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def test_overview_in_svg_has_them_too_with_their_number(make: Make) -> None:
 
 @EACH
 def test_overview_fits_on_one_screen(make: Make) -> None:
-    sketch = _overview.sketch_overview(_net.read(make()), {}, "")
+    sketch = _overview.sketch_overview(_graph_view.read(make()), {}, "")
 
     assert len(sketch.items) <= 2 * _overview.MOST + 1
     assert len({item.row for item in sketch.items}) <= _overview.MOST + 1
@@ -77,8 +77,8 @@ def test_overview_fits_on_one_screen(make: Make) -> None:
 
 
 def test_overview_folds_what_is_alike() -> None:
-    deep = _overview.sketch_overview(_net.read(transformer()), {}, "")
-    steps = _overview.sketch_overview(_net.read(recurrent()), {}, "")
+    deep = _overview.sketch_overview(_graph_view.read(transformer()), {}, "")
+    steps = _overview.sketch_overview(_graph_view.read(recurrent()), {}, "")
 
     assert {"blocks.0", "blocks.1"} <= {item.text for item in deep.items}  # two fit unfolded
     assert any(item.text.startswith("step/add, tanh x 40") for item in steps.items)
@@ -86,7 +86,7 @@ def test_overview_folds_what_is_alike() -> None:
 
 @pytest.mark.slow
 def test_overview_of_24_layers() -> None:
-    sketch = _overview.sketch_overview(_net.read(transformer(24)), {}, "")
+    sketch = _overview.sketch_overview(_graph_view.read(transformer(24)), {}, "")
     texts = [item.text for item in sketch.items if item.column == "forward"]
 
     assert "blocks.[0-23].attn x 24" in texts
@@ -95,7 +95,7 @@ def test_overview_of_24_layers() -> None:
 
 
 def test_overview_counts_tensors() -> None:
-    net = _net.read(three_layers())
+    net = _graph_view.read(three_layers())
     sketch = _overview.sketch_overview(net, {}, "")
     first, tanh = (
         next(i.key for i in sketch.items if i.text == text and i.column == "forward") for text in ("first", "/tanh")
@@ -138,7 +138,7 @@ def test_site_shows_what_was_inserted_after_and_not_before(site: str) -> None:
     assert {n for n, _ in own} <= shown_edits
     assert not [one for one in sides["before"] if "data_edit" in one]
     assert graph.before is not None
-    before = set(_net.read(graph.before).nodes)
+    before = set(_graph_view.read(graph.before).nodes)
     marked = {one["data_node"] for one in sides["after"] if "data_node" in one and one["class"].find("inserted") >= 0}
     assert not marked & before
 
@@ -273,15 +273,15 @@ def test_without_a_system_dot_pygraphviz_draws(tmp_path: Path, monkeypatch: pyte
     "text", ['a"b', "<b>", "a\\nb", "x|y{z}", "a\x07b", "\u5c64", "</td>", "p" * 300, "&amp;", "a:b"]
 )
 def test_any_text_can_stand_in_a_label(text: str) -> None:
-    item = _sketch.Item("k:1", "forward", 0, text, text, "", (), text, {"node": text})
-    sketch = _sketch.Sketch(text, ("forward",), [item], [], [text])
-    svg = _sketch_dot.finish_svg(_graphviz.run_dot(_sketch_dot.to_dot(sketch), "svg"), sketch)
+    item = _diagram.Item("k:1", "forward", 0, text, text, "", (), text, {"node": text})
+    sketch = _diagram.Sketch(text, ("forward",), [item], [], [text])
+    svg = _diagram_dot.finish_svg(_graphviz.run_dot(_diagram_dot.to_dot(sketch), "svg"), sketch)
 
     (group,) = [g for g in ET.fromstring(svg).iter(f"{SVG}g") if g.get("data-node") is not None]
-    assert group.get("data-node") == _net.plain(text)
-    assert group.findtext(f"{SVG}title") == _net.plain(text)
+    assert group.get("data-node") == _graph_view.plain(text)
+    assert group.findtext(f"{SVG}title") == _graph_view.plain(text)
     shown = "".join(t.text or "" for t in group.iter(f"{SVG}text")).replace("\xa0", " ")
-    assert shown.startswith(_net.shorten(_net.plain(text), _sketch.SIGNS))
+    assert shown.startswith(_graph_view.shorten(_graph_view.plain(text), _diagram.SIGNS))
 
 
 def test_odd_names_survive_graphviz() -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradrewrite.history import Run, Step, last_run, read_jsonl
 from gradrewrite.monitor import Monitor
-from gradrewrite.viz._lettering import legible, style
+from gradrewrite.viz._curve_data import Events
+from gradrewrite.viz._fonts import legible, style
 from gradrewrite.viz._panels import Panel, mark_steps, panels_of
-from gradrewrite.viz._series import Events
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

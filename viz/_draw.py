@@ -15,21 +15,21 @@ from gradrewrite.monitor import Monitor
 from gradrewrite.nonfinite import bad_steps, intended
 from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
-from gradrewrite.viz import _net
-from gradrewrite.viz._arrange import arrange
-from gradrewrite.viz._colours import Measured, Metric, choose, measure, paint, paint_sites
+from gradrewrite.viz import _graph_view
 from gradrewrite.viz._curves import plot
-from gradrewrite.viz._dot import ladder_dot
+from gradrewrite.viz._diagram import Sketch
+from gradrewrite.viz._diagram_dot import finish_svg, to_dot
 from gradrewrite.viz._graphviz import GraphvizError, run_dot
-from gradrewrite.viz._ladder import Ladder, lay_out
+from gradrewrite.viz._grid_layout import arrange
+from gradrewrite.viz._ladder_dot import ladder_dot
+from gradrewrite.viz._ladder_drawing import draw_ladder
+from gradrewrite.viz._ladder_layout import Ladder, lay_out
+from gradrewrite.viz._metric_colors import Measured, Metric, choose, measure, paint, paint_sites
 from gradrewrite.viz._overview import sketch_overview
-from gradrewrite.viz._page import run_of, write_page
-from gradrewrite.viz._picture import Paint, Picture, to_svg
 from gradrewrite.viz._raster import to_bytes
-from gradrewrite.viz._rungs import draw_ladder
+from gradrewrite.viz._scene import Paint, Picture, to_svg
 from gradrewrite.viz._site import find_site, sketch_site
-from gradrewrite.viz._sketch import Sketch
-from gradrewrite.viz._sketch_dot import finish_svg, to_dot
+from gradrewrite.viz.page._html import run_of, write_page
 
 View = Literal["ladder", "overview", "site"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
@@ -115,8 +115,8 @@ class Drawing:
         return finish_svg(data, sketch).encode() if form == "svg" else data
 
     @cached_property
-    def _now(self) -> _net.Net:
-        return _net.read(self.graph)
+    def _now(self) -> _graph_view.Net:
+        return _graph_view.read(self.graph)
 
     @cached_property
     def _ladder(self) -> Ladder:
@@ -146,7 +146,7 @@ class Drawing:
             colours = paint_sites(self._measured) if self._measured is not None else {}
             return replace(sketch_overview(self._now, colours, self.title), legend=legend)
         assert self.site is not None
-        before = _net.read(self.graph.before or self.graph)
+        before = _graph_view.read(self.graph.before or self.graph)
         found = sketch_site(
             before,
             self._now,
@@ -236,7 +236,7 @@ def draw(
         raise ValueError(f"hops is a whole number >= 0, got {hops!r}")
     if view != "site" and hops != _HOPS:
         raise ValueError(f"hops={hops} belongs to view='site', got view={view!r}")
-    net = _net.read(graph)
+    net = _graph_view.read(graph)
     run = run_of(_steps(monitor))
     chosen = choose(measure(run, net), color_by) if run is not None else choose((), color_by)
     found: Site | None = None
@@ -263,7 +263,7 @@ def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
     raise TypeError(f"monitor is a Monitor (model.monitor) or a sequence of Step, got {type(monitor).__name__}")
 
 
-def _first_failure(net: _net.Net, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
+def _first_failure(net: _graph_view.Net, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
     """The site of the first non-finite value, and the nodes of the op that made it."""
     by_name = {str(site): site for site in net.anchors}
     error = monitor.failure() if isinstance(monitor, Monitor) else None

@@ -10,8 +10,8 @@ import graphviz
 import networkx as nx
 
 from gradrewrite.joint import JointGraph
-from gradrewrite.viz._net import Net, Node, action_name, plain, read, run_name
-from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
+from gradrewrite.viz._graph_view import Net, Node, action_name, plain, read, run_name
+from gradrewrite.viz._scene import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
 
 SCHEMA, VERSION = "gradrewrite/graph", 1
 ExportFormat = Literal["json", "graphml", "dot", "model_explorer"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradrewrite.history import Run, Series
-from gradrewrite.viz._series import Array, levels
+from gradrewrite.viz._curve_data import Array, levels
 
 MAX_ROWS = 40  # more labels than that cannot be read
 MAX_COLUMNS = 1000  # each is more than one pixel wide

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import networkx as nx
 
-from gradrewrite.viz._net import Net, Node, lane_of_site, run_name
-from gradrewrite.viz._picture import Paint
-from gradrewrite.viz._sketch import Item, Link, Sketch
+from gradrewrite.viz._diagram import Item, Link, Sketch
+from gradrewrite.viz._graph_view import Net, Node, lane_of_site, run_name
+from gradrewrite.viz._scene import Paint
 
 MOST = 16  # boxes below each other
 _ANY = "\0"  # for any number; no name has it

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradrewrite.history import Run
-from gradrewrite.viz._heat import HeatMap, heat_map
-from gradrewrite.viz._lettering import legible
-from gradrewrite.viz._series import (
+from gradrewrite.viz._curve_data import (
     Array,
     Clipping,
     Events,
@@ -24,6 +22,8 @@ from gradrewrite.viz._series import (
     losses,
     update_ratios,
 )
+from gradrewrite.viz._fonts import legible
+from gradrewrite.viz._heat import HeatMap, heat_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

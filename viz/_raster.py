@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from gradrewrite.viz._lettering import FONT, legible
-from gradrewrite.viz._picture import (
+from gradrewrite.viz._fonts import FONT, legible
+from gradrewrite.viz._scene import (
     BAND,
     CUT,
     FAINT,

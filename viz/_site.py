@@ -11,9 +11,9 @@ import networkx as nx
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.sites import Pattern, Site
 from gradrewrite.suggest import nearest
-from gradrewrite.viz._net import Net, action_name, contracted, describe, hidden_reshapes, shown_for
-from gradrewrite.viz._picture import Paint
-from gradrewrite.viz._sketch import Item, Link, Sketch
+from gradrewrite.viz._diagram import Item, Link, Sketch
+from gradrewrite.viz._graph_view import Net, action_name, contracted, describe, hidden_reshapes, shown_for
+from gradrewrite.viz._scene import Paint
 
 MOST = 24  # boxes a side that were not inserted
 

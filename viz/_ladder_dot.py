@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import graphviz
 
-from gradrewrite.viz._ladder import Band, Ladder, Spot, lane_of
-from gradrewrite.viz._net import action_name, describe, plain, run_name, shorten
-from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED, Paint
-from gradrewrite.viz._sketch_dot import LONGEST
+from gradrewrite.viz._diagram_dot import LONGEST
+from gradrewrite.viz._graph_view import action_name, describe, plain, run_name, shorten
+from gradrewrite.viz._ladder_layout import Band, Ladder, Spot, lane_of
+from gradrewrite.viz._scene import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED, Paint
 
 
 def ladder_dot(ladder: Ladder, colours: Mapping[str, Paint]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._net import Net, Node, action_name, contracted, hidden_reshapes, lane_of_site, shown_for
+from gradrewrite.viz._graph_view import Net, Node, action_name, contracted, hidden_reshapes, lane_of_site, shown_for
 
 WIDTH, HEIGHT, GAP, PITCH = 132, 28, 12, 36  # of boxes, in pixels
 CHIP, CHIP_GAP = 80, 6  # of the further nodes of one edit

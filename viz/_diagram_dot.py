@@ -8,9 +8,10 @@ from xml.etree import ElementTree as ET
 
 import graphviz
 
-from gradrewrite.viz._arrange import arrange, width_of
-from gradrewrite.viz._net import plain, shorten
-from gradrewrite.viz._picture import (
+from gradrewrite.viz._diagram import SIGNS, Item, Link, Sketch
+from gradrewrite.viz._graph_view import plain, shorten
+from gradrewrite.viz._grid_layout import arrange, width_of
+from gradrewrite.viz._scene import (
     BAND,
     CUT,
     FAINT,
@@ -26,8 +27,7 @@ from gradrewrite.viz._picture import (
     Swatch,
     legend_places,
 )
-from gradrewrite.viz._picture import Line as Drawn
-from gradrewrite.viz._sketch import SIGNS, Item, Link, Sketch
+from gradrewrite.viz._scene import Line as Drawn
 
 LONGEST = 3000  # signs of an attribute; Graphviz reads at most 16 KiB, and escapes may take several bytes a sign
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"

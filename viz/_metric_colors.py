@@ -12,8 +12,8 @@ from gradrewrite.clips import clips_of
 from gradrewrite.history import COUNTS, Run, Series
 from gradrewrite.policy import GroupAction
 from gradrewrite.sites import Site
-from gradrewrite.viz._net import Net
-from gradrewrite.viz._picture import LINE, PAPER, Paint, Swatch
+from gradrewrite.viz._graph_view import Net
+from gradrewrite.viz._scene import LINE, PAPER, Paint, Swatch
 
 Metric = Literal["clip rate", "largest error", "not finite"]
 METRICS: tuple[Metric, ...] = get_args(Metric)

@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradrewrite.viz._net import shorten
-from gradrewrite.viz._picture import Box, Frame, Line, Picture, Words
-from gradrewrite.viz._sketch import SIGNS, Item, Link, Sketch
+from gradrewrite.viz._diagram import SIGNS, Item, Link, Sketch
+from gradrewrite.viz._graph_view import shorten
+from gradrewrite.viz._scene import Box, Frame, Line, Picture, Words
 
 HEIGHT, GAP, PITCH, TOP, MARGIN = 32, 18, 46, 74, 16
 SIDE = 60  # room beside a column, where edges between rows far apart run

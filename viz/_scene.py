@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from gradrewrite.viz._net import plain
+from gradrewrite.viz._graph_view import plain
 
 INK, FAINT, LINE, SAVED = "#1f2933", "#6b7785", "#a9b4c0", "#9dbad6"
 INSERTED, INSERTED_EDGE, RECORDS = "#ffd8a8", "#d9480f", "#e6e1f5"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._picture import Swatch
+from gradrewrite.viz._scene import Swatch
 
 SIGNS = 44  # of a label
 

@@ -17,11 +17,11 @@ from gradrewrite.history import COUNTS, Run, Step, last_run, parse
 from gradrewrite.joint import JointGraph
 from gradrewrite.policy import GroupAction
 from gradrewrite.sinks import plain_number
-from gradrewrite.viz import _ladder
-from gradrewrite.viz._colours import NOT_FINITE, Measured, nodes_of_sites, palette
-from gradrewrite.viz._ladder import Ladder, Spot, lane_of
-from gradrewrite.viz._net import Net, plain, run_name
-from gradrewrite.viz._picture import STYLE, Picture, draw_into
+from gradrewrite.viz import _ladder_layout
+from gradrewrite.viz._graph_view import Net, plain, run_name
+from gradrewrite.viz._ladder_layout import Ladder, Spot, lane_of
+from gradrewrite.viz._metric_colors import NOT_FINITE, Measured, nodes_of_sites, palette
+from gradrewrite.viz._scene import STYLE, Picture, draw_into
 
 VERSION = 1
 MOST_STEPS = 200
@@ -72,7 +72,7 @@ def write_page(
     svg = ET.Element("svg", {"id": "graph", "xmlns": "http://www.w3.org/2000/svg", "role": "group"})
     svg.set("aria-label", plain(picture.title))
     draw_into(svg, picture)
-    here = resources.files("gradrewrite.viz")
+    here = resources.files("gradrewrite.viz.page")
     image = base64.b64encode(curves.encode()).decode()
     picture_of = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{image}">'
     parts = {
@@ -96,16 +96,16 @@ def _summary(ladder: Ladder) -> str:
 
 def _geometry() -> dict[str, float]:
     return {
-        "width": _ladder.TOTAL,
+        "width": _ladder_layout.TOTAL,
         "top": 10,
-        "pitch": _ladder.PITCH,
-        "header": _ladder.HEADER,
-        "foot": _ladder.FOOT,
-        "far": _ladder.FAR,
-        "box": _ladder.WIDTH,
-        "high": _ladder.HEIGHT,
-        "forward": _ladder.CENTRE_LEFT - _ladder.WIDTH,
-        "backward": _ladder.RIGHT,
+        "pitch": _ladder_layout.PITCH,
+        "header": _ladder_layout.HEADER,
+        "foot": _ladder_layout.FOOT,
+        "far": _ladder_layout.FAR,
+        "box": _ladder_layout.WIDTH,
+        "high": _ladder_layout.HEIGHT,
+        "forward": _ladder_layout.CENTRE_LEFT - _ladder_layout.WIDTH,
+        "backward": _ladder_layout.RIGHT,
     }
 
 

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gradrewrite.viz._ladder import (
+from gradrewrite.viz._graph_view import Net, describe, run_name, shorten, shorten_front
+from gradrewrite.viz._ladder_layout import (
     EDGE,
     FAR,
     FOOT,
@@ -23,8 +24,7 @@ from gradrewrite.viz._ladder import (
     Spot,
     lane_of,
 )
-from gradrewrite.viz._net import Net, describe, run_name, shorten, shorten_front
-from gradrewrite.viz._picture import (
+from gradrewrite.viz._scene import (
     INSERTED,
     INSERTED_EDGE,
     PAPER,
