@@ -14,7 +14,8 @@ from gradrewrite import viz
 from gradrewrite.history import Run, Step, last_run
 from gradrewrite.viz import _curve_data
 from gradrewrite.viz._heat import MAX_COLUMNS, MAX_ROWS, group, heat_map
-from gradrewrite.viz._panels import ABSENT, RED, ZERO, colours_of
+from gradrewrite.viz._panels import colors_of
+from gradrewrite.viz._theme import CURVE_ABSENT, CURVE_RED, CURVE_ZERO
 
 NAN, INF = math.nan, math.inf
 
@@ -39,11 +40,11 @@ def test_heat_map_keeps_zero_not_finite_and_absent_apart() -> None:
     assert heat is not None
     assert (heat.measure, heat.rows, heat.first, heat.width) == ("norm", ["b", "a"], 5, 1)
     np.testing.assert_array_equal(heat.values, [[1.0, INF, NAN], [0.0, INF, 2.0]])
-    _, colours = colours_of(heat.values)
-    for colour, cells in ((RED, [(0, 1), (1, 1)]), (ABSENT, [(0, 2)]), (ZERO, [(1, 0)])):
+    _, colors = colors_of(heat.values)
+    for color, cells in ((CURVE_RED, [(0, 1), (1, 1)]), (CURVE_ABSENT, [(0, 2)]), (CURVE_ZERO, [(1, 0)])):
         for row, column in cells:
-            assert tuple(colours[row, column]) == matplotlib.colors.to_rgba(colour)
-    assert not np.allclose(colours[0, 0], colours[1, 2])
+            assert tuple(colors[row, column]) == matplotlib.colors.to_rgba(color)
+    assert not np.allclose(colors[0, 0], colors[1, 2])
 
 
 def test_heat_map_takes_one_measure_and_says_what_it_left_out() -> None:
@@ -172,7 +173,7 @@ def test_events_in_the_order_of_execution() -> None:
 
     assert [site for site, _ in seen.sites][:3] == ["activation:mask", "error:layer34", "error:layer33"]
     assert (len(seen.sites), seen.num_sites) == (30, 37)
-    assert seen.meant == {"activation:mask"}
+    assert seen.expected == {"activation:mask"}
     assert (seen.steps.tolist(), seen.skipped.tolist()) == ([6], [6])
     curves = viz.plot([Step(n, row) for n, row in enumerate(rows)])
     assert sum(len(mark.get_xdata()) for mark in artists(curves, "nonfinite")) == 8 + 29 + 1

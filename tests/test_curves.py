@@ -23,7 +23,7 @@ from gradrewrite import viz
 from gradrewrite.history import Run, Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 from gradrewrite.viz import _curve_data
-from gradrewrite.viz._fonts import legible
+from gradrewrite.viz._fonts import displayable
 from gradrewrite.viz._heat import heat_map
 
 NAN, INF = math.nan, math.inf
@@ -147,10 +147,10 @@ def test_strange_names_and_equal_bytes(tmp_path: Path, format: Any) -> None:
 
 
 def test_legible() -> None:
-    assert legible("decoder.0", 20) == "decoder.0"
-    assert legible("\u4f60$\n", 99) == "\\u4f60$\\u000a"
-    assert legible("abcdefghijklmnop", 9) == "abc...nop"
-    assert legible("\xe9", 5) == "\xe9"
+    assert displayable("decoder.0", 20) == "decoder.0"
+    assert displayable("\u4f60$\n", 99) == "\\u4f60$\\u000a"
+    assert displayable("abcdefghijklmnop", 9) == "abc...nop"
+    assert displayable("\xe9", 5) == "\xe9"
 
 
 @pytest.mark.parametrize(

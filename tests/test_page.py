@@ -61,12 +61,14 @@ def page_of(graph: JointGraph, **options: Any) -> tuple[Reader, dict[str, Any]]:
 def test_every_drawn_node_is_in_the_page_once_and_marked_if_it_was_inserted(make: Make) -> None:
     graph = make()
     reader, _ = page_of(graph)
-    net = _graph_view.read(graph)
+    graph_view = _graph_view.read_graph(graph)
     drawn = [(a["data-node"], set((a["class"] or "").split())) for _, a in reader.elements if "data-node" in a]
 
-    assert Counter(name for name, _ in drawn) == Counter(set(net.nodes) - _graph_view.hidden_reshapes(net))
+    assert Counter(name for name, _ in drawn) == Counter(
+        set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view)
+    )
     marked = {name for name, classes in drawn if classes & {"inserted", "records"}}
-    assert marked == {node.name for node in net.nodes.values() if node.mark}
+    assert marked == {node.name for node in graph_view.nodes.values() if node.mark}
     edits = [a["data-edit"] for _, a in reader.elements if "data-edit" in a]
     assert sorted(map(int, filter(None, edits))) == list(range(len(graph.edits)))
 
@@ -157,7 +159,7 @@ def test_records_of_a_group_are_those_of_its_members() -> None:
     assert "group:default" in box["sites"]
 
 
-def test_without_a_monitor_there_are_no_colours(tmp_path: Path) -> None:
+def test_without_a_monitor_there_are_no_colors(tmp_path: Path) -> None:
     reader, data = page_of(three_layers())
 
     assert data["metrics"] == []
