@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--site", help="the site of --view site, as error:decoder.0")
     draw.add_argument("--hops", type=int, default=3, help="edges around the site that are shown (default: 3)")
     draw.add_argument(
-        "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colours and curves"
+        "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colors and curves"
     )
-    draw.add_argument("--color-by", choices=("clip rate", "largest error", "not finite"), help="what colours say")
+    draw.add_argument("--color-by", choices=("clip rate", "largest error", "not finite"), help="what colors say")
     draw.add_argument("--reshapes", action="store_true", help="show ops that only reshape too")
     endings = ".svg, .png, .pdf, .dot, .html, .json, .graphml or .model_explorer.json"
     draw.add_argument("--out", type=Path, default=Path("backward.html"), help=f"{endings} (default: backward.html)")
@@ -149,7 +149,7 @@ def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
     }
     ignored = [flag for flag, is_given in given.items() if is_given]
     if ignored:
-        raise _Refused(f"a {ending} file holds the whole graph, without colours; leave out {', '.join(ignored)}")
+        raise _Refused(f"a {ending} file holds the whole graph, without colors; leave out {', '.join(ignored)}")
 
 
 def _sites(options: argparse.Namespace) -> None:
@@ -209,7 +209,7 @@ def _split(path: Path, endings: Sequence[str]) -> tuple[str, str]:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from gradrewrite.demo import run
+    from gradrewrite._demo import run
 
     try:
         run(options.out)

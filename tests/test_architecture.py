@@ -41,7 +41,7 @@ RANK = {
             ("module",),
             ("locate", "loading", "testing"),
             ("__init__",),
-            ("demo",),
+            ("_demo",),
             ("cli",),
             ("__main__",),
         ]
@@ -70,7 +70,7 @@ def test_imports_point_inward(path: Path) -> None:
     if other:
         assert not {i for i in ours if i.startswith(other)}
         return
-    if name in ("demo", "cli"):
+    if name in ("_demo", "cli"):
         return
     assert not {i for i in ours if i.startswith(("gradrewrite.passes", "gradrewrite.viz"))}
     for imported in ours:
