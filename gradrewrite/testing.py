@@ -35,6 +35,8 @@ from gradrewrite.records import Recording, recording
 from gradrewrite.reports import Addresses
 from gradrewrite.sites import Kind, Site
 
+__all__ = ["Comparison", "assert_inert", "assert_matches_eager"]
+
 Loss = Callable[[Any], Tensor]
 _Key = tuple[Any, int]  # autograd node, or the tensor itself where there is none; output of the node
 
