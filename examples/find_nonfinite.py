@@ -19,7 +19,8 @@ class Distances(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the mean distance of the rows of ``x``, ``[rows, 4]``."""
         points = self.embed(x)
-        return (points[:, None] - points[None]).square().sum(-1).sqrt().mean()
+        distances: Tensor = (points[:, None] - points[None]).square().sum(-1).sqrt()
+        return distances.mean()
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ END
 }
 
 install_torch() { # $1 the environment's python, $2 the version
-  "$1" -m pip install --quiet --no-deps --extra-index-url "$cpu_index" "torch==$2+cpu" 2> /dev/null ||
+  "$1" -m pip install --quiet --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "torch==$2+cpu" 2> /dev/null ||
     "$1" -m pip install --quiet --no-deps "torch==$2"
   "$1" - << 'END' > "$venv/torch-requirements.txt"
 from importlib.metadata import requires
