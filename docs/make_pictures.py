@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
@@ -25,8 +24,9 @@ from torch import Tensor
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.demo import ROWS, UNROLL, CharacterModel, Regression
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradrewrite.examples import character_model
+from gradrewrite.examples.regression import POLICY, ROWS, Regression
+from gradrewrite.passes import CheckFinite, ClipByValue
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -57,31 +57,23 @@ class Trained:
 
 
 def regression(steps: int = 300) -> Trained:
-    """The demo's regression, each gradient clipped to a norm of 1."""
+    """The regression of the examples, each gradient clipped to a norm of 1."""
     torch.manual_seed(0)
     net = Regression()
     net.reset()
-    model = gr.transform(net, gr.on("gradient:*", ClipByNorm(1.0)))
+    model = gr.transform(net, POLICY)
     train(model, ({"x": 5 * torch.rand(ROWS, 1)} for _ in range(steps)), rate=0.01)
     graph = model.trace(torch.ones(ROWS, 1))
     return Trained("regression", "y = x + 3, gradients clipped", graph, model.monitor, "gradient:layers.1.weight")
 
 
 def text(steps: int = 60) -> Trained:
-    """The demo's character model: the error of every run of the cell clipped by value, all gradients by their norm."""
+    """The character model of the examples: the error of every call clipped by value, all gradients by their norm."""
     torch.manual_seed(0)
-    characters = "\n".join(topics.values())
-    numbers = {character: number for number, character in enumerate(sorted(set(characters)))}
-    data = torch.tensor([numbers[character] for character in characters])
-    policy = [gr.on("error:cell", ClipByValue(1e-3, log=True)), gr.on("gradient:*", ClipByGlobalNorm(1.0))]
-    model = gr.transform(CharacterModel(len(numbers)), policy)
-
-    def batch() -> dict[str, Tensor]:
-        starts = torch.randint(0, len(data) - UNROLL - 1, (ROWS, 1))
-        return {"characters": data[starts + torch.arange(UNROLL + 1)]}
-
-    train(model, (batch() for _ in range(steps)), rate=1.0)
-    graph = model.trace(torch.zeros(ROWS, UNROLL + 1, dtype=torch.int64))
+    characters, vocabulary = character_model.load_text()
+    model = gr.transform(character_model.CharacterModel(vocabulary), list(character_model.POLICY))
+    train(model, ({"characters": batch} for batch in character_model.batches(characters, steps)), rate=1.0)
+    graph = model.trace(torch.zeros(character_model.ROWS, character_model.UNROLL + 1, dtype=torch.int64))
     return Trained("text", "a recurrent network, errors clipped in time", graph, model.monitor, "error:cell#20")
 
 

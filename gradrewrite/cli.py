@@ -208,7 +208,7 @@ def _split(path: Path, endings: Sequence[str]) -> tuple[str, str]:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from gradrewrite.demo import run
+    from gradrewrite._demo import run
 
     try:
         run(options.out)

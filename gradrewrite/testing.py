@@ -40,6 +40,8 @@ from gradrewrite.rewriting.record_packing import RecordNumbering
 from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Kind, Site
 
+__all__ = ["Comparison", "assert_inert", "assert_matches_eager"]
+
 Loss = Callable[[Any], Tensor]
 _Key = tuple[Any, int]  # autograd node, or the tensor itself where there is none; output of the node
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Step
-from gradrewrite.viz import _net
+from gradrewrite.viz import _graph_view
 
 from models.graphs import odd_names, three_layers, transformer
 
@@ -72,19 +72,19 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opened]:
 
 
 def test_it_loads_and_shows_every_node(opened: Opened) -> None:
-    net = _net.read(three_layers())
+    graph_view = _graph_view.read_graph(three_layers())
 
     assert opened.page.title() == "three layers"
-    assert opened.count("#graph [data-node]") == len(set(net.nodes) - _net.hidden_reshapes(net))
-    assert opened.count("#edits button") == len(net.edits)
+    assert opened.count("#graph [data-node]") == len(set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view))
+    assert opened.count("#edits button") == len(graph_view.edits)
 
 
 def test_search_finds_sites_ops_modules_and_sources(opened: Opened) -> None:
-    net = _net.read(three_layers())
+    graph_view = _graph_view.read_graph(three_layers())
     for text, wanted in (
-        ("error:second", {n for e in net.edits if str(e.site) == "error:second" for n in e.nodes}),
-        ("mse_loss", {n.name for n in net.nodes.values() if n.origin.op == "mse_loss" and not n.reshapes}),
-        ("aten.tanh", {n.name for n in net.nodes.values() if n.target.startswith("aten.tanh")}),
+        ("error:second", {n for e in graph_view.edits if str(e.site) == "error:second" for n in e.nodes}),
+        ("mse_loss", {n.name for n in graph_view.nodes.values() if n.op == "mse_loss" and not n.reshapes}),
+        ("aten.tanh", {n.name for n in graph_view.nodes.values() if n.target.startswith("aten.tanh")}),
     ):
         opened.page.fill("#search", text)
         hits = {e.get_attribute("data-node") for e in opened.page.query_selector_all("#graph .node.hit")}
@@ -159,7 +159,7 @@ def test_lanes_and_saved_edges_are_switched_off(opened: Opened) -> None:
     assert opened.count("#graph path.saved") == saved
 
 
-def test_the_slider_colours_by_step(opened: Opened) -> None:
+def test_the_slider_colors_by_step(opened: Opened) -> None:
     (clip,) = [e for e in three_layers().edits if e.text.startswith("ClipByValue")]
     style = f'() => document.querySelector(\'[data-node="{clip.nodes[0]}"] rect\').getAttribute("style")'
     opened.page.select_option("#metric", label="largest error")
@@ -244,12 +244,12 @@ def test_modules_fold_and_unfold(browser: Any, tmp_path: Path) -> None:
     opened.page.click('[data-band="blocks.0"] [role="button"]')
     some = opened.count("#graph [data-node]")
     opened.page.click("#unfold")
-    net = _net.read(transformer())
+    graph_view = _graph_view.read_graph(transformer())
     everything = opened.count("#graph [data-node]")
-    assert folded < some < everything == len(set(net.nodes) - _net.hidden_reshapes(net))
+    assert folded < some < everything == len(set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view))
     opened.page.click("#fold")
     assert opened.count("#graph [data-node]") == folded
-    inserted = sum(bool(n.mark) for n in net.nodes.values() if n.origin.runs and n.origin.runs[0][0] == "blocks.1")
+    inserted = sum(bool(n.mark) for n in graph_view.nodes.values() if n.calls and n.calls[0][0] == "blocks.1")
     texts = [e.text_content() for e in opened.page.query_selector_all("#graph .summary") if e.is_visible()]
     assert any(f", {inserted} inserted" in text for text in texts)
     assert opened.count("#edits details") == 2
@@ -260,7 +260,7 @@ def test_modules_fold_and_unfold(browser: Any, tmp_path: Path) -> None:
     opened.close()
 
 
-def test_folded_modules_have_the_strongest_colour(browser: Any, tmp_path: Path) -> None:
+def test_folded_modules_have_the_strongest_color(browser: Any, tmp_path: Path) -> None:
     steps = [Step(0, {"max_abs@error:blocks.0.norm1": 1.0, "max_abs@error:blocks.1.norm1": 100.0})]
     opened = Opened(browser, viz.draw(transformer(), monitor=steps).render(tmp_path / "p", "html"))
     fills = opened.page.evaluate(

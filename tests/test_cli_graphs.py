@@ -99,7 +99,7 @@ def test_models_and_inputs_are_made_or_taken(shell: Shell, words: tuple[str, ...
 STEP = '{"step": %d, "records": {"max_abs@error:0": %s, "clipped@error:0": %d, "limit@error:0": 0.1}}\n'
 
 
-def test_colours_of_a_run(shell: Shell) -> None:
+def test_colors_of_a_run(shell: Shell) -> None:
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
     run = ("draw", *CLIPPED, "--run", "run.jsonl")
     assert shell.run(*run, "--out", "rate.svg")[0] == 0

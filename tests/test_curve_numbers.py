@@ -12,9 +12,10 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
-from gradrewrite.viz import _series
+from gradrewrite.viz import _curve_data
 from gradrewrite.viz._heat import MAX_COLUMNS, MAX_ROWS, group, heat_map
-from gradrewrite.viz._panels import ABSENT, RED, ZERO, colours_of
+from gradrewrite.viz._panels import colors_of
+from gradrewrite.viz._theme import CURVE_ABSENT, CURVE_RED, CURVE_ZERO
 
 NAN, INF = math.nan, math.inf
 
@@ -39,8 +40,8 @@ def test_heat_map_keeps_zero_not_finite_and_absent_apart() -> None:
     assert heat is not None
     assert (heat.measure, heat.rows, heat.first, heat.width) == ("norm", ["b", "a"], 5, 1)
     np.testing.assert_array_equal(heat.values, [[1.0, INF, NAN], [0.0, INF, 2.0]])
-    _, colors = colours_of(heat.values)
-    for color, cells in ((RED, [(0, 1), (1, 1)]), (ABSENT, [(0, 2)]), (ZERO, [(1, 0)])):
+    _, colors = colors_of(heat.values)
+    for color, cells in ((CURVE_RED, [(0, 1), (1, 1)]), (CURVE_ABSENT, [(0, 2)]), (CURVE_ZERO, [(1, 0)])):
         for row, column in cells:
             assert tuple(colors[row, column]) == matplotlib.colors.to_rgba(color)
     assert not np.allclose(colors[0, 0], colors[1, 2])
@@ -64,7 +65,7 @@ def test_empty_tensor_is_no_event() -> None:
 
     assert heat is not None
     np.testing.assert_array_equal(heat.values, [[NAN], [1.0]])
-    assert _series.events(run).num_sites == 0
+    assert _curve_data.events(run).num_sites == 0
 
 
 @pytest.mark.parametrize("extra", [0, 1, 1500])
@@ -105,7 +106,7 @@ def test_many_layers_are_grouped_by_module() -> None:
 def test_clips_by_norm() -> None:
     group_ = [(0.5, 1.0), (2.0, 1.0), (3.0, 4.0), (NAN, 1.0), (9.0, INF)]
     run = run_of(*({"total_norm@group:all": n, "bound@group:all": b} for n, b in group_))
-    (clip,) = _series.clippings(run)
+    (clip,) = _curve_data.clippings(run)
 
     assert (clip.measure, clip.num_clips, clip.window) == ("total_norm", 1, 1)
     np.testing.assert_array_equal(clip.largest, [0.5, 2.0, 3.0, INF, 9.0])
@@ -118,7 +119,7 @@ def test_clips_by_value_over_several_sites() -> None:
         {"max_abs@error:a": float(n), "clipped@error:a": float(n > 3), "max_abs@error:b": 2.0, "clipped@error:b": 0.0}
         for n in range(40)
     ]
-    (clip,) = _series.clippings(run_of(*rows))
+    (clip,) = _curve_data.clippings(run_of(*rows))
 
     assert (clip.label, clip.measure, clip.window) == ("2 sites of kind error", "max_abs", 4)
     np.testing.assert_array_equal(clip.largest, [max(2.0, n) for n in range(40)])
@@ -129,7 +130,7 @@ def test_clips_by_value_over_several_sites() -> None:
 
 def test_bounds_that_differ() -> None:
     rows = [{"norm@gradient:a": 1.0, "bound@gradient:a": 2.0, "norm@gradient:b": 3.0, "bound@gradient:b": 0.5}] * 2
-    (clip,) = _series.clippings(run_of(*rows))
+    (clip,) = _curve_data.clippings(run_of(*rows))
 
     assert (clip.low.tolist(), clip.high.tolist(), clip.rate.tolist()) == ([0.5, 0.5], [2.0, 2.0], [0.5, 0.5])
     labels = [line.get_label() for line in viz.Curves(run_of(*rows), "").figure().axes[1].lines]
@@ -140,7 +141,7 @@ def test_update_ratios_over_layers() -> None:
     head = "update_ratio@gradient:"
     rows = [{f"{head}a": 1e-3, f"{head}b": INF, f"{head}c": 4e-3}, {f"{head}{n}": 0.0 for n in "abc"}]
     rows += [{f"{head}a": NAN, f"{head}b": 2e-3, f"{head}c": 6e-3}, {f"{head}a": NAN}]
-    ratios = _series.update_ratios(run_of(*rows))
+    ratios = _curve_data.update_ratios(run_of(*rows))
 
     assert ratios is not None
     np.testing.assert_allclose(ratios.median, [4e-3, 0.0, 4e-3, NAN])
@@ -155,12 +156,12 @@ def test_update_ratios_over_layers() -> None:
 
 def test_losses() -> None:
     rows: list[dict[str, float]] = [{"loss@run": v, "max@activation:loss": 7.0} for v in (1.0, NAN, INF, 0.5, -INF)]
-    (line,) = _series.losses(run_of(*rows))
+    (line,) = _curve_data.losses(run_of(*rows))
     assert line.label == "loss@run"
     np.testing.assert_array_equal(line.values, [1.0, NAN, INF, 0.5, -INF])
     marks = [list(a.get_xdata()) for a in artists(viz.Curves(run_of(*rows), ""), "nonfinite")]
     assert marks == [[1], [2, 4]]
-    (tapped,) = _series.losses(run_of({"max@activation:loss": 7.0, "max@activation:x": 8.0}))
+    (tapped,) = _curve_data.losses(run_of({"max@activation:loss": 7.0, "max@activation:x": 8.0}))
     assert (tapped.label, tapped.values.tolist()) == ("max@activation:loss", [7.0])
 
 
@@ -168,11 +169,11 @@ def test_events_in_the_order_of_execution() -> None:
     sites = {f"norm@error:layer{n:02}": NAN for n in range(35)}
     plain: list[dict[str, float]] = [{**dict.fromkeys(sites, 1.0), "inf@activation:mask": 4.0}] * 6
     rows = [*plain, {**sites, "nan@gradient:w": 3.0, "inf@activation:mask": 4.0, "skipped@optimizer:0": 1.0}, plain[0]]
-    seen = _series.events(run_of(*rows))
+    seen = _curve_data.events(run_of(*rows))
 
     assert [site for site, _ in seen.sites][:3] == ["activation:mask", "error:layer34", "error:layer33"]
     assert (len(seen.sites), seen.num_sites) == (30, 37)
-    assert seen.meant == {"activation:mask"}
+    assert seen.expected == {"activation:mask"}
     assert (seen.steps.tolist(), seen.skipped.tolist()) == ([6], [6])
     curves = viz.plot([Step(n, row) for n, row in enumerate(rows)])
     assert sum(len(mark.get_xdata()) for mark in artists(curves, "nonfinite")) == 8 + 29 + 1

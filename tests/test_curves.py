@@ -22,9 +22,9 @@ import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
-from gradrewrite.viz import _series
+from gradrewrite.viz import _curve_data
+from gradrewrite.viz._fonts import displayable
 from gradrewrite.viz._heat import heat_map
-from gradrewrite.viz._lettering import legible
 
 NAN, INF = math.nan, math.inf
 
@@ -75,7 +75,7 @@ def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
         norms.append(float(plain.second.weight.grad.norm()))
     curves = viz.plot(model.monitor)
     heat = heat_map(curves.run, "gradient")
-    total, value = _series.clippings(curves.run)
+    total, value = _curve_data.clippings(curves.run)
 
     assert heat is not None
     row = heat.values[heat.rows.index("second.weight")]
@@ -84,7 +84,7 @@ def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
     np.testing.assert_allclose(value.largest, np.where(np.isnan(largest), INF, largest), rtol=1e-4)
     np.testing.assert_array_equal(total.low, [0.5] * 8)
     np.testing.assert_array_equal(total.rate, [float(0.5 < n < INF) for n in total.largest])
-    seen = _series.events(curves.run)
+    seen = _curve_data.events(curves.run)
     assert (seen.steps.tolist(), seen.skipped.tolist()) == ([4], [4])
     assert curves.panels == (
         "loss",
@@ -147,10 +147,10 @@ def test_strange_names_and_equal_bytes(tmp_path: Path, format: Any) -> None:
 
 
 def test_legible() -> None:
-    assert legible("decoder.0", 20) == "decoder.0"
-    assert legible("\u4f60$\n", 99) == "\\u4f60$\\u000a"
-    assert legible("abcdefghijklmnop", 9) == "abc...nop"
-    assert legible("\xe9", 5) == "\xe9"
+    assert displayable("decoder.0", 20) == "decoder.0"
+    assert displayable("\u4f60$\n", 99) == "\\u4f60$\\u000a"
+    assert displayable("abcdefghijklmnop", 9) == "abc...nop"
+    assert displayable("\xe9", 5) == "\xe9"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _ladder, _net, _rungs
+from gradrewrite.viz import _graph_view, _ladder_drawing, _ladder_layout
 
 from models.graphs import GRAPHS, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
 
@@ -37,14 +37,14 @@ def classes(element: ET.Element) -> set[str]:
 @EACH
 def test_every_node_is_drawn_once_and_only_what_was_inserted_is_marked(make: Make) -> None:
     graph = make()
-    net = _net.read(graph)
+    graph_view = _graph_view.read_graph(graph)
     drawn = Counter(e.get("data-node") for e in nodes_of(svg_of(graph)) if e.get("data-node"))
     marked = {e.get("data-node") for e in nodes_of(svg_of(graph)) if classes(e) & {"inserted", "records"}} - {None}
 
     assert set(drawn.values()) == {1}
-    assert set(drawn) == set(net.nodes) - _net.hidden_reshapes(net)
+    assert set(drawn) == set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view)
     assert graph.before is not None
-    assert marked == set(net.nodes) - set(_net.read(graph.before).nodes)
+    assert marked == set(graph_view.nodes) - set(_graph_view.read_graph(graph.before).nodes)
 
 
 @EACH
@@ -85,11 +85,11 @@ def test_labels_are_the_user_s_words() -> None:
 
 
 def test_a_backward_stands_beside_its_forward() -> None:
-    ladder = _ladder.lay_out(_net.read(recurrent()))
+    ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(recurrent()))
     rows: dict[str, set[int]] = {}
-    for spot in ladder.spots:
-        if spot.node is not None and spot.node.role == "op" and ("step", 17) in spot.node.origin.runs:
-            rows.setdefault(_ladder.lane_of(spot), set()).add(spot.row)
+    for cell in ladder.cells:
+        if cell.node is not None and cell.node.role == "op" and ("step", 17) in cell.node.calls:
+            rows.setdefault(_ladder_layout.lane_of(cell), set()).add(cell.row)
     (band,) = [band for band in ladder.bands if band.path == (("step", 17),)]
 
     assert rows["forward"] <= set(range(band.first, band.last + 1))
@@ -99,39 +99,39 @@ def test_a_backward_stands_beside_its_forward() -> None:
 
 def test_boxes_do_not_overlap() -> None:
     for make in (three_layers, odd_names, transformer):
-        ladder = _ladder.lay_out(_net.read(make()))
-        picture = _rungs.draw_ladder(ladder, {}, [], "")
-        places = sorted((box.y, box.x, box.x + box.width) for box in picture.boxes)
+        ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(make()))
+        scene = _ladder_drawing.draw_ladder(ladder, {}, [], "")
+        places = sorted((box.y, box.x, box.x + box.width) for box in scene.boxes)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
-        assert all(box.x >= 0 and box.x + box.width <= picture.width for box in picture.boxes)
-        assert all(frame.y + frame.height <= picture.height for frame in picture.frames)
+        assert all(box.x >= 0 and box.x + box.width <= scene.width for box in scene.boxes)
+        assert all(frame.y + frame.height <= scene.height for frame in scene.frames)
 
 
 @pytest.mark.parametrize("make", [transformer, recurrent], ids=["transformer", "recurrent"])
 def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
-    net = _net.read(make())
-    picture = _rungs.draw_ladder(_ladder.lay_out(net), {}, [], "")
+    graph_view = _graph_view.read_graph(make())
+    scene = _ladder_drawing.draw_ladder(_ladder_layout.lay_out_ladder(graph_view), {}, [], "")
     runs = {
-        box.key: {_net.run_name(run) for run in net.nodes[box.key].origin.runs}
-        for box in picture.boxes
-        if box.key in net.nodes
+        box.key: {_graph_view.call_name(run) for run in graph_view.nodes[box.key].calls}
+        for box in scene.boxes
+        if box.key in graph_view.nodes
     }
 
-    assert picture.frames
-    for frame in picture.frames:
+    assert scene.frames
+    for frame in scene.frames:
         module = frame.key.split("/")[-1]
-        boxes = [box for box in picture.boxes if box.key in runs]
+        boxes = [box for box in scene.boxes if box.key in runs]
         inside = {b.key for b in boxes if frame.y <= b.y and b.y + b.height <= frame.y + frame.height}
         assert inside == {key for key, around in runs.items() if module in around}
         assert not [b for b in boxes if b.y < frame.y < b.y + b.height]
 
 
 def test_an_edit_without_nodes_does_not_break_its_band() -> None:
-    ladder = _ladder.lay_out(_net.read(live_thresholds()))
+    ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(live_thresholds()))
     (band,) = [band for band in ladder.bands if band.path == (("inner", 0),)]
-    (spot,) = [spot for spot in ladder.spots if spot.node is None and spot.edit >= 0]
+    (cell,) = [cell for cell in ladder.cells if cell.node is None and cell.edit >= 0]
 
-    assert band.first <= spot.row <= band.last
+    assert band.first <= cell.row <= band.last
 
 
 def test_odd_names_are_kept() -> None:
@@ -142,18 +142,18 @@ def test_odd_names_are_kept() -> None:
 
 
 def test_hidden_nodes_are_read_through() -> None:
-    net = _net.read(three_layers())
-    hidden = _net.hidden_reshapes(net)
-    direct = set(_net.contracted(net, hidden))
+    graph_view = _graph_view.read_graph(three_layers())
+    hidden = _graph_view.hidden_reshapes(graph_view)
+    direct = set(_graph_view.contracted_edges(graph_view, hidden))
 
     assert hidden
     assert not any(name in hidden for edge in direct for name in edge)
-    for a, b in net.edges:
+    for a, b in graph_view.edges:
         if a not in hidden and b not in hidden:
             assert (a, b) in direct
-    (source,) = {a for a, b in net.edges if b in hidden and net.nodes[a].origin.name == "second.weight"}
+    (source,) = {a for a, b in graph_view.edges if b in hidden and graph_view.nodes[a].argument == "second.weight"}
     readers = {b for a, b in direct if a == source}
-    assert {net.nodes[b].aten for b in readers} == {"addmm", "mm"}
+    assert {graph_view.nodes[b].aten for b in readers} == {"addmm", "mm"}
 
 
 def test_the_same_graph_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _net, _page
+from gradrewrite.viz import _graph_view
+from gradrewrite.viz.page import _html
 
 from models.graphs import GRAPHS, ODD_NAMES, odd_names, three_layers
 
@@ -60,12 +61,14 @@ def page_of(graph: JointGraph, **options: Any) -> tuple[Reader, dict[str, Any]]:
 def test_every_drawn_node_is_in_the_page_once_and_marked_if_it_was_inserted(make: Make) -> None:
     graph = make()
     reader, _ = page_of(graph)
-    net = _net.read(graph)
+    graph_view = _graph_view.read_graph(graph)
     drawn = [(a["data-node"], set((a["class"] or "").split())) for _, a in reader.elements if "data-node" in a]
 
-    assert Counter(name for name, _ in drawn) == Counter(set(net.nodes) - _net.hidden_reshapes(net))
+    assert Counter(name for name, _ in drawn) == Counter(
+        set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view)
+    )
     marked = {name for name, classes in drawn if classes & {"inserted", "records"}}
-    assert marked == {node.name for node in net.nodes.values() if node.mark}
+    assert marked == {node.name for node in graph_view.nodes.values() if node.mark}
     edits = [a["data-edit"] for _, a in reader.elements if "data-edit" in a]
     assert sorted(map(int, filter(None, edits))) == list(range(len(graph.edits)))
 
@@ -138,14 +141,14 @@ def test_of_many_steps_those_that_were_not_finite_stay() -> None:
     ]
     _, data = page_of(three_layers(), monitor=steps)
 
-    assert len(data["records"]["steps"]) <= _page.MOST_STEPS
+    assert len(data["records"]["steps"]) <= _html.MOST_STEPS
     assert {0, 7, 501, 998, 999} <= set(data["records"]["steps"])
 
 
 def test_only_counts_of_bad_elements_mark_a_step() -> None:
-    assert _page._is_bad(Step(0, {"nan@error:a": 1.0}))
-    assert _page._is_bad(Step(0, {"loss@run": float("inf")}))
-    assert not _page._is_bad(Step(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
+    assert _html._is_bad(Step(0, {"nan@error:a": 1.0}))
+    assert _html._is_bad(Step(0, {"loss@run": float("inf")}))
+    assert not _html._is_bad(Step(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
 
 
 def test_records_of_a_group_are_those_of_its_members() -> None:
@@ -156,7 +159,7 @@ def test_records_of_a_group_are_those_of_its_members() -> None:
     assert "group:default" in box["sites"]
 
 
-def test_without_a_monitor_there_are_no_colours(tmp_path: Path) -> None:
+def test_without_a_monitor_there_are_no_colors(tmp_path: Path) -> None:
     reader, data = page_of(three_layers())
 
     assert data["metrics"] == []
@@ -165,7 +168,7 @@ def test_without_a_monitor_there_are_no_colours(tmp_path: Path) -> None:
 
 
 def test_the_code_and_style_are_plain() -> None:
-    folder = Path(_page.__file__).parent
+    folder = Path(_html.__file__).parent
     code = (folder / "page.js").read_text(encoding="utf-8")
 
     assert not re.search(

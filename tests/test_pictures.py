@@ -51,7 +51,7 @@ def test_pictures_of_one_model(program: ModuleType, tmp_path: Path, capsys: pyte
         assert curves.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_the_most_frequent_colours_stay_as_they_are(program: ModuleType, tmp_path: Path) -> None:
+def test_the_most_frequent_colors_stay_as_they_are(program: ModuleType, tmp_path: Path) -> None:
     image = Image.new("RGB", (300, 3))
     image.putdata([(n % 300, 7, 0) if n < 300 else (255, 255, 255 - n % 2) for n in range(900)])  # 302 colors
     image.save(tmp_path / "x.png")

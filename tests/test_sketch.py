@@ -17,7 +17,7 @@ import pytest
 from gradrewrite import viz
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _graphviz, _net, _overview, _sketch, _sketch_dot
+from gradrewrite.viz import _diagram, _diagram_dot, _graph_view, _graphviz, _overview
 
 from models.graphs import GRAPHS, odd_names, recurrent, three_layers, transformer
 
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def inserted_in(graph: JointGraph) -> Counter[str]:
-    return Counter(node.name for node in _net.read(graph).nodes.values() if node.mark)
+    return Counter(node.name for node in _graph_view.read_graph(graph).nodes.values() if node.mark)
 
 
 def objects(drawing: viz.Drawing) -> list[dict[str, Any]]:
@@ -68,17 +68,17 @@ def test_overview_in_svg_has_them_too_with_their_number(make: Make) -> None:
 
 @EACH
 def test_overview_fits_on_one_screen(make: Make) -> None:
-    sketch = _overview.sketch_overview(_net.read(make()), {}, "")
+    diagram = _overview.overview_diagram(_graph_view.read_graph(make()), {}, "")
 
-    assert len(sketch.items) <= 2 * _overview.MOST + 1
-    assert len({item.row for item in sketch.items}) <= _overview.MOST + 1
+    assert len(diagram.items) <= 2 * _overview.MOST + 1
+    assert len({item.row for item in diagram.items}) <= _overview.MOST + 1
     svg = ET.fromstring(viz.draw(make(), "overview")._repr_svg_())
     assert float((svg.get("height") or "").removesuffix("px")) <= 1000
 
 
 def test_overview_folds_what_is_alike() -> None:
-    deep = _overview.sketch_overview(_net.read(transformer()), {}, "")
-    steps = _overview.sketch_overview(_net.read(recurrent()), {}, "")
+    deep = _overview.overview_diagram(_graph_view.read_graph(transformer()), {}, "")
+    steps = _overview.overview_diagram(_graph_view.read_graph(recurrent()), {}, "")
 
     assert {"blocks.0", "blocks.1"} <= {item.text for item in deep.items}  # two fit unfolded
     assert any(item.text.startswith("step/add, tanh x 40") for item in steps.items)
@@ -86,8 +86,8 @@ def test_overview_folds_what_is_alike() -> None:
 
 @pytest.mark.slow
 def test_overview_of_24_layers() -> None:
-    sketch = _overview.sketch_overview(_net.read(transformer(24)), {}, "")
-    texts = [item.text for item in sketch.items if item.column == "forward"]
+    diagram = _overview.overview_diagram(_graph_view.read_graph(transformer(24)), {}, "")
+    texts = [item.text for item in diagram.items if item.column == "forward"]
 
     assert "blocks.[0-23].attn x 24" in texts
     assert "blocks.[0-23].mlp x 24" in texts
@@ -95,17 +95,17 @@ def test_overview_of_24_layers() -> None:
 
 
 def test_overview_counts_tensors() -> None:
-    net = _net.read(three_layers())
-    sketch = _overview.sketch_overview(net, {}, "")
+    graph_view = _graph_view.read_graph(three_layers())
+    diagram = _overview.overview_diagram(graph_view, {}, "")
     first, tanh = (
-        next(i.key for i in sketch.items if i.text == text and i.column == "forward") for text in ("first", "/tanh")
+        next(i.key for i in diagram.items if i.text == text and i.column == "forward") for text in ("first", "/tanh")
     )
-    (link,) = [n for n in sketch.links if (n.source, n.target) == (first, tanh)]
-    total = sum(n.tensors for n in sketch.links)
+    (link,) = [n for n in diagram.links if (n.source, n.target) == (first, tanh)]
+    total = sum(n.tensors for n in diagram.links)
 
     assert link.tensors == 1
-    lanes = {name: (node.origin.lane, node.origin.order) for name, node in net.nodes.items() if node.role == "op"}
-    assert 0 < total < sum(a in lanes and b in lanes for a, b in net.edges)
+    lanes = {name: (node.lane, node.order) for name, node in graph_view.nodes.items() if node.role == "op"}
+    assert 0 < total < sum(a in lanes and b in lanes for a, b in graph_view.edges)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_site_shows_what_was_inserted_after_and_not_before(site: str) -> None:
     assert {n for n, _ in own} <= shown_edits
     assert not [one for one in sides["before"] if "data_edit" in one]
     assert graph.before is not None
-    before = set(_net.read(graph.before).nodes)
+    before = set(_graph_view.read_graph(graph.before).nodes)
     marked = {one["data_node"] for one in sides["after"] if "data_node" in one and one["class"].find("inserted") >= 0}
     assert not marked & before
 
@@ -147,13 +147,13 @@ def test_site_crosses_out_the_edge_that_was_replaced() -> None:
     graph = three_layers()
     (site,) = [s for s in graph.sites if str(s) == "error:second"]
     (clip,) = [e for e in graph.edits if e.site == site]
-    sketch = viz.draw(graph, "site", site=site)._sketch
+    diagram = viz.draw(graph, "site", site=site)._diagram
     anchor = graph.provenance.anchors[site].node
-    cut = [link for link in sketch.links if link.kind == "cut"]
+    cut = [link for link in diagram.links if link.kind == "cut"]
 
     assert cut
     assert {link.source for link in cut} == {f"before {anchor}"}
-    after = {(link.source, link.target) for link in sketch.links}
+    after = {(link.source, link.target) for link in diagram.links}
     assert all((f"after {anchor}", link.target.replace("before", "after")) not in after for link in cut)
     assert (f"after {anchor}", f"after {clip.nodes[0]}") in after
     svg = viz.draw(graph, "site", site=site)._repr_svg_()
@@ -163,9 +163,9 @@ def test_site_crosses_out_the_edge_that_was_replaced() -> None:
 def test_a_gradient_that_is_returned_is_replaced_too() -> None:
     graph = three_layers()
     (site,) = [s for s in graph.sites if str(s) == "gradient:second.bias"]
-    sketch = viz.draw(graph, "site", site=site)._sketch
-    (cut,) = [link for link in sketch.links if link.kind == "cut"]
-    into = [link.source for link in sketch.links if link.target == "after gradient of second.bias"]
+    diagram = viz.draw(graph, "site", site=site)._diagram
+    (cut,) = [link for link in diagram.links if link.kind == "cut"]
+    into = [link.source for link in diagram.links if link.target == "after gradient of second.bias"]
     clip = next(e for e in graph.edits if e.site == site and e.text.startswith("ClipByGlobalNorm"))
 
     assert cut.target == "before gradient of second.bias"
@@ -173,14 +173,14 @@ def test_a_gradient_that_is_returned_is_replaced_too() -> None:
 
 
 def test_site_without_an_edit_crosses_out_nothing() -> None:
-    sketch = viz.draw(three_layers(), "site", site="error:third")._sketch
+    diagram = viz.draw(three_layers(), "site", site="error:third")._diagram
 
-    assert not [link for link in sketch.links if link.kind == "cut"]
-    assert "no edit stands here" in sketch.caption
+    assert not [link for link in diagram.links if link.kind == "cut"]
+    assert "no edit stands here" in diagram.caption
 
 
 def test_hops() -> None:
-    sizes = [len(viz.draw(three_layers(), "site", site="error:second", hops=n)._sketch.items) for n in range(4)]
+    sizes = [len(viz.draw(three_layers(), "site", site="error:second", hops=n)._diagram.items) for n in range(4)]
 
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[1] < sizes[3]
@@ -273,15 +273,15 @@ def test_without_a_system_dot_pygraphviz_draws(tmp_path: Path, monkeypatch: pyte
     "text", ['a"b', "<b>", "a\\nb", "x|y{z}", "a\x07b", "\u5c64", "</td>", "p" * 300, "&amp;", "a:b"]
 )
 def test_any_text_can_stand_in_a_label(text: str) -> None:
-    item = _sketch.Item("k:1", "forward", 0, text, text, "", (), text, {"node": text})
-    sketch = _sketch.Sketch(text, ("forward",), [item], [], [text])
-    svg = _sketch_dot.finish_svg(_graphviz.run_dot(_sketch_dot.to_dot(sketch), "svg"), sketch)
+    item = _diagram.Item("k:1", "forward", 0, text, text, "", (), text, {"node": text})
+    diagram = _diagram.Diagram(text, ("forward",), [item], [], [text])
+    svg = _diagram_dot.finish_svg(_graphviz.run_dot(_diagram_dot.diagram_dot(diagram), "svg"), diagram)
 
     (group,) = [g for g in ET.fromstring(svg).iter(f"{SVG}g") if g.get("data-node") is not None]
-    assert group.get("data-node") == _net.plain(text)
-    assert group.findtext(f"{SVG}title") == _net.plain(text)
+    assert group.get("data-node") == _graph_view.xml_safe(text)
+    assert group.findtext(f"{SVG}title") == _graph_view.xml_safe(text)
     shown = "".join(t.text or "" for t in group.iter(f"{SVG}text")).replace("\xa0", " ")
-    assert shown.startswith(_net.shorten(_net.plain(text), _sketch.SIGNS))
+    assert shown.startswith(_graph_view.shorten(_graph_view.xml_safe(text), _diagram.MAX_LABEL))
 
 
 def test_odd_names_survive_graphviz() -> None:

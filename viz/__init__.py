@@ -1,4 +1,4 @@
-"""Pictures of rewritten graphs and of runs: ``draw``, ``plot``, and exports."""
+"""Drawings of rewritten graphs, curves of training runs, and exports: ``draw``, ``plot``, ``export``."""
 
 from gradrewrite.viz._curves import Curves as Curves
 from gradrewrite.viz._curves import Format as CurveFormat

@@ -1,4 +1,4 @@
-"""``plot``: how training went, from the records of a run."""
+"""``plot``: curves of a training run from its records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
 from gradrewrite.monitoring.monitor import Monitor
-from gradrewrite.viz._lettering import legible, style
+from gradrewrite.viz._curve_data import Events
+from gradrewrite.viz._fonts import displayable, figure_style
 from gradrewrite.viz._panels import Panel, mark_steps, panels_of
-from gradrewrite.viz._series import Events
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,11 +29,11 @@ _METADATA: dict[Format, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pd
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Curves:
-    """A picture of a run; made by ``plot``.
+    """Curves of a training run, as ``plot`` returns them.
 
     Attributes:
-        run: What is drawn.
-        title: What stands above it.
+        run: The training run.
+        title: Title above the panels.
         num_runs: How many runs the source had; the last is drawn.
     """
 
@@ -43,12 +43,12 @@ class Curves:
 
     @property
     def panels(self) -> tuple[str, ...]:
-        """Names of the panels, from top to bottom: those that the run has records for."""
+        """Names of the panels, from top to bottom; a panel without records is left out."""
         return tuple(panel.name for panel in panels_of(self.run)[0])
 
     def figure(self) -> Figure:
-        """A new figure of matplotlib; nothing of pyplot is touched."""
-        with style():
+        """Return a new matplotlib figure; pyplot is not used."""
+        with figure_style():
             return self._draw()
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
@@ -68,14 +68,14 @@ class Curves:
         if format not in _METADATA:
             raise ValueError(f"Curves.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
         written = f"{os.fspath(path)}.{format}"
-        with style():
+        with figure_style():
             self._draw().savefig(written, format=format, dpi=_DPI, metadata=_METADATA[format])
         return written
 
     def _repr_svg_(self) -> str:
-        """The picture in a notebook."""
+        """Return SVG, for notebooks."""
         text = StringIO()
-        with style():
+        with figure_style():
             self._draw().savefig(text, format="svg", metadata=_METADATA["svg"])
         return text.getvalue()
 
@@ -102,11 +102,11 @@ class Curves:
             parts.append(f"{_count(len(seen.steps), 'step')} not finite (red)")
         if len(seen.skipped):
             parts.append(f"{_count(len(seen.skipped), 'update')} skipped")
-        return f"{legible(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}"
+        return f"{displayable(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}"
 
 
 def plot(source: Monitor | str | os.PathLike[str] | Sequence[Step], *, title: str = "") -> Curves:
-    """Show how training went, as far as it was recorded; over the steps, one panel below the other.
+    """Plot the records of a training run over its steps, one panel below the other.
 
     Loss (``monitor.log("loss", loss)``, or ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands); norms of
     gradients and of errors, layer by step; what clips met, their bounds, and how often they acted; what was not finite;
@@ -115,10 +115,10 @@ def plot(source: Monitor | str | os.PathLike[str] | Sequence[Step], *, title: st
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, or steps.
-        title: What stands above; the name of the file, or "training run", if empty.
+        title: Title above the panels; the name of the file, or "training run", if empty.
 
     Returns:
-        A picture: ``render`` it into a file, or show it in a notebook.
+        Curves: ``render`` it into a file, or show it in a notebook.
 
     Raises:
         TypeError: ``source`` is none of these.
@@ -168,7 +168,7 @@ def _draw_panels(figure: Figure, panels: Sequence[Panel], seen: Events, run: Run
 
 
 def _fix_layout(figure: Figure) -> None:
-    """Lay out now, and round: the solver's last digits differ from run to run, and SVG has names made of them."""
+    """Run the layout and round it: the solver's last digits vary between calls, and SVG ids are made of them."""
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)

@@ -1,4 +1,4 @@
-"""``draw``: a rewritten graph as a picture or a page."""
+"""``draw``: a rewritten graph as a drawing or an interactive page."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Literal, get_args
 
 from gradrewrite._warnings import warn_caller
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
-from gradrewrite.diagnostics.run_log import Run, Step
+from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import GroupAction
 from gradrewrite.sites import Site
-from gradrewrite.viz import _net
-from gradrewrite.viz._arrange import arrange
-from gradrewrite.viz._colours import Measured, Metric, choose, measure, paint, paint_sites
+from gradrewrite.viz import _graph_view
 from gradrewrite.viz._curves import plot
-from gradrewrite.viz._dot import ladder_dot
+from gradrewrite.viz._diagram import Diagram
+from gradrewrite.viz._diagram_dot import diagram_dot, finish_svg
 from gradrewrite.viz._graphviz import GraphvizError, run_dot
-from gradrewrite.viz._ladder import Ladder, lay_out
-from gradrewrite.viz._overview import sketch_overview
-from gradrewrite.viz._page import run_of, write_page
-from gradrewrite.viz._picture import Paint, Picture, to_svg
-from gradrewrite.viz._raster import to_bytes
-from gradrewrite.viz._rungs import draw_ladder
-from gradrewrite.viz._site import find_site, sketch_site
-from gradrewrite.viz._sketch import Sketch
-from gradrewrite.viz._sketch_dot import finish_svg, to_dot
+from gradrewrite.viz._grid_layout import lay_out_diagram
+from gradrewrite.viz._ladder_dot import ladder_dot
+from gradrewrite.viz._ladder_drawing import draw_ladder
+from gradrewrite.viz._ladder_layout import LadderLayout, lay_out_ladder
+from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, node_colors, site_colors, site_metrics
+from gradrewrite.viz._overview import overview_diagram
+from gradrewrite.viz._raster import scene_to_bytes
+from gradrewrite.viz._scene import ColorSample, Scene, to_svg
+from gradrewrite.viz._site import find_site, site_diagram
+from gradrewrite.viz.page._html import write_page
 
 View = Literal["ladder", "overview", "site"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
@@ -39,22 +39,22 @@ _HOPS = 3
 
 
 class DrawingWarning(UserWarning):
-    """A picture is not drawn as it was asked for, and says so."""
+    """A drawing was made in another way than requested; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """A picture of a rewritten graph; made by ``draw``. The same graph gives the same bytes.
+    """Drawing of a rewritten graph, as ``draw`` returns it. The same graph gives the same bytes.
 
     Attributes:
         graph: The graph.
         view: What is shown of it.
         site: The site of the view ``"site"``; None otherwise.
         hops: How far its neighbourhood goes, in edges.
-        run: What was recorded, for colours and curves; None without a monitor.
-        color_by: What colours say; None if they say nothing.
+        run: What was recorded, for colors and curves; None without a monitor.
+        color_by: What colors say; None if they say nothing.
         blamed: Nodes of the op that made the first non-finite value.
-        title: What stands above.
+        title: Title above the drawing.
         reshapes: Whether the ladder and the page show ops that only reshape.
     """
 
@@ -92,7 +92,7 @@ class Drawing:
         return target
 
     def _repr_svg_(self) -> str:
-        """For notebooks."""
+        """Return SVG, for notebooks."""
         return self._bytes("svg").decode()
 
     def _bytes(self, form: Format) -> bytes:
@@ -100,10 +100,10 @@ class Drawing:
             return self._page().encode()
         if self.view == "ladder":
             if form == "dot":
-                return ladder_dot(self._ladder, self._colours).encode()
-            return _finish(self._picture, form)
-        sketch = self._sketch
-        source = to_dot(sketch)
+                return ladder_dot(self._ladder, self._node_colors).encode()
+            return _finish(self._scene, form)
+        diagram = self._diagram
+        source = diagram_dot(diagram)
         if form == "dot":
             return source.encode()
         try:
@@ -111,55 +111,55 @@ class Drawing:
         except GraphvizError as err:
             notice = f"{err}: drawn by gradrewrite's own layout"
             warn_caller(notice, DrawingWarning)
-            return _finish(arrange(sketch, notice), form)
-        return finish_svg(data, sketch).encode() if form == "svg" else data
+            return _finish(lay_out_diagram(diagram, notice), form)
+        return finish_svg(data, diagram).encode() if form == "svg" else data
 
     @cached_property
-    def _now(self) -> _net.Net:
-        return _net.read(self.graph)
+    def _rewritten(self) -> _graph_view.GraphView:
+        return _graph_view.read_graph(self.graph)
 
     @cached_property
-    def _ladder(self) -> Ladder:
-        return lay_out(self._now, reshapes=self.reshapes)
+    def _ladder(self) -> LadderLayout:
+        return lay_out_ladder(self._rewritten, reshapes=self.reshapes)
 
     @cached_property
-    def _metrics(self) -> Sequence[Measured]:
-        return measure(self.run, self._now) if self.run is not None else ()
+    def _metrics(self) -> Sequence[SiteMetric]:
+        return site_metrics(self.run, self._rewritten) if self.run is not None else ()
 
     @cached_property
-    def _measured(self) -> Measured | None:
-        return choose(self._metrics, self.color_by)
+    def _metric(self) -> SiteMetric | None:
+        return choose_metric(self._metrics, self.color_by)
 
     @cached_property
-    def _colours(self) -> Mapping[str, Paint]:
-        return paint(self._now, self._measured) if self._measured is not None else {}
+    def _node_colors(self) -> Mapping[str, ColorSample]:
+        return node_colors(self._rewritten, self._metric) if self._metric is not None else {}
 
     @property
-    def _picture(self) -> Picture:
-        legend = self._measured.legend() if self._measured is not None else []
-        return draw_ladder(self._ladder, self._colours, legend, self.title)
+    def _scene(self) -> Scene:
+        legend = self._metric.legend() if self._metric is not None else []
+        return draw_ladder(self._ladder, self._node_colors, legend, self.title)
 
     @property
-    def _sketch(self) -> Sketch:
-        legend = self._measured.legend() if self._measured is not None else []
+    def _diagram(self) -> Diagram:
+        legend = self._metric.legend() if self._metric is not None else []
         if self.view == "overview":
-            colours = paint_sites(self._measured) if self._measured is not None else {}
-            return replace(sketch_overview(self._now, colours, self.title), legend=legend)
+            colors = site_colors(self._metric) if self._metric is not None else {}
+            return replace(overview_diagram(self._rewritten, colors, self.title), legend=legend)
         assert self.site is not None
-        before = _net.read(self.graph.before or self.graph)
-        found = sketch_site(
+        before = _graph_view.read_graph(self.graph.before or self.graph)
+        found = site_diagram(
             before,
-            self._now,
+            self._rewritten,
             self.site,
             self.hops,
             blamed=self.blamed,
             records=self._records(),
-            colours=self._colours,
+            colors=self._node_colors,
         )
         return replace(found, legend=legend)
 
     def _records(self) -> dict[str, float]:
-        """What the site reported last."""
+        """Return the last records of the site and of its groups."""
         if self.run is None:
             return {}
         actions = [edit.action for edit in self.graph.edits if edit.site == self.site]
@@ -168,7 +168,7 @@ class Drawing:
         return {f"{one.at.name}, step {one.steps[-1]}": one.values[-1] for one in found}
 
     def _page(self) -> str:
-        plain = replace(draw_ladder(self._ladder, {}, [], self.title), words=(), legend=())
+        plain = replace(draw_ladder(self._ladder, {}, [], self.title), labels=(), legend=())
         curves = plot(self.run.steps, title="curves")._repr_svg_() if self.run is not None else ""
         return write_page(
             self.graph,
@@ -176,7 +176,7 @@ class Drawing:
             plain,
             run=self.run,
             metrics=self._metrics,
-            chosen=self._measured,
+            chosen=self._metric,
             curves=curves,
             view=self.view,
             site="" if self.site is None else str(self.site),
@@ -194,12 +194,12 @@ def draw(
     title: str = "",
     reshapes: bool = False,
 ) -> Drawing:
-    """Show a rewritten graph.
+    """Draw a rewritten graph.
 
     What was inserted has an orange edge in every view. In ``"ladder"`` the forward runs down on the left and the
-    backward up on the right, each op beside its backward, in bands for the runs of modules; ops that only reshape are
+    backward up on the right, each op beside its backward, in bands for the calls of modules; ops that only reshape are
     left out. ``"overview"`` has modules for ops, repeated blocks folded, and fits on one screen. ``"site"`` shows what
-    stands around one site, before and after the rewrite.
+    is around one site, before and after the rewrite.
 
     Args:
         graph: What ``model.trace(...)`` returned.
@@ -207,15 +207,15 @@ def draw(
         site: The site of the view ``"site"``: a Site, its name (``"error:decoder.0"``), or a pattern that only it
             matches. If None, that of the first non-finite value that the monitor knows of.
         hops: How many edges around the site are shown, >= 0.
-        monitor: Where colours and curves come from: a monitor (reading it waits for the device), or steps. Of several
+        monitor: Where colors and curves come from: a monitor (reading it waits for the device), or steps. Of several
             runs the last counts.
         color_by: ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share of elements); the first that the
-            monitor has records for if None. NaN and infinities have a colour of their own.
-        title: What stands above.
+            monitor has records for if None. NaN and infinities have a color of their own.
+        title: Title above the drawing.
         reshapes: Show ops that only reshape in the ladder and the page too.
 
     Returns:
-        A picture: ``render`` it into a file, or show it in a notebook.
+        A drawing: ``render`` it into a file, or show it in a notebook.
 
     Raises:
         TypeError: ``graph`` is no JointGraph, ``monitor`` no monitor.
@@ -236,16 +236,17 @@ def draw(
         raise ValueError(f"hops is a whole number >= 0, got {hops!r}")
     if view != "site" and hops != _HOPS:
         raise ValueError(f"hops={hops} belongs to view='site', got view={view!r}")
-    net = _net.read(graph)
-    run = run_of(_steps(monitor))
-    chosen = choose(measure(run, net), color_by) if run is not None else choose((), color_by)
+    graph_view = _graph_view.read_graph(graph)
+    steps = _steps(monitor)
+    run = last_run(steps) if steps else None
+    chosen = choose_metric(site_metrics(run, graph_view), color_by) if run is not None else choose_metric((), color_by)
     found: Site | None = None
     blamed: Collection[str] = ()
     if view == "site":
         if site is not None:
-            found = find_site(list(net.anchors), site)
+            found = find_site(list(graph_view.anchors), site)
         else:
-            found, blamed = _first_failure(net, monitor, run)
+            found, blamed = _first_failure(graph_view, monitor, run)
     elif site is not None:
         raise ValueError(f"site={str(site)!r} belongs to view='site', got view={view!r}")
     metric = chosen.metric if chosen is not None else None
@@ -263,15 +264,15 @@ def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
     raise TypeError(f"monitor is a Monitor (model.monitor) or a sequence of Step, got {type(monitor).__name__}")
 
 
-def _first_failure(net: _net.Net, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
-    """The site of the first non-finite value, and the nodes of the op that made it."""
-    by_name = {str(site): site for site in net.anchors}
+def _first_failure(graph_view: _graph_view.GraphView, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
+    """Return the site of the first non-finite value, and the nodes of the op that made it."""
+    by_name = {str(site): site for site in graph_view.anchors}
     error = monitor.failure() if isinstance(monitor, Monitor) else None
     if error is not None and str(error.site) in by_name:
         lane = "forward" if error.site.kind == "activation" else "backward"
         module, _, op = error.op.rpartition("/")
-        nodes = net.nodes.values()
-        blamed = [n.name for n in nodes if (n.origin.module, n.origin.op, n.origin.lane) == (module, op, lane)]
+        nodes = graph_view.nodes.values()
+        blamed = [n.name for n in nodes if (n.module, n.op, n.lane) == (module, op, lane)]
         return by_name[str(error.site)], blamed
     bad = bad_steps(run) if run is not None else []
     meant = expected_infinities(run, bad) if run is not None else set()
@@ -283,5 +284,5 @@ def _first_failure(net: _net.Net, monitor: object, run: Run | None) -> tuple[Sit
     raise ValueError(f"view='site' needs a site: {known}; give site='error:...' (print(graph) lists them)")
 
 
-def _finish(picture: Picture, form: str) -> bytes:
-    return to_svg(picture).encode() if form == "svg" else to_bytes(picture, form)
+def _finish(scene: Scene, form: str) -> bytes:
+    return to_svg(scene).encode() if form == "svg" else scene_to_bytes(scene, form)

@@ -1,4 +1,4 @@
-"""A rewritten graph for other programs: networkx, JSON, GraphML, DOT, Model Explorer."""
+"""Export of rewritten graphs: networkx, JSON, GraphML, DOT, Model Explorer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import graphviz
 import networkx as nx
 
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz._net import Net, Node, action_name, plain, read, run_name
-from gradrewrite.viz._picture import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
+from gradrewrite.viz._dot import data_attributes
+from gradrewrite.viz._graph_view import GraphView, Node, action_name, call_name, read_graph, xml_safe
+from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
 
 SCHEMA, VERSION = "gradrewrite/graph", 1
 ExportFormat = Literal["json", "graphml", "dot", "model_explorer"]
@@ -19,13 +20,13 @@ _ENDINGS: dict[str, str] = {"model_explorer": "model_explorer.json"}
 
 
 def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
-    """A rewritten graph as a networkx DiGraph; an edge goes from what is read to its reader.
+    """Return a rewritten graph as a networkx DiGraph; an edge goes from a value to its reader.
 
     Nodes are named as in fx, and stand in execution order. Their attributes are numbers, strings and truth values:
     ``role`` (``"op"``, ``"placeholder"``, ``"constant"``), ``target`` (``"aten.mul.Tensor"``), ``lane`` (``"forward"``
     or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1 for what
     carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the
-    innermost, with ``#n`` for its runs), ``runs`` (all module runs around it, outermost first, separated by ``/``),
+    innermost, with ``#n`` for its calls), ``runs`` (all module calls around it, outermost first, separated by ``/``),
     ``source``, ``shape``, ``dtype``, ``inserted``, ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number,
     -1 for none), ``site`` and ``action`` (of the edit), ``reshapes``. Edges have ``saved``: from the forward to the
     backward. The graph has ``schema``, ``version``, ``sites``, ``edits`` and ``outputs``.
@@ -42,30 +43,30 @@ def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
         >>> to_networkx(graph).nodes["primals_1"]["name"]
         'weight'
     """
-    net = read(graph)
+    graph_view = read_graph(graph)
     found: nx.DiGraph[str] = nx.DiGraph(
         schema=SCHEMA,
         version=VERSION,
-        sites=[str(site) for site in net.sites],
-        edits=[{"site": str(e.site), "action": e.text, "nodes": list(e.nodes)} for e in net.edits],
-        outputs=[{"label": label, "node": node} for label, node in net.returned],
+        sites=[str(site) for site in graph_view.sites],
+        edits=[{"site": str(e.site), "action": e.text, "nodes": list(e.nodes)} for e in graph_view.edits],
+        outputs=[{"label": label, "node": node} for label, node in graph_view.returned],
     )
-    for name, node in net.nodes.items():
-        found.add_node(name, **_attributes(net, node))
-    for source, target in net.edges:
-        lanes = net.nodes[source].origin.lane, net.nodes[target].origin.lane
+    for name, node in graph_view.nodes.items():
+        found.add_node(name, **_attributes(graph_view, node))
+    for source, target in graph_view.edges:
+        lanes = graph_view.nodes[source].lane, graph_view.nodes[target].lane
         found.add_edge(source, target, saved=lanes == ("forward", "backward"))
     return found
 
 
 def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat = "json") -> str:
-    """Write a rewritten graph for another program.
+    """Write a rewritten graph to a file for another program.
 
     Args:
         graph: What ``model.trace(...)`` returned.
         path: Where, without the extension.
         format: ``"json"`` (docs/graph-schema.md describes it), ``"graphml"`` (Gephi, yEd, Cytoscape), ``"dot"`` (every
-            node; ``draw(...).render(path, "dot")`` has the layout of a picture), or ``"model_explorer"`` (Google's
+            node; ``draw(...).render(path, "dot")`` has the layout of a drawing), or ``"model_explorer"`` (Google's
             Model Explorer; written to ``path.model_explorer.json``).
 
     Returns:
@@ -87,26 +88,25 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
     return target
 
 
-def _attributes(net: Net, node: Node) -> dict[str, str | int | bool]:
-    origin = node.origin
-    edit = net.edits[node.edit] if node.edit >= 0 else None
+def _attributes(graph_view: GraphView, node: Node) -> dict[str, str | int | bool]:
+    edit = graph_view.edits[node.edit] if node.edit >= 0 else None
     return {
         "role": node.role,
         "target": node.target,
-        "lane": origin.lane,
-        "order": origin.order,
-        "op": plain(origin.op),
-        "name": plain(origin.name),
-        "module": plain(node.module),
-        "runs": plain("/".join(map(run_name, origin.runs))),
-        "source": plain(origin.source),
+        "lane": node.lane,
+        "order": node.order,
+        "op": xml_safe(node.op),
+        "name": xml_safe(node.argument),
+        "module": xml_safe(node.module_call),
+        "runs": xml_safe("/".join(map(call_name, node.calls))),
+        "source": xml_safe(node.source),
         "shape": node.shape,
         "dtype": node.dtype,
         "inserted": bool(node.mark),
         "mark": node.mark,
         "edit": node.edit,
-        "site": plain(str(edit.site)) if edit is not None else "",
-        "action": plain(edit.text) if edit is not None else "",
+        "site": xml_safe(str(edit.site)) if edit is not None else "",
+        "action": xml_safe(edit.text) if edit is not None else "",
         "reshapes": node.reshapes,
     }
 
@@ -129,7 +129,7 @@ def _to_dot(graph: JointGraph) -> str:
     found = to_networkx(graph)
     dot = graphviz.Digraph("gradrewrite", node_attr={"shape": "box", "style": "filled", "fillcolor": PAPER})
     for name, attributes in found.nodes(data=True):
-        data = {f"data_{key}": graphviz.escape(str(value)) for key, value in attributes.items()}
+        data = data_attributes({key: str(value) for key, value in attributes.items()})
         marks = {"fillcolor": INSERTED, "color": INSERTED_EDGE} if attributes["inserted"] else {}
         dot.node(name, **marks, **data)
     for source, target, saved in found.edges(data="saved"):
@@ -138,32 +138,31 @@ def _to_dot(graph: JointGraph) -> str:
 
 
 def _to_model_explorer(graph: JointGraph) -> str:
-    net = read(graph)
-    reads: dict[str, list[str]] = {name: [] for name in net.nodes}
-    for source, target in net.edges:
+    graph_view = read_graph(graph)
+    reads: dict[str, list[str]] = {name: [] for name in graph_view.nodes}
+    for source, target in graph_view.edges:
         reads[target].append(source)
-    nodes = [_explorer_node(net, node, reads[name]) for name, node in net.nodes.items()]
+    nodes = [_explorer_node(graph_view, node, reads[name]) for name, node in graph_view.nodes.items()]
     edges = [
         {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
-        for n, (_, name) in enumerate(net.returned)
+        for n, (_, name) in enumerate(graph_view.returned)
     ]
-    attributes = [{"key": str(n), "value": plain(label)} for n, (label, _) in enumerate(net.returned)]
+    attributes = [{"key": str(n), "value": xml_safe(label)} for n, (label, _) in enumerate(graph_view.returned)]
     nodes.append({"id": "output", "label": "output", "namespace": "", "attrs": attributes, "incomingEdges": edges})
     graphs = [{"id": "rewritten joint graph", "nodes": nodes}]
     return json.dumps({"label": "gradrewrite", "graphs": graphs}, indent=1, allow_nan=False) + "\n"
 
 
-def _explorer_node(net: Net, node: Node, reads: list[str]) -> dict[str, Any]:
-    origin = node.origin
-    label = f"{origin.op}: {node.aten}" if node.role == "op" else f"{origin.op} {origin.name}".strip()
+def _explorer_node(graph_view: GraphView, node: Node, reads: list[str]) -> dict[str, Any]:
+    label = f"{node.op}: {node.aten}" if node.role == "op" else node.op_and_argument
     if node.edit >= 0:
-        label = f"{action_name(net.edits[node.edit].action)}: {node.aten}"
-    runs = [run_name(run).replace("/", "_") for run in origin.runs]
-    attributes = {key: str(value) for key, value in _attributes(net, node).items() if value not in ("", -1)}
+        label = f"{action_name(graph_view.edits[node.edit].action)}: {node.aten}"
+    calls = [call_name(call).replace("/", "_") for call in node.calls]
+    attributes = {key: str(value) for key, value in _attributes(graph_view, node).items() if value not in ("", -1)}
     found: dict[str, Any] = {
         "id": node.name,
-        "label": plain(label),
-        "namespace": plain("/".join([origin.lane, *runs])),
+        "label": xml_safe(label),
+        "namespace": xml_safe("/".join([node.lane, *calls])),
         "attrs": [{"key": key, "value": value} for key, value in attributes.items()],
         "incomingEdges": [
             {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}

@@ -1,4 +1,4 @@
-"""Running Graphviz in a child process: it can hang, and it can crash."""
+"""Run Graphviz in a child process, because it can hang and crash."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 _BEGINS = {"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF", "json": b"{"}
-_DATE = re.compile(rb"(/CreationDate \(D:)\d{14}")  # the same picture gives the same bytes
-TIME_LIMIT = 20.0  # seconds; a sketch of one screen takes a fraction of one
+_DATE = re.compile(rb"(/CreationDate \(D:)\d{14}")  # equal drawings give equal bytes
+TIME_LIMIT = 20.0  # seconds; a diagram of one screen takes a fraction of one
 
 _CHILD = """
 import sys, pygraphviz
@@ -20,7 +20,7 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog=sys.argv[2]))
 
 
 class GraphvizError(RuntimeError):
-    """Graphviz is not there, hung, crashed, or refused its input."""
+    """Graphviz is missing, timed out, crashed, or refused its input."""
 
 
 def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
@@ -50,7 +50,7 @@ def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
 
 
 def find_graphviz(form: str, engine: str = "dot") -> list[str] | None:
-    """The command that draws: ``dot`` on PATH, else the library that the wheels of pygraphviz bring."""
+    """Return the Graphviz command: ``dot`` on PATH, else the library in the pygraphviz wheel."""
     program = shutil.which("dot")
     if program is not None:
         return [program, f"-K{engine}", f"-T{form}"]

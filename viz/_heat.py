@@ -1,4 +1,4 @@
-"""A magnitude of the gradients or the errors, layer by step, as one matrix."""
+"""``HeatMap``: a magnitude of gradients or errors, layer by step, as a matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradrewrite.diagnostics.run_log import Run, Series
-from gradrewrite.viz._series import Array, levels
+from gradrewrite.viz._curve_data import Array, levels
 
 MAX_ROWS = 40  # more labels than that cannot be read
 MAX_COLUMNS = 1000  # each is more than one pixel wide
@@ -21,7 +21,7 @@ _NAME_ENDS = re.compile(r"[./]|$")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeatMap:
-    """One magnitude, layer by step.
+    """Matrix of one magnitude, layer by step.
 
     Attributes:
         kind: Kind of the sites.
@@ -46,7 +46,7 @@ class HeatMap:
 
 
 def heat_map(run: Run, kind: str) -> HeatMap | None:
-    """The map of one kind of site, in the measure that most of them recorded; None if there is none."""
+    """Return the heat map of one kind of site, in the measure that most sites recorded; None without records."""
     by_measure = {measure: _series_of(run, kind, measure) for measure in _MEASURES}
     measure = max(_MEASURES, key=lambda name: len(by_measure[name]))
     chosen = by_measure[measure]
@@ -66,7 +66,7 @@ def heat_map(run: Run, kind: str) -> HeatMap | None:
 
 
 def _series_of(run: Run, kind: str, measure: str) -> list[Series]:
-    """One series a site: the one with the lowest number, for that is what came in."""
+    """Return one series per site: the one with the lowest number, recorded before the other actions."""
     found: dict[str, Series] = {}
     for one in run.series.values():
         if one.at.kind == kind and one.at.record == measure:
@@ -81,7 +81,7 @@ def _number(series: Series) -> int:
 
 
 def group(names: Sequence[str], limit: int) -> list[tuple[str, list[int]]]:
-    """Rows for names, at most ``limit``: by the finest prefix of modules that is coarse enough.
+    """Group names into at most ``limit`` rows, by the longest module prefix that is coarse enough.
 
     Where that leaves few rows (300 layers in one list), neighbours of the next finer prefix are put together.
     """
@@ -103,7 +103,7 @@ def _span(prefixes: Sequence[str]) -> str:
 
 
 def _by_prefix(names: Sequence[str], depth: int) -> list[tuple[str, list[int]]]:
-    """Rows by the first ``depth`` parts of their names; a prefix that is no whole name ends in ``.`` or ``/``."""
+    """Group names by their first ``depth`` parts; a prefix that is not a whole name ends in ``.`` or ``/``."""
     groups: dict[str, list[int]] = {}
     for n, name in enumerate(names):
         ends = [match.end() for match in _NAME_ENDS.finditer(name)]

@@ -1,4 +1,4 @@
-"""The panels of a figure of curves, each drawn into axes that share the steps."""
+"""Panels of a figure of curves, each drawn into axes that share the steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradrewrite.diagnostics.run_log import Run
-from gradrewrite.viz._heat import HeatMap, heat_map
-from gradrewrite.viz._lettering import legible
-from gradrewrite.viz._series import (
+from gradrewrite.viz._curve_data import (
     Array,
     Clipping,
     Events,
@@ -24,12 +22,22 @@ from gradrewrite.viz._series import (
     losses,
     update_ratios,
 )
+from gradrewrite.viz._fonts import displayable
+from gradrewrite.viz._heat import HeatMap, heat_map
+from gradrewrite.viz._theme import (
+    CURVE_ABSENT,
+    CURVE_BLUE,
+    CURVE_GRID,
+    CURVE_INK,
+    CURVE_ORANGE,
+    CURVE_PALE,
+    CURVE_RED,
+    CURVE_ZERO,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RED, INK, PALE, BLUE, ORANGE = "#d62728", "#303030", "#9a9a9a", "#1f77b4", "#e07b00"
-ZERO, ABSENT = "#ffffff", "#c4c4c4"
 COMMON_RATIO = 1e-3  # the usual rule of thumb for a healthy ratio of update to weight
 _WIDEST_LABEL = 38
 _WIDEST_TITLE = 90  # what a legend beside it leaves
@@ -39,7 +47,7 @@ _WIDEST_LINEAR = 30.0  # largest over smallest value that a linear axis shows we
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Panel:
-    """One panel.
+    """One panel of a figure.
 
     Attributes:
         name: What it is called.
@@ -55,7 +63,7 @@ class Panel:
 
 
 def panels_of(run: Run) -> tuple[list[Panel], Events]:
-    """The panels that a run has records for, from top to bottom; and the events that all of them mark."""
+    """Return the panels that a run has records for, from top to bottom, and the events that all of them mark."""
     found: list[Panel] = []
     if lines := losses(run):
         found.append(Panel("loss", 2.3, partial(_draw_losses, lines)))
@@ -74,19 +82,19 @@ def panels_of(run: Run) -> tuple[list[Panel], Events]:
 
 
 def mark_steps(ax: Axes, steps: Steps) -> None:
-    """A thin red line at each step, and a red band where they follow one another."""
+    """Mark steps by thin red lines, consecutive steps by a red band."""
     if not len(steps):
         return
     for part in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):
-        ax.axvline(part[0], color=RED, linewidth=0.8, alpha=0.6, zorder=3, gid="event")
+        ax.axvline(part[0], color=CURVE_RED, linewidth=0.8, alpha=0.6, zorder=3, gid="event")
         if len(part) > 1:
-            ax.axvspan(part[0], part[-1] + 0.5, color=RED, alpha=0.08, linewidth=0, zorder=3, gid="event")
+            ax.axvspan(part[0], part[-1] + 0.5, color=CURVE_RED, alpha=0.08, linewidth=0, zorder=3, gid="event")
 
 
 def _draw_losses(lines: list[Line], ax: Axes) -> None:
     marker = "." if len(lines[0].steps) < 3 else ""
     for n, line in enumerate(lines):
-        ax.plot(line.steps, _finite(line.values), color=f"C{n % 10}", marker=marker, label=legible(line.label, 30))
+        ax.plot(line.steps, _finite(line.values), color=f"C{n % 10}", marker=marker, label=displayable(line.label, 30))
         _mark_top(ax, line.steps[np.isnan(line.values)], "x", "NaN")
         _mark_top(ax, line.steps[np.isinf(line.values)], "^", "infinite")
     _scale(ax, [line.values for line in lines])
@@ -98,36 +106,36 @@ def _draw_heat(heat: HeatMap, ax: Axes) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Patch
 
-    norm, colours = colours_of(heat.values)
+    norm, colors = colors_of(heat.values)
     last = heat.first + heat.width * heat.values.shape[1]
     extent = (heat.first - 0.5, last - 0.5, len(heat.rows) - 0.5, -0.5)
-    ax.imshow(colours, aspect="auto", interpolation="none", extent=extent, origin="upper")
+    ax.imshow(colors, aspect="auto", interpolation="none", extent=extent, origin="upper")
     _name_rows(ax, heat.rows)
     bar = ax.inset_axes((1.01, 0, 0.012, 1))
-    ax.figure.colorbar(ScalarMappable(norm, "viridis"), cax=bar, label=_words(heat.measure))
-    kinds = {"zero": (ZERO, heat.values == 0), "not finite": (RED, np.isinf(heat.values))}
-    kinds["not recorded"] = (ABSENT, np.isnan(heat.values))
-    seen = [Patch(facecolor=c, edgecolor=PALE, label=name) for name, (c, cells) in kinds.items() if cells.any()]
+    ax.figure.colorbar(ScalarMappable(norm, "viridis"), cax=bar, label=_measure_label(heat.measure))
+    kinds = {"zero": (CURVE_ZERO, heat.values == 0), "not finite": (CURVE_RED, np.isinf(heat.values))}
+    kinds["not recorded"] = (CURVE_ABSENT, np.isnan(heat.values))
+    seen = [Patch(facecolor=c, edgecolor=CURVE_PALE, label=name) for name, (c, cells) in kinds.items() if cells.any()]
     _head(ax, _heat_title(heat), handles=seen)
 
 
-def colours_of(values: Array) -> tuple[Any, Array]:
-    """The logarithmic scale of colours and ``[rows, columns, 4]``; zero, not finite and not recorded stand apart."""
+def colors_of(values: Array) -> tuple[Any, Array]:
+    """Return the logarithmic norm and RGBA ``[rows, columns, 4]``; zero, non-finite and missing have own colors."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, to_rgba
 
     is_plain = (values > 0) & np.isfinite(values)
     low, high = (values[is_plain].min(), values[is_plain].max()) if is_plain.any() else (0.1, 10.0)
     norm = LogNorm(low / 2, high * 2) if low == high else LogNorm(low, high)
-    colours = np.asarray(colormaps["viridis"](norm(np.where(is_plain, values, low))), dtype=np.float64)
-    for colour, cells in ((ZERO, values == 0), (RED, np.isinf(values)), (ABSENT, np.isnan(values))):
-        colours[cells] = to_rgba(colour)
-    return norm, colours
+    colors = np.asarray(colormaps["viridis"](norm(np.where(is_plain, values, low))), dtype=np.float64)
+    for color, cells in ((CURVE_ZERO, values == 0), (CURVE_RED, np.isinf(values)), (CURVE_ABSENT, np.isnan(values))):
+        colors[cells] = to_rgba(color)
+    return norm, colors
 
 
 def _heat_title(heat: HeatMap) -> str:
     rows = "parameter" if heat.kind == "gradient" else "layer"
-    parts = [f"{_words(heat.measure)} of {heat.kind}s by {rows}"]
+    parts = [f"{_measure_label(heat.measure)} of {heat.kind}s by {rows}"]
     if len(heat.rows) < heat.num_sites:
         parts.append(f"largest of each group, {heat.num_sites} sites in {len(heat.rows)} rows")
     if heat.width > 1:
@@ -141,72 +149,85 @@ def _heat_title(heat: HeatMap) -> str:
 
 def _draw_clipping(clip: Clipping, ax: Axes) -> None:
     rate = ax.twinx()
-    rate.fill_between(clip.steps, clip.rate, color=ORANGE, alpha=0.18, linewidth=0)
-    rate.plot(clip.steps, clip.rate, color=ORANGE, linewidth=0.8, alpha=0.7)
+    rate.fill_between(clip.steps, clip.rate, color=CURVE_ORANGE, alpha=0.18, linewidth=0)
+    rate.plot(clip.steps, clip.rate, color=CURVE_ORANGE, linewidth=0.8, alpha=0.7)
     rate.set_ylim(0, 1.05)
-    rate.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"], color=ORANGE)
-    rate.set_ylabel(f"clip rate\n(last {clip.window} steps)" if clip.window > 1 else "clip rate", color=ORANGE)
+    rate.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"], color=CURVE_ORANGE)
+    rate.set_ylabel(f"clip rate\n(last {clip.window} steps)" if clip.window > 1 else "clip rate", color=CURVE_ORANGE)
     ax.set_zorder(rate.get_zorder() + 1)
     ax.patch.set_visible(False)
     of = f", largest of {clip.num_clips}" if clip.num_clips > 1 else ""
-    ax.plot(clip.steps, _finite(clip.largest), color=BLUE, linewidth=1.1, label=f"{_words(clip.measure)} before{of}")
+    ax.plot(
+        clip.steps,
+        _finite(clip.largest),
+        color=CURVE_BLUE,
+        linewidth=1.1,
+        label=f"{_measure_label(clip.measure)} before{of}",
+    )
     _mark_top(ax, clip.steps[np.isinf(clip.largest)], "x", "not finite")
     if np.isfinite(clip.low).any():
         is_one = bool(np.nanmax(clip.high - clip.low) == 0)
         ax.plot(
             clip.steps,
             clip.low,
-            color=INK,
+            color=CURVE_INK,
             linestyle="--",
             drawstyle="steps-mid",
             label="bound" if is_one else "smallest bound",
         )
         if not is_one:
-            ax.plot(clip.steps, clip.high, color=INK, linestyle=":", drawstyle="steps-mid", label="largest bound")
+            ax.plot(clip.steps, clip.high, color=CURVE_INK, linestyle=":", drawstyle="steps-mid", label="largest bound")
     _scale(ax, [clip.largest, clip.low, clip.high])
-    ax.set_ylabel(_words(clip.measure))
+    ax.set_ylabel(_measure_label(clip.measure))
     unknown = "" if np.isfinite(clip.low).any() else "; no bound recorded"
-    _head(ax, f"clipping of {legible(clip.label, _WIDEST_LABEL)}{unknown}")
+    _head(ax, f"clipping of {displayable(clip.label, _WIDEST_LABEL)}{unknown}")
 
 
 def _draw_events(seen: Events, ax: Axes) -> None:
     rows = [*seen.sites, *([("skipped updates", seen.skipped)] if len(seen.skipped) else [])]
     for n, (site, steps) in enumerate(rows):
-        colour = INK if n == len(seen.sites) else (PALE if site in seen.meant else RED)
-        ax.plot(steps, np.full(len(steps), n), ls="none", marker="|", markersize=7, color=colour, gid="nonfinite")
+        color = CURVE_INK if n == len(seen.sites) else (CURVE_PALE if site in seen.expected else CURVE_RED)
+        ax.plot(steps, np.full(len(steps), n), ls="none", marker="|", markersize=7, color=color, gid="nonfinite")
     _name_rows(ax, [name for name, _ in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
-    ax.grid(axis="y", color="#e6e6e6", linewidth=0.6)
+    ax.grid(axis="y", color=CURVE_GRID, linewidth=0.6)
     ax.set_axisbelow(True)
     title = "not finite, in the order of execution"
     if seen.num_sites > len(seen.sites):
         title += f"; the first {len(seen.sites)} sites, {seen.num_sites - len(seen.sites)} more are not shown"
-    if seen.meant:
+    if seen.expected:
         title += "; grey: infinite with a finite backward, as a mask is"
     _head(ax, title if seen.sites else "skipped updates")
 
 
 def _draw_ratios(ratios: Ratios, ax: Axes) -> None:
     ax.fill_between(
-        ratios.steps, ratios.low, ratios.high, color=BLUE, alpha=0.2, linewidth=0, label="smallest to largest"
+        ratios.steps, ratios.low, ratios.high, color=CURVE_BLUE, alpha=0.2, linewidth=0, label="smallest to largest"
     )
     positive = np.where(ratios.median > 0, _finite(ratios.median), np.nan)
     marker = "." if len(ratios.steps) < 3 else ""
     ax.plot(
         ratios.steps,
         positive,
-        color=BLUE,
+        color=CURVE_BLUE,
         linewidth=1.1,
         marker=marker,
         label=f"median of {ratios.num_layers}",
     )
-    ax.axhline(COMMON_RATIO, color=INK, linewidth=0.8, linestyle="--", label="1e-3 (customary)")
+    ax.axhline(COMMON_RATIO, color=CURVE_INK, linewidth=0.8, linestyle="--", label="1e-3 (customary)")
     _mark_top(ax, ratios.steps[ratios.is_infinite], "^", "infinite or NaN")
     still = ratios.steps[ratios.median == 0]
     if len(still):
         place = ax.get_xaxis_transform()
         ax.plot(
-            still, [0.03] * len(still), "v", color=PALE, markersize=4, transform=place, label="0: no update", gid="zero"
+            still,
+            [0.03] * len(still),
+            "v",
+            color=CURVE_PALE,
+            markersize=4,
+            transform=place,
+            label="0: no update",
+            gid="zero",
         )
     ax.set_yscale("log")
     known = [v for v in (*ratios.low, *ratios.high) if np.isfinite(v)]
@@ -220,18 +241,25 @@ def _finite(values: Array) -> Array:
 
 
 def _mark_top(ax: Axes, steps: Steps, marker: str, label: str) -> None:
-    """Marks at the top of the axes, one a step; the label once."""
+    """Draw one mark per step at the top of the axes; the label once."""
     if len(steps):
         known = {text.get_label() for text in ax.lines}
         place = ax.get_xaxis_transform()
         shown = "_nolegend_" if label in known else label
         ax.plot(
-            steps, [0.96] * len(steps), marker, color=RED, markersize=5, transform=place, label=shown, gid="nonfinite"
+            steps,
+            [0.96] * len(steps),
+            marker,
+            color=CURVE_RED,
+            markersize=5,
+            transform=place,
+            label=shown,
+            gid="nonfinite",
         )
 
 
 def _scale(ax: Axes, values: list[Array]) -> None:
-    """A logarithmic axis where the values ask for it."""
+    """Use a logarithmic axis where the values span a wide range."""
     known = np.concatenate(values)
     known = known[np.isfinite(known)]
     if len(known) and known.min() > 0 and known.max() / known.min() > _WIDEST_LINEAR:
@@ -240,14 +268,14 @@ def _scale(ax: Axes, values: list[Array]) -> None:
 
 
 def _name_rows(ax: Axes, names: list[str]) -> None:
-    ax.set_yticks(range(len(names)), [legible(name, _WIDEST_LABEL) for name in names])
+    ax.set_yticks(range(len(names)), [displayable(name, _WIDEST_LABEL) for name in names])
     for label in ax.get_yticklabels():
         label.set_parse_math(False)
     ax.tick_params(axis="y", length=0)
 
 
 def _head(ax: Axes, title: str, handles: list[Any] | None = None) -> None:
-    """Title on the left, legend on the right of the line above the axes."""
+    """Write the title on the left and the legend on the right above the axes."""
     ax.set_title(title).set_parse_math(False)
     found = ax.get_legend_handles_labels()[0] if handles is None else handles
     if found:
@@ -258,5 +286,5 @@ def _head(ax: Axes, title: str, handles: list[Any] | None = None) -> None:
             text.set_parse_math(False)
 
 
-def _words(measure: str) -> str:
+def _measure_label(measure: str) -> str:
     return {"norm": "norm", "total_norm": "total norm", "max_abs": "max |x|", "mean_abs": "mean |x|"}[measure]

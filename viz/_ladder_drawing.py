@@ -1,4 +1,4 @@
-"""How a ladder is drawn: rows get their heights, boxes their words, edges their lines."""
+"""Drawing of a ladder: row heights, box labels, edge lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gradrewrite.viz._ladder import (
+from gradrewrite.viz._graph_view import GraphView, call_name, describe_node, shorten, shorten_front
+from gradrewrite.viz._ladder_layout import (
     EDGE,
     FAR,
     FOOT,
@@ -19,47 +20,36 @@ from gradrewrite.viz._ladder import (
     TOP,
     TOTAL,
     Band,
-    Ladder,
-    Spot,
+    LadderCell,
+    LadderLayout,
     lane_of,
 )
-from gradrewrite.viz._net import Net, describe, run_name, shorten, shorten_front
-from gradrewrite.viz._picture import (
-    INSERTED,
-    INSERTED_EDGE,
-    PAPER,
-    RECORDS,
-    SAVED,
-    Box,
-    Frame,
-    Line,
-    Paint,
-    Picture,
-    Swatch,
-    Words,
-)
+from gradrewrite.viz._scene import Box, ColorSample, Frame, Label, LegendEntry, Line, Scene
+from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, PAPER, RECORDS, SAVED
 
 MANY = 12  # edges; what reads more (a total norm) or is read more (by every step) is joined by faint lines
 _LEGEND = (
-    Swatch(INSERTED, INSERTED_EDGE, "orange edge: inserted by an edit"),
-    Swatch(RECORDS, INSERTED_EDGE, "orange edge: carries records out of the graph"),
-    Swatch(PAPER, SAVED, "dashed: a forward value saved for the backward"),
+    LegendEntry(INSERTED, INSERTED_EDGE, "orange edge: inserted by an edit"),
+    LegendEntry(RECORDS, INSERTED_EDGE, "orange edge: carries records out of the graph"),
+    LegendEntry(PAPER, SAVED, "dashed: a forward value saved for the backward"),
 )
 
 
-def draw_ladder(ladder: Ladder, colours: Mapping[str, Paint], legend: Sequence[Swatch], title: str) -> Picture:
-    """Draw a layout.
+def draw_ladder(
+    ladder: LadderLayout, colors: Mapping[str, ColorSample], legend: Sequence[LegendEntry], title: str
+) -> Scene:
+    """Return the scene of a ladder layout.
 
     Args:
         ladder: The layout.
-        colours: By node.
-        legend: What the colours mean.
-        title: Title of the picture.
+        colors: By node.
+        legend: What the colors mean.
+        title: Title of the scene.
     """
     tops, frames, height = _heights(ladder)
-    boxes = {s.key: _box(ladder.net, s, tops[s.row] + s.line * PITCH, colours) for s in ladder.spots}
-    rows = {s.key: s.row for s in ladder.spots}
-    lanes = {s.key: lane_of(s) for s in ladder.spots}
+    boxes = {s.key: _box(ladder.graph_view, s, tops[s.row] + s.line * PITCH, colors) for s in ladder.cells}
+    rows = {s.key: s.row for s in ladder.cells}
+    lanes = {s.key: lane_of(s) for s in ladder.cells}
     reads, feeds = Counter(b for _, b in ladder.edges), Counter(a for a, _ in ladder.edges)
     lines = []
     for a, b in ladder.edges:
@@ -67,21 +57,20 @@ def draw_ladder(ladder: Ladder, colours: Mapping[str, Paint], legend: Sequence[S
         is_fan = reads[b] > MANY or (feeds[a] > MANY and abs(rows[a] - rows[b]) > FAR)
         lines.append(replace(line, classes=("fan",)) if is_fan and line.classes != ("carried",) else line)
     known = [*_LEGEND, *legend]
-    summary = f"{len(ladder.net.nodes)} nodes, {len(ladder.net.edits)} edits, {ladder.net.num_inserted} nodes inserted"
-    more = f"; {len(ladder.hidden)} ops that only reshape are hidden" if ladder.hidden else ""
-    words = [
-        Words(EDGE, 22, title, "head"),
-        Words(EDGE, 40, summary + more),
-        Words(LEFT, 58, "forward: runs down"),
-        Words(RIGHT, 58, "backward: runs up, each op beside its forward"),
-        Words(EDGE, 58, "comes in"),
-        Words(PILLS, 58, "gradients"),
+    hidden = f"; {len(ladder.hidden)} ops that only reshape are hidden" if ladder.hidden else ""
+    labels = [
+        Label(EDGE, 22, title, "head"),
+        Label(EDGE, 40, ladder.graph_view.summary + hidden),
+        Label(LEFT, 58, "forward: runs down"),
+        Label(RIGHT, 58, "backward: runs up, each op beside its forward"),
+        Label(EDGE, 58, "comes in"),
+        Label(PILLS, 58, "gradients"),
     ]
-    return Picture(title, TOTAL, height + 17 * len(known) + 24, frames, lines, list(boxes.values()), words, known)
+    return Scene(title, TOTAL, height + 17 * len(known) + 24, frames, lines, list(boxes.values()), labels, known)
 
 
-def _heights(ladder: Ladder) -> tuple[list[float], list[Frame], float]:
-    """The upper edge of each row, the frames of the bands, and the height of all."""
+def _heights(ladder: LadderLayout) -> tuple[list[float], list[Frame], float]:
+    """Return the upper edge of each row, the frames of the bands, and the total height."""
     opening: dict[int, list[Band]] = defaultdict(list)
     closing: dict[int, int] = defaultdict(int)
     for band in ladder.bands:
@@ -105,49 +94,49 @@ def _heights(ladder: Ladder) -> tuple[list[float], list[Frame], float]:
         x = 8 + 5 * min(band.depth, 6)
         height = ends[band.last] - closed[band.last] * FOOT - begins[band] - 2
         closed[band.last] += 1
-        key = "/".join(run_name(run) for run in band.path)
-        frames.append(Frame(key, x, begins[band], TOTAL - 2 * x, height, shorten(run_name(band.path[-1]), 120), key))
+        key = "/".join(call_name(run) for run in band.path)
+        frames.append(Frame(key, x, begins[band], TOTAL - 2 * x, height, shorten(call_name(band.path[-1]), 120), key))
     return tops, frames, y
 
 
-def _box(net: Net, spot: Spot, y: float, colours: Mapping[str, Paint]) -> Box:
-    node = spot.node
-    is_pill = spot.x in (EDGE, PILLS)
-    data: dict[str, str] = {"row": str(spot.row)}
-    title = describe(net, node) if node is not None else spot.key
+def _box(graph_view: GraphView, cell: LadderCell, y: float, colors: Mapping[str, ColorSample]) -> Box:
+    node = cell.node
+    is_pill = cell.x in (EDGE, PILLS)
+    data: dict[str, str] = {"row": str(cell.row)}
+    title = describe_node(graph_view, node) if node is not None else cell.key
     classes: list[str] = ["node", "pill"] if is_pill else ["node"]
     if node is not None:
         data["node"] = node.name
-        classes += [node.origin.lane] if node.mark != "records" else [node.origin.lane, "records"]
-    elif spot.edit < 0:
-        data["returned"] = spot.key
-    if spot.edit >= 0:
-        edit = net.edits[spot.edit]
-        data |= {"edit": str(spot.edit), "site": str(edit.site), "action": edit.text}
+        classes += [node.lane] if node.mark != "records" else [node.lane, "records"]
+    elif cell.edit < 0:
+        data["returned"] = cell.key
+    if cell.edit >= 0:
+        edit = graph_view.edits[cell.edit]
+        data |= {"edit": str(cell.edit), "site": str(edit.site), "action": edit.text}
         classes.append("inserted")
         title = title if node is not None else f"{edit.text} at {edit.site}: no nodes of its own"
-    paint = colours.get(spot.key)
-    title = f"{title}\n{paint.words}" if paint is not None else title
-    text = spot.text.removeprefix("gradient:") if is_pill else spot.text
-    signs = int(spot.width // 6.6)
+    sample = colors.get(cell.key)
+    title = f"{title}\n{sample.text}" if sample is not None else title
+    text = cell.text.removeprefix("gradient:") if is_pill else cell.text
+    signs = int(cell.width // 6.6)
     label = shorten_front(text, signs) if is_pill else shorten(text, signs)
     return Box(
-        key=spot.key,
-        x=spot.x,
+        key=cell.key,
+        x=cell.x,
         y=y,
-        width=spot.width,
+        width=cell.width,
         height=18 if is_pill else HEIGHT,
         text=label,
-        small=shorten(spot.small, int(spot.width // 5.1)),
+        small=shorten(cell.small, int(cell.width // 5.1)),
         classes=tuple(classes),
         title=title,
         data=data,
-        fill=paint.colour if paint is not None else "",
+        fill=sample.color if sample is not None else "",
     )
 
 
 def _line(a: Box, b: Box, lanes: tuple[str, str], rows: int) -> Line:
-    """The line from a box to one that reads it."""
+    """Return the line from a box to one that reads it."""
     lane, to = lanes
     if "records" in b.classes and "records" not in a.classes:
         return Line(a.key, b.key, ((a.x + a.width / 2, a.y), (b.x + b.width / 2, b.y + b.height)), ("carried",))
@@ -165,7 +154,7 @@ def _line(a: Box, b: Box, lanes: tuple[str, str], rows: int) -> Line:
 
 
 def _across(a: Box, b: Box, classes: tuple[str, ...]) -> Line:
-    """A line that leaves and enters at the sides."""
+    """Return a line that leaves and enters at the sides of the boxes."""
     right = b.x > a.x
     begin = (a.x + (a.width if right else 0), a.y + a.height / 2)
     end = (b.x + (0 if right else b.width), b.y + b.height / 2)

@@ -1,4 +1,4 @@
-"""The page: one file that works offline, with the ladder, its data and a little code in it."""
+"""Writer of the page: one HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, last_run
+from gradrewrite.diagnostics.run_log import COUNTS, Run, Step
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.record_layout import RecordKey
 from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.policy.actions import GroupAction
-from gradrewrite.viz import _ladder
-from gradrewrite.viz._colours import NOT_FINITE, Measured, nodes_of_sites, palette
-from gradrewrite.viz._ladder import Ladder, Spot, lane_of
-from gradrewrite.viz._net import Net, plain, run_name
-from gradrewrite.viz._picture import STYLE, Picture, draw_into
+from gradrewrite.viz import _ladder_layout
+from gradrewrite.viz._graph_view import GraphView, call_name, xml_safe
+from gradrewrite.viz._ladder_layout import LadderCell, LadderLayout, lane_of
+from gradrewrite.viz._metric_colors import SiteMetric, nodes_of_sites, palette
+from gradrewrite.viz._scene import STYLE, Scene, draw_into
+from gradrewrite.viz._theme import NOT_FINITE, PAPER, css_variables
 
 VERSION = 1
 MOST_STEPS = 200
@@ -33,24 +34,24 @@ _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
 
 def write_page(
     graph: JointGraph,
-    ladder: Ladder,
-    picture: Picture,
+    ladder: LadderLayout,
+    scene: Scene,
     *,
     run: Run | None,
-    metrics: Sequence[Measured],
-    chosen: Measured | None,
+    metrics: Sequence[SiteMetric],
+    chosen: SiteMetric | None,
     curves: str,
     view: str,
     site: str,
 ) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         graph: The graph.
         ladder: Its layout.
-        picture: Its ladder without colours or legend.
+        scene: Its ladder without colors or legend.
         run: What was recorded; None without a monitor.
-        metrics: What colours can say.
+        metrics: What colors can say.
         chosen: What they say first.
         curves: The curves of the run as SVG; ``""`` without.
         view: What is asked for: ``"overview"`` opens folded, ``"site"`` at a site.
@@ -63,22 +64,22 @@ def write_page(
         "most_unfolded": MOST_UNFOLDED,
         "most_listed": MOST_LISTED,
         "geometry": _geometry(),
-        **_layout(ladder, picture),
-        "nodes": _nodes(graph, ladder.net),
-        "edits": [_edit(edit) for edit in ladder.net.edits],
+        **_layout(ladder, scene),
+        "nodes": _nodes(graph, ladder.graph_view),
+        "edits": [_edit(edit) for edit in ladder.graph_view.edits],
         **_measurements(run, metrics),
         "color_by": chosen.metric if chosen is not None else "",
-        "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE},
+        "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE, "none": PAPER},
     }
     svg = ET.Element("svg", {"id": "graph", "xmlns": "http://www.w3.org/2000/svg", "role": "group"})
-    svg.set("aria-label", plain(picture.title))
-    draw_into(svg, picture)
-    here = resources.files("gradrewrite.viz")
+    svg.set("aria-label", xml_safe(scene.title))
+    draw_into(svg, scene)
+    here = resources.files("gradrewrite.viz.page")
     image = base64.b64encode(curves.encode()).decode()
     picture_of = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{image}">'
     parts = {
-        "title": html.escape(plain(picture.title)),
-        "style": STYLE + here.joinpath("page.css").read_text(encoding="utf-8"),
+        "title": html.escape(xml_safe(scene.title)),
+        "style": STYLE + css_variables() + "\n" + here.joinpath("page.css").read_text(encoding="utf-8"),
         "graph": ET.tostring(svg, encoding="unicode"),
         "summary": html.escape(_summary(ladder)),
         "curves": f'<button id="enlarge" type="button">enlarge</button>{picture_of}' if curves else "<p>no records</p>",
@@ -89,59 +90,58 @@ def write_page(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _summary(ladder: Ladder) -> str:
-    net = ladder.net
+def _summary(ladder: LadderLayout) -> str:
     hidden = f"; {len(ladder.hidden)} ops that only reshape are not shown" if ladder.hidden else ""
-    return f"{len(net.nodes)} nodes, {len(net.edits)} edits, {net.num_inserted} nodes inserted{hidden}"
+    return f"{ladder.graph_view.summary}{hidden}"
 
 
 def _geometry() -> dict[str, float]:
     return {
-        "width": _ladder.TOTAL,
+        "width": _ladder_layout.TOTAL,
         "top": 10,
-        "pitch": _ladder.PITCH,
-        "header": _ladder.HEADER,
-        "foot": _ladder.FOOT,
-        "far": _ladder.FAR,
-        "box": _ladder.WIDTH,
-        "high": _ladder.HEIGHT,
-        "forward": _ladder.CENTRE_LEFT - _ladder.WIDTH,
-        "backward": _ladder.RIGHT,
+        "pitch": _ladder_layout.PITCH,
+        "header": _ladder_layout.HEADER,
+        "foot": _ladder_layout.FOOT,
+        "far": _ladder_layout.FAR,
+        "box": _ladder_layout.WIDTH,
+        "high": _ladder_layout.HEIGHT,
+        "forward": _ladder_layout.CENTER_LEFT - _ladder_layout.WIDTH,
+        "backward": _ladder_layout.RIGHT,
     }
 
 
-def _layout(ladder: Ladder, picture: Picture) -> dict[str, Any]:
-    """Rows, bands, boxes in the order of the picture's elements, and lines."""
+def _layout(ladder: LadderLayout, scene: Scene) -> dict[str, Any]:
+    """Return rows, bands, boxes in the order of the scene's elements, and lines."""
     sites = defaultdict(list)
-    for site, names in nodes_of_sites(ladder.net).items():
+    for site, names in nodes_of_sites(ladder.graph_view).items():
         for name in names:
             sites[name].append(site)
-    spots = {spot.key: spot for spot in ladder.spots}
-    keys = _in_order_of_elements(picture)
-    drawn = {box.key: box for box in picture.boxes}
+    cells = {cell.key: cell for cell in ladder.cells}
+    keys = _in_order_of_elements(scene)
+    drawn = {box.key: box for box in scene.boxes}
     at = {key: number for number, key in enumerate(keys)}
     boxes = []
     for key in keys:
-        box, spot = drawn[key], spots[key]
+        box, cell = drawn[key], cells[key]
         shown = {
-            "key": plain(key),
-            "row": spot.row,
-            "line": spot.line,
+            "key": xml_safe(key),
+            "row": cell.row,
+            "line": cell.line,
             "x": box.x,
             "width": box.width,
             "height": box.height,
         }
-        shown |= {"lane": lane_of(spot), "pill": "pill" in box.classes, "text": plain(box.title).lower()}
+        shown |= {"lane": lane_of(cell), "pill": "pill" in box.classes, "text": xml_safe(box.title).lower()}
         shown |= {
-            "inserted": bool(spot.node and spot.node.mark) or spot.edit >= 0,
-            "sites": _sites_of(ladder.net, spot, sites),
+            "inserted": bool(cell.node and cell.node.mark) or cell.edit >= 0,
+            "sites": _sites_of(ladder.graph_view, cell, sites),
         }
         boxes.append(shown)
-    lines = [[at[n.source], at[n.target], n.classes[0] if n.classes else ""] for n in picture.lines]
+    lines = [[at[n.source], at[n.target], n.classes[0] if n.classes else ""] for n in scene.lines]
     bands = [
         {
-            "key": plain("/".join(map(run_name, band.path))),
-            "name": plain(run_name(band.path[-1])),
+            "key": xml_safe("/".join(map(call_name, band.path))),
+            "name": xml_safe(call_name(band.path[-1])),
             "first": band.first,
             "last": band.last,
             "depth": band.depth,
@@ -151,24 +151,24 @@ def _layout(ladder: Ladder, picture: Picture) -> dict[str, Any]:
     return {"rows": list(ladder.lines), "boxes": boxes, "lines": lines, "bands": bands}
 
 
-def _sites_of(net: Net, spot: Spot, sites: Mapping[str, list[str]]) -> list[str]:
-    found = sites.get(spot.node.name, []) if spot.node is not None else []
-    if spot.edit >= 0:
-        edit = net.edits[spot.edit]
+def _sites_of(graph_view: GraphView, cell: LadderCell, sites: Mapping[str, list[str]]) -> list[str]:
+    found = sites.get(cell.node.name, []) if cell.node is not None else []
+    if cell.edit >= 0:
+        edit = graph_view.edits[cell.edit]
         group = [f"group:{edit.action.group}"] if isinstance(edit.action, GroupAction) else []
         found = [*found, str(edit.site), *group]
-    return [plain(site) for site in dict.fromkeys(found)]
+    return [xml_safe(site) for site in dict.fromkeys(found)]
 
 
-def _in_order_of_elements(picture: Picture) -> list[str]:
-    """Keys of the boxes as they stand in the file: those of one edit are together."""
+def _in_order_of_elements(scene: Scene) -> list[str]:
+    """Return the keys of the boxes in the order of the file: those of one edit are together."""
     groups: dict[str, list[str]] = {}
-    for box in picture.boxes:
+    for box in scene.boxes:
         groups.setdefault(box.data.get("edit", f"alone {box.key}"), []).append(box.key)
     return [key for keys in groups.values() for key in keys]
 
 
-def _nodes(graph: JointGraph, net: Net) -> dict[str, dict[str, Any]]:
+def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]]:
     code = {}
     for line in graph.code.splitlines():
         assigned = _ASSIGNED.match(line)
@@ -177,39 +177,39 @@ def _nodes(graph: JointGraph, net: Net) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "target": node.target,
-            "op": plain(f"{node.origin.op} {node.origin.name}".strip()),
-            "module": plain(node.module),
+            "op": xml_safe(node.op_and_argument),
+            "module": xml_safe(node.module_call),
             "shape": node.shape,
             "dtype": node.dtype,
-            "source": plain(node.origin.source),
+            "source": xml_safe(node.source),
             "edit": node.edit,
-            "code": plain(code.get(name, "")),
+            "code": xml_safe(code.get(name, "")),
         }
-        for name, node in net.nodes.items()
+        for name, node in graph_view.nodes.items()
     }
 
 
 def _edit(edit: Any) -> dict[str, Any]:
-    return {"site": plain(str(edit.site)), "action": plain(edit.text), "nodes": list(edit.nodes)}
+    return {"site": xml_safe(str(edit.site)), "action": xml_safe(edit.text), "nodes": list(edit.nodes)}
 
 
-def _measurements(run: Run | None, metrics: Sequence[Measured]) -> dict[str, Any]:
-    """Records of at most ``MOST_STEPS`` steps, those that were not finite among them, and what colours say of them."""
+def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, Any]:
+    """Return the records of at most ``MOST_STEPS`` steps, non-finite ones included, and the metrics of these steps."""
     steps = _sample(run) if run is not None else []
     numbers = [step.step for step in steps]
     values: dict[str, dict[str, list[float | str | None]]] = defaultdict(dict)
     for address, series in (run.series if run is not None else {}).items():
         name, _, site = address.partition("@")
         known = dict(zip(series.steps, series.values, strict=True))
-        values[plain(site)][plain(name)] = [_number(known.get(n)) for n in numbers]
+        values[xml_safe(site)][xml_safe(name)] = [_number(known.get(n)) for n in numbers]
     shown = [
         {
             "name": one.metric,
             "low": one.low,
             "high": one.high,
-            "legend": [[swatch.colour, swatch.text] for swatch in one.legend()],
+            "legend": [[entry.color, entry.text] for entry in one.legend()],
             "values": {
-                plain(site): {"total": _number(one.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}
+                xml_safe(site): {"total": _number(one.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}
                 for site, known in one.by_site.items()
             },
         }
@@ -219,7 +219,7 @@ def _measurements(run: Run | None, metrics: Sequence[Measured]) -> dict[str, Any
 
 
 def _sample(run: Run) -> list[Step]:
-    """Steps at equal distances, and all that are not finite as far as there is room."""
+    """Sample steps at equal distances, and as many non-finite ones as fit."""
     if len(run.steps) <= MOST_STEPS:
         return list(run.steps)
     bad = [n for n, step in enumerate(run.steps) if _is_bad(step)][: MOST_STEPS // 2]
@@ -235,8 +235,3 @@ def _number(value: float | None) -> float | str | None:
     if value is None:
         return None
     return plain_number(float(f"{value:.6g}")) if math.isfinite(value) else plain_number(value)
-
-
-def run_of(steps: Sequence[Step]) -> Run | None:
-    """The last run; None if nothing was recorded."""
-    return last_run(steps) if steps else None

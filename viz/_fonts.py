@@ -1,4 +1,4 @@
-"""Text in figures: what users wrote is shown as it is, in the one font that comes with matplotlib."""
+"""Fonts and text of matplotlib figures: user text is not parsed, the font is the one that comes with matplotlib."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _STYLE = {
 
 
 @contextlib.contextmanager
-def style() -> Iterator[None]:
-    """Draw in our style, whatever the user's is; it is theirs again afterwards."""
+def figure_style() -> Iterator[None]:
+    """Apply our matplotlib style; restore the user's afterwards."""
     from matplotlib.style import context
 
     settings: list[Any] = ["default", _STYLE]
@@ -34,13 +34,13 @@ def style() -> Iterator[None]:
         yield
 
 
-def legible(text: str, most: int) -> str:
-    """Text with the code points of what the font lacks, shortened in the middle to at most that many characters."""
+def displayable(text: str, limit: int) -> str:
+    """Replace characters that the font lacks by their code points, and shorten the middle to ``limit`` characters."""
     shown = "".join(c if c.isprintable() and _has_glyph(c) else _escaped(c) for c in text)
-    if len(shown) <= most:
+    if len(shown) <= limit:
         return shown
-    head = (most - 3) // 2
-    return f"{shown[:head]}...{shown[head + 3 - most :]}"
+    head = (limit - 3) // 2
+    return f"{shown[:head]}...{shown[head + 3 - limit :]}"
 
 
 def _has_glyph(character: str) -> bool:

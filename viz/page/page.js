@@ -1,5 +1,5 @@
 "use strict";
-// Everything is in the file: the picture as SVG, and its data as JSON. Text is only ever set as text.
+// Everything is in the file: the scene as SVG, and its data as JSON. Text is only ever set as text.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const NS = "http://www.w3.org/2000/svg";
@@ -15,7 +15,7 @@ const make = (parent, name, attributes = {}, text = null) => {
   return element;
 };
 
-// ---- the parts of the picture
+// ---- the parts of the scene
 const boxes = data.boxes.map((box) => ({ ...box }));
 const byName = new Map();
 [...svg.querySelectorAll(".boxes .node")].forEach((element, at) => {
@@ -269,9 +269,9 @@ function nextHit(by) {
   select(hits[hit]);
 }
 
-// ---- colours by step
+// ---- colors by step
 const stepNow = () => ($("step") && Number($("step").value) < data.records.steps.length ? data.records.steps[Number($("step").value)] : null);
-function recolour() {
+function recolor() {
   if (!data.metrics.length) return;
   const metric = data.metrics[Number($("metric").value)], step = stepNow();
   $("stepname").textContent = step === null ? "all steps" : `step ${step}`;
@@ -283,13 +283,13 @@ function recolour() {
       if (values) value = step === null ? number(values.total) : (values.steps[at] === null ? null : number(values.steps[at]));
     }
     box.value = value === undefined ? null : value;
-    box.rect.setAttribute("style", box.value === null ? "" : `fill:${colour(metric, value)}`);
+    box.rect.setAttribute("style", box.value === null ? "" : `fill:${color(metric, value)}`);
   }
   for (const band of bands) for (const part of band.summary) { // the strongest of what is folded
     const values = band.inside.filter((box) => box.lane === part.lane && box.value !== null).map((box) => box.value);
     const bad = values.find((value) => !Number.isFinite(value));
     const worst = bad === undefined ? Math.max(...values) : bad;
-    part.rect.setAttribute("style", values.length ? `fill:${colour(metric, worst)}` : "");
+    part.rect.setAttribute("style", values.length ? `fill:${color(metric, worst)}` : "");
   }
   const legend = $("legend");
   legend.replaceChildren();
@@ -299,9 +299,9 @@ function recolour() {
   }
   if (selected) showDetails(selected);
 }
-function colour(metric, value) {
+function color(metric, value) {
   if (!Number.isFinite(value)) return data.palette.bad;
-  if (metric.name === "not finite" && value <= 0) return "#ffffff";
+  if (metric.name === "not finite" && value <= 0) return data.palette.none;
   let place = 0;
   if (metric.name === "clip rate") place = value;
   else if (value > 0 && metric.low > 0) place = metric.high > metric.low ? Math.log(value / metric.low) / Math.log(metric.high / metric.low) : 1;
@@ -354,9 +354,9 @@ if (data.metrics.length) {
   $("metric").value = String(Math.max(0, data.metrics.findIndex((metric) => metric.name === data.color_by)));
   $("step").max = String(data.records.steps.length);
   $("step").value = $("step").max;
-  $("metric").addEventListener("change", recolour);
-  $("step").addEventListener("input", recolour);
-} else $("colours").classList.add("gone");
+  $("metric").addEventListener("change", recolor);
+  $("step").addEventListener("input", recolor);
+} else $("colors").classList.add("gone");
 
 let drag = null, dragged = false;
 view.addEventListener("pointerdown", (event) => {
@@ -408,6 +408,6 @@ const whole = data.boxes.length > data.most_unfolded || data.view === "overview"
 if (whole) bands.forEach((band) => { band.folded = true; });
 layOut();
 $("fit").click();
-recolour();
+recolor();
 if (data.view === "site" && data.site) select(boxes.find((box) => box.sites.includes(data.site)));
 document.documentElement.dataset.ready = "yes";

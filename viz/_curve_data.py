@@ -1,4 +1,4 @@
-"""The numbers that curves of a run are drawn from."""
+"""Arrays that the curves of a training run are drawn from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_GROUPS = 4  # of parameters, each with a panel of its own
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Line:
-    """One record over the steps; values may be NaN or infinite."""
+    """One record as a curve over the steps; values may be NaN or infinite."""
 
     label: str
     steps: Steps
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Clipping:
-    """What clips of one measure met, over all their sites.
+    """Sizes, bounds and clip rate of the clips of one measure, over all their sites.
 
     Attributes:
         label: What is clipped.
@@ -61,29 +61,29 @@ class Clipping:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Events:
-    """What was not finite, and when.
+    """Non-finite records and skipped updates, by step.
 
     Attributes:
         sites: The first sites in the order of execution, each with its steps.
         num_sites: How many there are in all.
-        meant: Those of ``sites`` that are meant to be infinite (a mask).
-        steps: Steps with a site that is not meant to be so.
+        expected: Those of ``sites`` whose infinities are expected (a mask).
+        steps: Steps with a site whose infinities are not expected.
         skipped: Steps whose update was skipped.
     """
 
     sites: list[tuple[str, Steps]]
     num_sites: int
-    meant: frozenset[str]
+    expected: frozenset[str]
     steps: Steps
     skipped: Steps
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ratios:
-    """Ratios of update to weight, over the layers.
+    """Update ratios over the layers.
 
     Attributes:
-        num_layers: How many parameters were measured.
+        num_layers: How many parameters were metric.
         steps: Steps in which one was.
         median: NaN where no ratio is a number.
         low: The smallest that is positive and finite; NaN where there is none.
@@ -100,7 +100,7 @@ class Ratios:
 
 
 def losses(run: Run) -> list[Line]:
-    """Records named ``loss``; without any, ``max`` of the value that ``gr.tap(loss, "loss")`` named."""
+    """Return the records named ``loss``, else ``max`` of the value that ``gr.tap(loss, "loss")`` named."""
     found = [one for one in run.series.values() if one.at.record == "loss"]
     if not found:
         found = [one for one in run.series.values() if one.at.record == "max" and one.at.site == "activation:loss"]
@@ -108,7 +108,7 @@ def losses(run: Run) -> list[Line]:
 
 
 def levels(run: Run, at: RecordKey, steps: Sequence[int], values: Sequence[float]) -> Array:
-    """Magnitudes: inf where one is not finite; NaN where it is that of an empty tensor."""
+    """Return magnitudes: inf where a value is not finite, NaN for an empty tensor."""
     sizes = np.abs(np.array(values, dtype=np.float64))
     for n in np.flatnonzero(np.isnan(sizes)).tolist():
         row = run.steps[bisect_left(run.steps, steps[n], key=lambda step: step.step)]
@@ -118,7 +118,7 @@ def levels(run: Run, at: RecordKey, steps: Sequence[int], values: Sequence[float
 
 
 def clippings(run: Run) -> list[Clipping]:
-    """What clips met: by norm of a group, then by norm and by value, each kind of site by itself."""
+    """Return the data of the clipping panels: group norms first, then each kind of site by measure."""
     kinds: dict[tuple[str, str], list[Clip]] = {}
     for clip in clips_of(run):
         kinds.setdefault((clip.record, kind_of(clip.site)), []).append(clip)
@@ -148,7 +148,7 @@ def _clipping(run: Run, clips: Sequence[Clip]) -> Clipping:
 
 
 def _over_window(values: Array, window: int) -> Array:
-    """Sums over the last ``window`` values, of fewer at the start."""
+    """Return sums over the last ``window`` values, over fewer at the start."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(sums))
     result: Array = sums[ends] - sums[np.maximum(ends - window, 0)]
@@ -156,15 +156,15 @@ def _over_window(values: Array, window: int) -> Array:
 
 
 def events(run: Run) -> Events:
-    """What was not finite, and which updates were skipped."""
+    """Return the non-finite sites and the skipped updates of a run."""
     bad = bad_steps(run)
-    meant = frozenset(expected_infinities(run, bad))
+    expected = frozenset(expected_infinities(run, bad))
     by_site: dict[str, list[int]] = {}
     for one in bad:
         for site in one.sites:
             by_site.setdefault(site, []).append(one.step.step)
     first = _in_order(run, by_site)[:MAX_SITES]
-    steps = [one.step.step for one in bad if any(site not in meant for site in one.sites)]
+    steps = [one.step.step for one in bad if any(site not in expected for site in one.sites)]
     skipped = {
         step
         for one in run.series.values()
@@ -173,17 +173,17 @@ def events(run: Run) -> Events:
         if value > 0
     }
     return Events(
-        [(site, _ints(by_site[site])) for site in first], len(by_site), meant, _ints(steps), _ints(sorted(skipped))
+        [(site, _ints(by_site[site])) for site in first], len(by_site), expected, _ints(steps), _ints(sorted(skipped))
     )
 
 
 def _in_order(run: Run, sites: dict[str, list[int]]) -> list[str]:
-    """Those sites in the order of execution."""
+    """Sort sites by the order of execution."""
     return as_executed(site for site in dict.fromkeys(one.at.site for one in run.series.values()) if site in sites)
 
 
 def update_ratios(run: Run) -> Ratios | None:
-    """Ratios of update to weight (``gr.guard(..., update_ratios=True)``)."""
+    """Return the update ratios (``gr.guard(..., update_ratios=True)``); None without records."""
     found: list[Series] = [one for one in run.series.values() if one.at.record == "update_ratio"]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""A joint graph as plain values: what every picture and every export reads."""
+"""``GraphView``: an immutable view of a joint graph, which every drawing and every export reads."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a joint graph.
+    """One node of a joint graph, with its provenance.
 
     Attributes:
         name: Its fx name.
-        role: ``"op"``; ``"placeholder"`` for what comes in; ``"constant"`` for a live tensor of an action or a constant
-            of the model.
+        role: ``"op"``; ``"placeholder"`` for an input of the graph; ``"constant"`` for a live tensor of an action or a
+            constant of the model.
         target: What it calls, ``aten.mul.Tensor``.
-        origin: Lane, order, op and modules.
-        mark: ``"edit"`` if an edit inserted it, ``"records"`` if it carries records, else ``""``.
+        lane: Whether it runs in the forward or in the backward.
+        order: Number of the torch-level op in the order of the forward; the nodes of its backward share it.
+        calls: The module calls around the op, outermost first: each a module's name and the number of the call.
+        op: Name of the op as the user called it; of a placeholder its kind (``"parameter"``, ``"input"``, ...).
+        argument: What a placeholder stands for: a parameter's name; ``""`` for ops.
+        source: ``file:line "code"`` of the op; ``""`` where there is none.
+        mark: ``"edit"`` if an edit inserted it, ``"records"`` if it packs records, else ``""``.
         edit: Number of the edit, -1 if there is none.
         shape: Sizes as text, ``"4, 16"``; several values stand in brackets.
         dtype: Element type, ``"float32"``.
@@ -45,7 +50,12 @@ class Node:
     name: str
     role: Role
     target: str
-    origin: Origin
+    lane: Lane
+    order: int
+    calls: tuple[tuple[str, int], ...]
+    op: str
+    argument: str
+    source: str
     mark: Mark
     edit: int
     shape: str
@@ -54,8 +64,13 @@ class Node:
 
     @property
     def module(self) -> str:
-        """The innermost module with the number of its run, ``cell#3``."""
-        return run_name(self.origin.runs[-1]) if self.origin.runs else ""
+        """Name of the innermost module; ``""`` is the root."""
+        return self.calls[-1][0] if self.calls else ""
+
+    @property
+    def module_call(self) -> str:
+        """The innermost module with the number of its call, ``cell#3``."""
+        return call_name(self.calls[-1]) if self.calls else ""
 
     @property
     def aten(self) -> str:
@@ -63,19 +78,24 @@ class Node:
         parts = self.target.split(".")
         return parts[1] if len(parts) > 1 else parts[0]
 
+    @property
+    def op_and_argument(self) -> str:
+        """``parameter decoder.weight`` for a placeholder, the op's name otherwise."""
+        return f"{self.op} {self.argument}".strip()
+
 
 @dataclass(frozen=True, slots=True)
-class Net:
-    """A joint graph as plain values.
+class GraphView:
+    """Immutable view of a joint graph.
 
     Attributes:
         nodes: By name, in execution order.
         edges: Which node reads which: pairs (read, reader), each once, in execution order.
         returned: What the graph returns: pairs (label, name of the node).
-        edits: What was inserted.
-        sites: All sites.
+        edits: The edits, with the names of their nodes.
+        sites: All sites of the graph.
         anchors: Name of the node that holds a site's value before anything acts on it.
-        orders: Number of the torch-level op beside which a site stands.
+        orders: Number of the torch-level op of a site.
     """
 
     nodes: Mapping[str, Node]
@@ -88,12 +108,17 @@ class Net:
 
     @property
     def num_inserted(self) -> int:
-        """How many nodes were inserted."""
+        """Number of inserted nodes."""
         return sum(bool(node.mark) for node in self.nodes.values())
 
+    @property
+    def summary(self) -> str:
+        """Numbers of nodes and edits, as text."""
+        return f"{len(self.nodes)} nodes, {len(self.edits)} edits, {self.num_inserted} nodes inserted"
 
-def read(graph: JointGraph) -> Net:
-    """Read a joint graph.
+
+def read_graph(graph: JointGraph) -> GraphView:
+    """Return the view of a joint graph.
 
     Raises:
         TypeError: ``graph`` is no JointGraph.
@@ -108,7 +133,7 @@ def read(graph: JointGraph) -> Net:
     nodes = {node.name: _node(node, graph, *marks.get(node.name, ("", -1))) for node in fx_nodes}
     edges = [(read.name, node.name) for node in fx_nodes for read in node.all_input_nodes]
     anchors = graph.provenance.anchors
-    return Net(
+    return GraphView(
         nodes=nodes,
         edges=tuple(dict.fromkeys(edges)),
         returned=tuple(_returned(graph)),
@@ -119,15 +144,15 @@ def read(graph: JointGraph) -> Net:
     )
 
 
-def contracted(net: Net, hidden: Iterable[str]) -> list[tuple[str, str]]:
-    """The edges between the nodes that are not hidden: what is read through hidden nodes is read directly."""
+def contracted_edges(graph_view: GraphView, hidden: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the edges between visible nodes, with hidden nodes contracted into direct edges."""
     gone = set(hidden)
-    reads: dict[str, list[str]] = {name: [] for name in net.nodes}
-    for source, reader in net.edges:
+    reads: dict[str, list[str]] = {name: [] for name in graph_view.nodes}
+    for source, reader in graph_view.edges:
         reads[reader].append(source)
     through: dict[str, list[str]] = {}
     found: list[tuple[str, str]] = []
-    for name in net.nodes:  # in execution order, so what is read is known
+    for name in graph_view.nodes:  # in execution order, so what is read is known
         sources = [s for read in reads[name] for s in (through[read] if read in gone else [read])]
         through[name] = list(dict.fromkeys(sources))
         if name not in gone:
@@ -135,10 +160,12 @@ def contracted(net: Net, hidden: Iterable[str]) -> list[tuple[str, str]]:
     return found
 
 
-def shown_for(net: Net, returned: Iterable[tuple[str, str]], hidden: Collection[str]) -> list[tuple[str, str]]:
-    """What a graph returns, with the node that is shown for it: the nearest that is not hidden."""
+def visible_outputs(
+    graph_view: GraphView, returned: Iterable[tuple[str, str]], hidden: Collection[str]
+) -> list[tuple[str, str]]:
+    """Return pairs (label, node) of the graph's outputs, each with its nearest visible ancestor."""
     reads: dict[str, str] = {}
-    for source, reader in net.edges:
+    for source, reader in graph_view.edges:
         reads.setdefault(reader, source)
     found = []
     for label, name in returned:
@@ -148,34 +175,34 @@ def shown_for(net: Net, returned: Iterable[tuple[str, str]], hidden: Collection[
     return found
 
 
-def hidden_reshapes(net: Net) -> set[str]:
-    """Nodes that a picture leaves out: ops that only reshape and were not inserted."""
-    return {name for name, node in net.nodes.items() if node.reshapes and not node.mark}
+def hidden_reshapes(graph_view: GraphView) -> set[str]:
+    """Return the nodes that drawings leave out: ops that only reshape and were not inserted."""
+    return {name for name, node in graph_view.nodes.items() if node.reshapes and not node.mark}
 
 
 def action_name(action: object) -> str:
-    """Short name of an action: its class, or the function's name."""
+    """Return the short name of an action: its class, or the function's name."""
     name = getattr(action, "__name__", type(action).__name__)
     return "lambda" if name == "<lambda>" else str(name)
 
 
 def lane_of_site(site: Site) -> Lane:
-    """The lane that a site stands in, and what is inserted there."""
+    """Return the lane of a site and of its edits."""
     return "forward" if site.kind == "activation" else "backward"
 
 
-def run_name(run: tuple[str, int]) -> str:
-    """``cell#3`` for the fourth run of ``cell``."""
-    return f"{run[0]}#{run[1]}" if run[1] else run[0]
+def call_name(call: tuple[str, int]) -> str:
+    """Return ``cell#3`` for the fourth call of ``cell``."""
+    return f"{call[0]}#{call[1]}" if call[1] else call[0]
 
 
-def plain(text: str) -> str:
-    """Text without the signs that no XML file may hold."""
+def xml_safe(text: str) -> str:
+    """Replace the characters that XML does not allow."""
     return _NO_XML.sub("\ufffd", text)
 
 
 def shorten(text: str, width: int) -> str:
-    """Text of at most so many signs; the middle goes, for the ends of names tell them apart."""
+    """Shorten text to ``width`` characters; the middle is cut, because the ends of names tell them apart."""
     if len(text) <= width:
         return text
     head = (width - 2) // 3
@@ -183,24 +210,23 @@ def shorten(text: str, width: int) -> str:
 
 
 def shorten_front(text: str, width: int) -> str:
-    """Text of at most so many signs; the front goes, for parameters differ in their last words."""
+    """Shorten text to ``width`` characters; the front is cut, because parameters differ in their last words."""
     return text if len(text) <= width else f"..{text[len(text) - width + 2 :]}"
 
 
-def describe(net: Net, node: Node) -> str:
-    """All that is known of a node, a line each: for titles."""
-    origin = node.origin
+def describe_node(graph_view: GraphView, node: Node) -> str:
+    """Return the tooltip of a node: its target, provenance, shape, edit and source, a line each."""
     lines = [f"{node.name}: {node.target}"]
-    what = f"{origin.op} {origin.name}".strip() if node.role == "placeholder" else f"{node.module}/{origin.op}"
-    lines.append(f"{what}, {origin.lane}")
+    what = node.op_and_argument if node.role == "placeholder" else f"{node.module_call}/{node.op}"
+    lines.append(f"{what}, {node.lane}")
     if node.shape or node.dtype:
         lines.append(f"[{node.shape}] {node.dtype}")
     if node.edit >= 0:
-        edit = net.edits[node.edit]
+        edit = graph_view.edits[node.edit]
         lines.append(f"inserted: {edit.text} at {edit.site}")
     elif node.mark:
         lines.append("inserted: carries records")
-    return plain("\n".join([*lines, *([origin.source] if origin.source else [])]))
+    return xml_safe("\n".join([*lines, *([node.source] if node.source else [])]))
 
 
 def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
@@ -210,11 +236,26 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
     is_reshape = node.target is operator.getitem or (target.startswith("aten.") and target.split(".")[1] in _RESHAPES)
     role: Role = "op" if node.op == "call_function" else ("placeholder" if node.op == "placeholder" else "constant")
     origin = graph.provenance.origins.get(node.name, Origin("backward", -1, op="unknown"))
-    return Node(node.name, role, target, origin, mark, edit, shape, dtype, is_reshape)
+    return Node(
+        name=node.name,
+        role=role,
+        target=target,
+        lane=origin.lane,
+        order=origin.order,
+        calls=origin.runs,
+        op=origin.op,
+        argument=origin.name,
+        source=origin.source,
+        mark=mark,
+        edit=edit,
+        shape=shape,
+        dtype=dtype,
+        reshapes=is_reshape,
+    )
 
 
 def _describe_value(value: Any) -> tuple[str, str]:
-    """Sizes and element type as text."""
+    """Return sizes and element type as text."""
     if isinstance(value, Tensor):
         return ", ".join(str(size) for size in value.shape), str(value.dtype).removeprefix("torch.")
     if isinstance(value, list | tuple):

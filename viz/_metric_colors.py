@@ -1,4 +1,4 @@
-"""What colours say: how often clips acted, the largest error, the share of elements that were not finite."""
+"""Metrics of a training run by site, and their colors: clip rate, largest error, non-finite share."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.run_log import COUNTS, Run, Series
 from gradrewrite.policy.actions import GroupAction
 from gradrewrite.sites import Site
-from gradrewrite.viz._net import Net
-from gradrewrite.viz._picture import LINE, PAPER, Paint, Swatch
+from gradrewrite.viz._graph_view import GraphView
+from gradrewrite.viz._scene import ColorSample, LegendEntry
+from gradrewrite.viz._theme import LINE, NOT_FINITE, PAPER
 
 Metric = Literal["clip rate", "largest error", "not finite"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-NOT_FINITE = "#fa5252"
 STOPS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One metric of a run.
+class SiteMetric:
+    """One metric of a training run, by site, with its color scale.
 
     Attributes:
         metric: Which.
@@ -31,7 +31,7 @@ class Measured:
         totals: By site its value over the whole run: the share of steps, or the largest.
         low: Where the scale begins.
         high: Where it ends.
-        name: What is measured, in words.
+        name: What is measured, as text.
     """
 
     metric: Metric
@@ -41,16 +41,16 @@ class Measured:
     high: float
     name: str = ""
 
-    def colour(self, value: float) -> str:
-        """Colour of one value; what is not finite has its own."""
+    def color(self, value: float) -> str:
+        """Return the color of one value; non-finite values have their own."""
         if not math.isfinite(value):
             return NOT_FINITE
         if self.metric == "not finite" and value <= 0:
             return PAPER
-        return palette()[round(self.place(value) * (STOPS - 1))]
+        return palette()[round(self.position(value) * (STOPS - 1))]
 
-    def place(self, value: float) -> float:
-        """Where a finite value stands on the scale, from 0 to 1; the scale of errors is logarithmic."""
+    def position(self, value: float) -> float:
+        """Return the position of a finite value on the scale, from 0 to 1; the scale of errors is logarithmic."""
         if self.metric == "clip rate":
             return min(max(value, 0.0), 1.0)
         if value <= 0 or self.low <= 0:
@@ -59,36 +59,36 @@ class Measured:
             return 1.0
         return min(max(math.log(value / self.low) / math.log(self.high / self.low), 0.0), 1.0)
 
-    def words(self, value: float) -> str:
-        """One value for a reader."""
+    def describe(self, value: float) -> str:
+        """Return one value as text."""
         if self.metric == "clip rate":
             return f"clip acted in {value:.0%} of the steps"
         if self.metric == "not finite":
             return f"at most {value:.3%} of the elements not finite"
         return f"{self.name}: {value:.4g}"
 
-    def legend(self) -> list[Swatch]:
-        """What the colours mean."""
+    def legend(self) -> list[LegendEntry]:
+        """Return the legend of the color scale."""
         if self.metric == "clip rate":
             return [
-                Swatch(palette()[0], LINE, "clip never acted"),
-                Swatch(palette()[-1], LINE, "clip acted in every step"),
+                LegendEntry(palette()[0], LINE, "clip never acted"),
+                LegendEntry(palette()[-1], LINE, "clip acted in every step"),
             ]
         if self.metric == "not finite":
-            found = [Swatch(PAPER, LINE, "all elements finite")]
+            found = [LegendEntry(PAPER, LINE, "all elements finite")]
             if self.high > 0:
-                found.append(Swatch(palette()[0], LINE, f"{self.name}: {self.low:.3g}"))
+                found.append(LegendEntry(palette()[0], LINE, f"{self.name}: {self.low:.3g}"))
         else:
-            found = [Swatch(palette()[0], LINE, f"{self.name}: {self.low:.3g} or less")]
+            found = [LegendEntry(palette()[0], LINE, f"{self.name}: {self.low:.3g} or less")]
         if self.high > self.low:
-            found.append(Swatch(palette()[-1], LINE, f"{self.name}: {self.high:.3g} (logarithmic between)"))
+            found.append(LegendEntry(palette()[-1], LINE, f"{self.name}: {self.high:.3g} (logarithmic between)"))
         if any(not math.isfinite(v) for v in self.totals.values()):
-            found.append(Swatch(NOT_FINITE, NOT_FINITE, "NaN or infinite"))
+            found.append(LegendEntry(NOT_FINITE, NOT_FINITE, "NaN or infinite"))
         return found
 
 
 def palette() -> list[str]:
-    """Colours from little to much."""
+    """Return the color scale, from low to high."""
     import matplotlib
     from matplotlib.colors import to_hex
 
@@ -96,17 +96,17 @@ def palette() -> list[str]:
     return [to_hex(scale(0.05 + 0.4 * n / (STOPS - 1))) for n in range(STOPS)]
 
 
-def measure(run: Run, net: Net) -> list[Measured]:
-    """The metrics that a run has records for."""
+def site_metrics(run: Run, graph_view: GraphView) -> list[SiteMetric]:
+    """Return the metrics that a run has records for."""
     words, largest = _largest(run)
-    found = (_clip_rates(run, net), largest, _not_finite(run, net.sites))
+    found = (_clip_rates(run, graph_view), largest, _not_finite(run, graph_view.sites))
     names = ("", words, "largest share of elements not finite")
     triples = zip(METRICS, found, names, strict=True)
     return [_measured(metric, by_site, name) for metric, by_site, name in triples if by_site]
 
 
-def choose(found: Sequence[Measured], wanted: Metric | None) -> Measured | None:
-    """The metric that is asked for, or the first there is.
+def choose_metric(found: Sequence[SiteMetric], wanted: Metric | None) -> SiteMetric | None:
+    """Return the requested metric, or the first one.
 
     Raises:
         ValueError: There is no such metric, or the run has no records for it.
@@ -125,35 +125,35 @@ def choose(found: Sequence[Measured], wanted: Metric | None) -> Measured | None:
     )
 
 
-def paint(net: Net, measured: Measured) -> dict[str, Paint]:
-    """The colour of each node that shows a site: what was inserted there, else the node that holds its value."""
-    paints = paint_sites(measured)
-    found = nodes_of_sites(net)
-    painted = {name: paints[site] for site, names in found.items() if site in paints for name in names[1:] or names}
-    empty = {f"edit {n}": str(edit.site) for n, edit in enumerate(net.edits) if not edit.nodes}
-    return painted | {key: paints[site] for key, site in empty.items() if site in paints}
+def node_colors(graph_view: GraphView, metric: SiteMetric) -> dict[str, ColorSample]:
+    """Return colors by node: the nodes inserted at a site, else the node that holds its value."""
+    samples = site_colors(metric)
+    found = nodes_of_sites(graph_view)
+    colored = {name: samples[site] for site, names in found.items() if site in samples for name in names[1:] or names}
+    empty = {f"edit {n}": str(edit.site) for n, edit in enumerate(graph_view.edits) if not edit.nodes}
+    return colored | {key: samples[site] for key, site in empty.items() if site in samples}
 
 
-def paint_sites(measured: Measured) -> dict[str, Paint]:
-    """The colour of each site."""
+def site_colors(metric: SiteMetric) -> dict[str, ColorSample]:
+    """Return colors by site."""
     return {
-        site: Paint(measured.colour(value), f"{site}: {measured.words(value)}", value)
-        for site, value in measured.totals.items()
+        site: ColorSample(metric.color(value), f"{site}: {metric.describe(value)}", value)
+        for site, value in metric.totals.items()
     }
 
 
-def nodes_of_sites(net: Net) -> dict[str, list[str]]:
-    """By site the nodes that show it: first the one that holds its value, then those that its edits inserted."""
-    found: dict[str, list[str]] = {str(site): [name] for site, name in net.anchors.items()}
-    for edit in net.edits:
+def nodes_of_sites(graph_view: GraphView) -> dict[str, list[str]]:
+    """Return the nodes of each site: first the one that holds its value, then those that its edits inserted."""
+    found: dict[str, list[str]] = {str(site): [name] for site, name in graph_view.anchors.items()}
+    for edit in graph_view.edits:
         found[str(edit.site)] += edit.nodes
     return found
 
 
-def _measured(metric: Metric, by_site: Mapping[str, Mapping[int, float]], name: str) -> Measured:
+def _measured(metric: Metric, by_site: Mapping[str, Mapping[int, float]], name: str) -> SiteMetric:
     totals = {site: _total(metric, list(values.values())) for site, values in by_site.items()}
     positive = [v for values in by_site.values() for v in values.values() if 0 < v < math.inf]
-    return Measured(metric, by_site, totals, min(positive, default=0.0), max(positive, default=0.0), name)
+    return SiteMetric(metric, by_site, totals, min(positive, default=0.0), max(positive, default=0.0), name)
 
 
 def _total(metric: Metric, values: Sequence[float]) -> float:
@@ -163,9 +163,9 @@ def _total(metric: Metric, values: Sequence[float]) -> float:
     return bad[0] if bad else max(values)
 
 
-def _clip_rates(run: Run, net: Net) -> dict[str, dict[int, float]]:
+def _clip_rates(run: Run, graph_view: GraphView) -> dict[str, dict[int, float]]:
     members: dict[str, list[str]] = defaultdict(list)
-    for edit in net.edits:
+    for edit in graph_view.edits:
         if isinstance(edit.action, GroupAction):
             members[f"group:{edit.action.group}"].append(str(edit.site))
     found: dict[str, dict[int, float]] = {}
@@ -181,7 +181,7 @@ def _clip_rates(run: Run, net: Net) -> dict[str, dict[int, float]]:
 
 
 def _largest(run: Run) -> tuple[str, dict[str, dict[int, float]]]:
-    """One measure for all sites, and its values: what the first of several clips at a site met."""
+    """Return one measure for all sites and its values; of several clips at a site the first counts."""
     for record, words in (("max_abs", "largest absolute value"), ("norm", "largest norm")):
         found: dict[str, Series] = {}
         for one in run.series.values():
@@ -210,5 +210,5 @@ def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
 
 
 def _size(site: Site) -> float:
-    """Number of elements; where a size is symbolic, as if it were 1: the share is then at most too large."""
+    """Return the number of elements, a symbolic size counted as 1: the share is then an upper bound."""
     return float(max(math.prod(size or 1 for size in site.shape), 1))

@@ -1,22 +1,22 @@
-"""Small pictures, for Graphviz or for our own layout: the overview and the neighbourhood of a site."""
+"""``Diagram``: boxes and edges without coordinates, for Graphviz or for the grid layout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrewrite.viz._picture import Swatch
+from gradrewrite.viz._scene import LegendEntry
 
-SIGNS = 44  # of a label
+MAX_LABEL = 44  # of a label
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One box of a sketch.
+    """One box of a diagram.
 
     Attributes:
-        key: Its name in the sketch.
-        column: The column, and Graphviz's cluster, that it stands in.
+        key: Its name in the diagram.
+        column: The column, and Graphviz's cluster, that it belongs to.
         row: Its row from above.
         text: First line.
         small: Second line.
@@ -24,7 +24,7 @@ class Item:
         classes: ``inserted``, ``records``, ``blamed``.
         title: What a pointer on it shows.
         data: ``data-`` attributes.
-        fill: Colour, if not that of its classes.
+        fill: Color, if not that of its classes.
     """
 
     key: str
@@ -50,8 +50,8 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """A small picture.
+class Diagram:
+    """Boxes in columns, and the edges between them.
 
     Attributes:
         title: Its title.
@@ -59,7 +59,7 @@ class Sketch:
         items: Boxes.
         links: Edges.
         caption: Lines of text below.
-        legend: What colours mean.
+        legend: What colors mean.
         is_grid: Whether rows are the same in all columns.
     """
 
@@ -68,5 +68,5 @@ class Sketch:
     items: Sequence[Item]
     links: Sequence[Link]
     caption: Sequence[str] = ()
-    legend: Sequence[Swatch] = ()
+    legend: Sequence[LegendEntry] = ()
     is_grid: bool = True

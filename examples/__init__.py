@@ -1,0 +1,1 @@
+"""Examples that run: ``python examples/regression.py``, or ``python -m gradrewrite.examples.regression``."""

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Runs the test suite on several versions of torch, each in a virtual environment of its own outside of the repository.
+#
+#   tests/versions.sh                    2.11, 2.13, 2.15 and the newest torch that pip finds
+#   tests/versions.sh 2.15.0             these versions
+#   tests/versions.sh --prepare 2.15.0   make the environments, run no tests
+#   tests/versions.sh 2.15.0 -- -m slow  arguments for pytest after "--"; without any: -m "not slow"
+#
+# GRADREWRITE_VENVS is the folder of the environments (default: ~/.cache/gradrewrite/venvs); they are kept and reused.
+# GRADREWRITE_PYTHON is the interpreter (default: python3). CPU builds of torch are taken from PyTorch's index where it can be
+# reached; PyPI has CUDA builds, whose libraries are installed only if torch cannot be imported without them.
+set -euo pipefail
+script=$(realpath "$0")
+cd "$(dirname "$script")/.."
+python=${GRADREWRITE_PYTHON:-python3}
+venvs=${GRADREWRITE_VENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/gradrewrite/venvs}
+cpu_index=https://download.pytorch.org/whl/cpu
+
+versions=()
+arguments=(-m "not slow")
+prepare_only=false
+while [ $# -gt 0 ]; do
+  case $1 in
+    --prepare) prepare_only=true ;;
+    --) shift && arguments=("$@") && break ;;
+    -*) echo "unknown option: $1" >&2 && exit 2 ;;
+    *) versions+=("$1") ;;
+  esac
+  shift
+done
+
+newest() { # the newest release that pip finds for this interpreter
+  "$python" -m pip index versions torch 2> /dev/null | sed -n '1s/.*(\(.*\)).*/\1/p'
+}
+
+requirements() { # of gradrewrite and its tests, without torch
+  "$1" - << 'END'
+import re
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+found = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+print("\n".join(one for one in found if not re.match(r"(torch|gradrewrite)\b", one)))
+END
+}
+
+install_torch() { # $1 the environment's python, $2 the version
+  "$1" -m pip install --quiet --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "torch==$2+cpu" 2> /dev/null ||
+    "$1" -m pip install --quiet --no-deps "torch==$2"
+  "$1" - << 'END' > "$venv/torch-requirements.txt"
+from importlib.metadata import requires
+
+lines = (line for line in requires("torch") or [] if "extra ==" not in line)
+print("\n".join(line for line in lines if not line.startswith(("nvidia", "cuda", "triton", "setuptools"))))
+END
+  "$1" -m pip install --quiet -r "$venv/torch-requirements.txt" "setuptools>=77"
+  "$1" -c "import torch" 2> /dev/null || "$1" -m pip install --quiet "torch==$2"
+}
+
+prepare() { # $1 the version; sets $venv
+  venv=$venvs/torch-$1
+  local own=$venv/bin/python
+  if ! [ -e "$venv/complete" ]; then
+    rm -rf "$venv"
+    mkdir -p "$venvs"
+    "$python" -m venv "$venv"
+    install_torch "$own" "$1"
+    requirements "$own" > "$venv/requirements.txt"
+    "$own" -m pip install --quiet -r "$venv/requirements.txt"
+    touch "$venv/complete"
+  fi
+  "$own" -m pip install --quiet --no-deps --no-build-isolation -e .
+  "$own" -c 'import torch; print("torch", torch.__version__)'
+}
+
+if [ ${#versions[@]} = 0 ]; then
+  versions=(2.11.0 2.13.0 2.15.0)
+  latest=$(newest)
+  if [ -n "$latest" ] && [[ " ${versions[*]} " != *" $latest "* ]]; then
+    versions+=("$latest")
+  fi
+fi
+
+if [ ${#versions[@]} = 1 ]; then
+  echo "== torch ${versions[0]}"
+  prepare "${versions[0]}"
+  if ! $prepare_only; then
+    TORCHINDUCTOR_CACHE_DIR="$venv/inductor" "$venv/bin/python" -m pytest "${arguments[@]}"
+  fi
+  exit
+fi
+
+failed=()
+for version in "${versions[@]}"; do # each in a shell of its own, so that one that fails does not stop the others
+  if $prepare_only; then
+    "$script" --prepare "$version" || failed+=("$version")
+  else
+    "$script" "$version" -- "${arguments[@]}" || failed+=("$version")
+  fi
+done
+if [ ${#failed[@]} != 0 ]; then
+  echo "failed on torch ${failed[*]}" >&2
+  exit 1
+fi

@@ -1,0 +1,35 @@
+"""The color theme of every drawing: scenes, Graphviz, the page, and curves."""
+
+from __future__ import annotations
+
+INK = "#1f2933"  # text
+DETAIL = "#495561"  # second lines of boxes
+FAINT = "#6b7785"  # notes
+PAPER = "#ffffff"
+PANEL = "#fcfdfe"  # side panel of the page
+HEADER = "#f8fafc"
+LINE = "#a9b4c0"  # edges and borders of boxes
+BORDER = "#d5dde5"  # borders of frames
+BAND = "#eef2f6"  # frames of modules
+PILL = "#f4f6f8"  # placeholders and outputs
+PILL_EDGE = "#cfd7df"
+SAVED = "#9dbad6"  # values saved for the backward
+INSERTED, INSERTED_EDGE = "#ffd8a8", "#d9480f"
+RECORDS = "#e6e1f5"  # nodes that pack records
+CUT = "#c92a2a"  # replaced edges, the root cause, non-finite values in the page's curves
+NOT_FINITE = "#fa5252"  # fill of sites with a non-finite value
+ACCENT = "#1971c2"  # focus, search hits and curves of the page
+SELECTED = "#0b7285"
+
+# Figures of curves: a matplotlib palette.
+CURVE_INK, CURVE_PALE, CURVE_GRID = "#303030", "#9a9a9a", "#e6e6e6"
+CURVE_BLUE, CURVE_ORANGE, CURVE_RED = "#1f77b4", "#e07b00", "#d62728"
+CURVE_ZERO, CURVE_ABSENT = "#ffffff", "#c4c4c4"
+
+
+def css_variables() -> str:
+    """Return the theme as CSS variables: ``--inserted-edge`` for ``INSERTED_EDGE``."""
+    colors = {name: value for name, value in globals().items() if name.isupper() and not name.startswith("CURVE")}
+    return (
+        ":root { " + " ".join(f"--{name.lower().replace('_', '-')}: {value};" for name, value in colors.items()) + " }"
+    )
