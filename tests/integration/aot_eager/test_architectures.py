@@ -1,6 +1,6 @@
 """Tiny models of transformers, compared with hooks of eager autograd; the table in docs/architectures.md.
 
-``python tests/test_architectures.py --write`` makes the table anew.
+``python tests/integration/aot_eager/test_architectures.py --write`` makes the table anew.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import torch
 from torch import Tensor, nn
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))  # as conftest.py does
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # as conftest.py does
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm
 from gradrewrite.testing import Comparison, assert_inert, assert_matches_eager
 
+from helpers import ROOT
 from models.architectures import ARCHITECTURES, Architecture
 
-PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "architectures.md"
 HEAD = "| model class | kind | labels | tied | checkpoints | error sites | one graph |"
 REMEDY = (
-    "docs/architectures.md differs; python tests/test_architectures.py --write makes it anew, with the versions of "
-    "constraints.txt"
+    "docs/architectures.md differs; python tests/integration/aot_eager/test_architectures.py --write makes it anew, "
+    "with the versions of constraints.txt"
 )
 
 

@@ -1,4 +1,4 @@
-"""Threads that transform, compile, train and delete models; run ``python -m tests.stress_threads --help``."""
+"""Threads that transform, compile, train and delete models; run ``python tests/models/stress_threads.py --help``."""
 
 from __future__ import annotations
 

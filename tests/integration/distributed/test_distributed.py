@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue
 
-from helpers import gradient, gradients_of
+from helpers import TESTS, gradient, gradients_of
 
 MAX_NORM, BOUND = 0.05, 0.01
 SINGLE = [
@@ -155,7 +155,10 @@ def run_all(rank: int, path: Path) -> None:
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
     """What each part did in each of two processes."""
     path = tmp_path_factory.mktemp("two")
-    subprocess.run([sys.executable, __file__, str(path)], check=True)  # a new process finds this file by its path only
+    folders = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}  # as conftest.py does
+    command = [sys.executable, __file__, str(path)]  # a new process finds this file by its path only
+    subprocess.run(command, env=environment, check=True)
     return [torch.load(path / f"{rank}.pt") for rank in range(2)]
 
 

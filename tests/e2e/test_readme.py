@@ -14,7 +14,8 @@ import pytest
 
 import gradrewrite
 
-ROOT = Path(__file__).parent.parent
+from helpers import ROOT
+
 BLOCKS = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

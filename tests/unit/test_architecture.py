@@ -12,7 +12,8 @@ import pytest
 import gradrewrite
 from gradrewrite import passes
 
-ROOT = Path(__file__).parent.parent
+from helpers import ROOT
+
 SOURCES = sorted(p for folder in ("gradrewrite", "passes", "viz") for p in (ROOT / folder).rglob("*.py"))
 RANK = {
     name: rank

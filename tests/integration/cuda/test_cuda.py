@@ -12,8 +12,7 @@ from torch import nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Observe
 
-from helpers import CASES, eager_gradients, make_case, run_case
-from oracle import assert_same_gradients, clip_norm, policy_at
+from helpers import CASES, assert_same_gradients, clip_norm, eager_gradients, make_case, policy_at, run_case
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -13,8 +13,16 @@ from torch import Tensor
 import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm, ClipByValue
 
-from helpers import CASES, eager_gradients, make_case, run_case
-from oracle import assert_same_gradients, clip_norm, clip_value, policy_at
+from helpers import (
+    CASES,
+    assert_same_gradients,
+    clip_norm,
+    clip_value,
+    eager_gradients,
+    make_case,
+    policy_at,
+    run_case,
+)
 
 
 def turn(g: Tensor) -> Tensor:

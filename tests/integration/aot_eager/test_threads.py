@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import ClipByValue
 
+from models.stress_threads import stress
+
 _during_trace: list[Callable[[], Any]] = []
 
 
@@ -164,8 +166,6 @@ def test_recompile_limit_of_torch_stays_while_threads_break_graphs() -> None:
 
 @pytest.mark.slow
 def test_threads_that_train_and_delete_models_get_the_gradients_of_one_thread_and_leave_nothing() -> None:
-    from stress_threads import stress
-
     outcome = stress(2, 5.0, compiled=False)
     assert (outcome.wrong, outcome.errors) == ([], [])
     assert outcome.models >= 5

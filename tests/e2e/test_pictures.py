@@ -13,7 +13,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent
+from helpers import ROOT
+
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKS = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
