@@ -227,7 +227,7 @@ def test_models_own_error_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("the batch is too small")
 
-    with pytest.raises(gr.GraphBreakError, match=r"test_hard_cases.py:\d+.*ValueError.*the batch is too small"):
+    with pytest.raises(gr.GraphBreakError, match=r"test_models_and_calls.py:\d+.*ValueError.*the batch is too small"):
         gr.transform(Fails(), [])(torch.ones(1, 4))
 
 

@@ -152,6 +152,7 @@ def test_7_code_objects_are_told_apart_by_their_names() -> None:
         torch.compile(fresh, backend=lambda gm, _: gm.forward, fullgraph=True)(torch.ones(1))
 
 
+@pytest.mark.inductor
 def test_10_the_joint_pass_runs_on_a_graph_with_its_module() -> None:
     from torch._inductor.compile_fx import compile_fx
 

@@ -199,6 +199,7 @@ def test_closure_and_scaler() -> None:
     assert recorded(model) == pytest.approx(ratios(before, model.original), rel=1e-5)
 
 
+@pytest.mark.inductor
 def test_names_of_a_backend() -> None:
     net = Net()
     backend = gr.backend(gr.on("gradient:*", Observe("norm")))

@@ -81,6 +81,7 @@ def test_rule_without_a_kind_keeps_to_where_it_may_stand() -> None:
     assert {e.site.kind for e in graph.edits} == {"error", "gradient"}
 
 
+@pytest.mark.inductor
 def test_pattern_that_matches_nothing_names_the_nearest() -> None:
     caught = fails(
         gr.on("error:decodr", ClipByValue(1.0)), gr.NoSuchSiteError, r"'error:decodr'; nearest sites: error:decoder,"

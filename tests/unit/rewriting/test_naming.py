@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import gradrewrite as gr
 from gradrewrite.passes import Keep, Scale
 from gradrewrite.sites import Site
+
+FILE = Path(__file__).name
 
 
 def sites(model: nn.Module, *args: Any, kind: str = "error", **kwargs: Any) -> dict[str, Site]:
@@ -271,8 +274,8 @@ def test_source_is_the_users_line() -> None:
 
     found = sites(Net(), torch.randn(2, 4))
     line = Net.forward.__code__.co_firstlineno
-    assert found["error:fc"].source == f'test_sites.py:{line + 1} "h = self.fc(x)"'
-    assert found["error:/sqrt"].source == f'test_sites.py:{line + 2} "w = h.exp().sqrt()"'
+    assert found["error:fc"].source == f'{FILE}:{line + 1} "h = self.fc(x)"'
+    assert found["error:/sqrt"].source == f'{FILE}:{line + 2} "w = h.exp().sqrt()"'
 
 
 def test_site_describes_its_value() -> None:
