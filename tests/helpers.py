@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "gradient",
     "gradients_of",
     "make_case",
+    "mostly_slow",
     "policy_at",
     "run_case",
     "run_probe",
@@ -38,6 +40,12 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TensorFunction = Callable[[Tensor], Tensor]
 Gradients = dict[str, Tensor | None]
+
+
+def mostly_slow(cases: Collection[Any], quick: int = 1) -> list[Any]:
+    """Cases of ``pytest.mark.parametrize``, of which the default suite runs the first ones."""
+    slow = [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow) for case in cases]
+    return [*itertools.islice(cases, quick), *slow[quick:]]
 
 
 def make_case(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -66,6 +66,7 @@ def check_pictures(path: Path, edits: list[dict[str, list[str]]]) -> None:
     assert 'alt="curves of the run"' in page
 
 
+@pytest.mark.pure
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
 
@@ -78,6 +79,7 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 LINE = '{"step": %d, "records": {"nonfinite@error:a": %d, "lr@optimizer:0": %s}}\n'
 
 
+@pytest.mark.pure
 def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(LINE % (0, 0, "0.1") + LINE % (1, 8, "0.1") + '{"step": 2, "rec')  # killed while it wrote
@@ -89,6 +91,7 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+@pytest.mark.pure
 def test_doctor_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(LINE % (0, 0, "0.1"))
@@ -102,6 +105,7 @@ def test_doctor_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "nothing wrong was found in 0 steps, 0 records\n"
 
 
+@pytest.mark.pure
 def test_doctor_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(LINE % (0, 0, "0.1") + LINE % (1, 8, '"NaN"'))
@@ -122,6 +126,7 @@ def test_doctor_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ('"a\\nb"\n', "{path}, line 1: wanted {{"),
     ],
 )
+@pytest.mark.pure
 def test_doctor_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, wanted: str) -> None:
     path = tmp_path / "run.jsonl"
     if text is not None:
@@ -136,11 +141,13 @@ def test_doctor_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
         assert "monitor.to_jsonl" in err
 
 
+@pytest.mark.pure
 def test_doctor_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.pure
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([])

@@ -99,6 +99,7 @@ def test_models_and_inputs_are_made_or_taken(shell: Shell, words: tuple[str, ...
 STEP = '{"step": %d, "records": {"max_abs@error:0": %s, "clipped@error:0": %d, "limit@error:0": 0.1}}\n'
 
 
+@pytest.mark.slow
 def test_colours_of_a_run(shell: Shell) -> None:
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
     run = ("draw", *CLIPPED, "--run", "run.jsonl")
@@ -151,6 +152,7 @@ def test_sites_without_a_match(shell: Shell) -> None:
     assert "stands the number of a call, got 'x'" in shell.refused("sites", *MODEL, "error:0#x")
 
 
+@pytest.mark.pure
 def test_sites_takes_one_pattern(shell: Shell) -> None:
     with pytest.raises(SystemExit) as stop:
         shell.run("sites", *MODEL, "error:0", "error:1")
@@ -197,6 +199,7 @@ def test_inputs_that_do_not_fit(shell: Shell) -> None:
     assert "call it in Python to see where" in line
 
 
+@pytest.mark.pure
 def test_a_module_that_does_not_import(shell: Shell) -> None:
     Path("does_not_import.py").write_text("import torch\n1 / 0\n")
     err = shell.refused("sites", "does_not_import:make", "--input", "m:inputs")
@@ -235,6 +238,7 @@ def test_draw_refuses(shell: Shell, words: tuple[str, ...], wanted: str) -> None
 
 
 @pytest.mark.parametrize("words", [("draw",), ("draw", "a:b"), ("sites", "a:b"), ("plot",), ("draw", "--view", "x")])
+@pytest.mark.pure
 def test_usage(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words)

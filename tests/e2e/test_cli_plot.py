@@ -19,6 +19,7 @@ def is_png(path: Path) -> bool:
 
 
 @pytest.mark.parametrize(("ending", "check"), [("png", is_png), ("svg", lambda p: "<svg" in p.read_text())])
+@pytest.mark.pure
 def test_plot(shell: Shell, ending: str, check: Callable[[Path], bool]) -> None:
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
     out = shell.folder / f"curves.{ending}"
@@ -26,6 +27,7 @@ def test_plot(shell: Shell, ending: str, check: Callable[[Path], bool]) -> None:
     assert check(out)
 
 
+@pytest.mark.slow
 def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
     titles = []
@@ -45,6 +47,7 @@ def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> 
         ((".",), "cannot read .: Is a directory"),
     ],
 )
+@pytest.mark.pure
 def test_plot_refuses(shell: Shell, words: tuple[str, ...], wanted: str) -> None:
     Path("bad.jsonl").write_text("step 1\n" * 2)
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1))

@@ -52,6 +52,7 @@ def test_pictures_of_one_model(program: ModuleType, tmp_path: Path, capsys: pyte
         assert curves.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
+@pytest.mark.pure
 def test_the_most_frequent_colours_stay_as_they_are(program: ModuleType, tmp_path: Path) -> None:
     image = Image.new("RGB", (300, 3))
     image.putdata([(n % 300, 7, 0) if n < 300 else (255, 255, 255 - n % 2) for n in range(900)])  # 302 colours
@@ -63,6 +64,7 @@ def test_the_most_frequent_colours_stay_as_they_are(program: ModuleType, tmp_pat
     assert len(back.getcolors() or []) == 256
 
 
+@pytest.mark.pure
 def test_long_pictures_are_cut_off(program: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "long.svg"
     box = '<g transform="translate(5 {})"><rect x="0" y="0"/></g>'
@@ -80,6 +82,7 @@ def test_long_pictures_are_cut_off(program: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["transformers", "playwright.sync_api"])
+@pytest.mark.pure
 def test_what_is_missing_is_said(
     program: ModuleType,
     missing: str,
@@ -101,11 +104,13 @@ def test_what_is_missing_is_said(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.pure
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in LINKS.findall(page.read_text()) if not (page.parent / link).exists()]
     assert missing == []
 
 
+@pytest.mark.pure
 def test_pictures_are_shown_and_small() -> None:
     shown = {(page.parent / link).resolve() for page in PAGES for link in SHOWN.findall(page.read_text())}
     kept = set(PICTURES.iterdir())
@@ -115,6 +120,7 @@ def test_pictures_are_shown_and_small() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PICTURES.iterdir()), ids=lambda p: p.name)
+@pytest.mark.pure
 def test_pictures_name_no_folder(path: Path) -> None:
     data = path.read_bytes()
     assert not re.search(rb'(?:file://|["\s>](?:/(?:home|root|tmp|usr|work)/))', data)

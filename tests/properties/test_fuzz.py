@@ -140,6 +140,7 @@ def _op_by_op(program: Program, policy: Any) -> None:
     check(program, policy, compiled=False)
 
 
+@pytest.mark.slow
 def test_op_by_op() -> None:
     COUNTS.clear()
     _op_by_op()

@@ -250,6 +250,7 @@ def test_writer_that_fails_does_not_end_training() -> None:
     assert len(model.monitor.history("norm@gradient:bias")) == 3
 
 
+@pytest.mark.pure
 def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"x" * 100_000)

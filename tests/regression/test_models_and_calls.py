@@ -42,6 +42,7 @@ class Net(nn.Module):
 # A forward that differentiates, maps or branches inside itself.
 
 
+@pytest.mark.slow
 def test_gradient_inside_the_forward() -> None:
     class Force(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ def test_gradient_inside_the_forward() -> None:
     empty_policy_changes_nothing(Force(), torch.randn(4))
 
 
+@pytest.mark.slow
 def test_autograd_inside_the_forward() -> None:
     class Penalty(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -65,6 +67,7 @@ def test_autograd_inside_the_forward() -> None:
     assert not model.fc.bias.grad.any()
 
 
+@pytest.mark.slow
 def test_vmap_inside_the_forward() -> None:
     class Mapped(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -73,6 +76,7 @@ def test_vmap_inside_the_forward() -> None:
     empty_policy_changes_nothing(Mapped(), torch.randn(3, 4))
 
 
+@pytest.mark.slow
 def test_branch_inside_the_graph() -> None:
     class Cond(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -300,6 +304,7 @@ def test_global_hook_registered_late_is_honoured_or_refused() -> None:
     assert model(x).any()
 
 
+@pytest.mark.slow
 def test_ninth_backend_of_one_function_is_announced() -> None:
     from gradrewrite.backend import Backend
     from gradrewrite.session import Session

@@ -64,6 +64,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.pure
 def test_imports_point_inward(path: Path) -> None:
     folder, name = path.relative_to(ROOT).parts[0], path.stem
     ours = {i for i in imports(path) if i.startswith("gradrewrite")}
@@ -81,6 +82,7 @@ def test_imports_point_inward(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.pure
 def test_private_torch_is_imported_in_one_file(path: Path) -> None:
     if path.name != "_torch.py":
         assert not {i for i in imports(path) if i.startswith("torch._")}
@@ -100,6 +102,7 @@ sys.exit(", ".join(new) or 0)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.pure
 def test_public_names() -> None:
     for package in (gradrewrite, passes):
         assert package.__all__ == sorted(package.__all__)

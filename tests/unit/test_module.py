@@ -21,6 +21,7 @@ DOUBLE = gr.on("gradient:*", Scale(2.0))
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
 
 
+@pytest.mark.pure
 def test_shares_parameters_and_state(plain: nn.Module) -> None:
     model = gr.transform(plain, DOUBLE)
 
@@ -78,6 +79,7 @@ def test_train_and_eval_reach_the_original(plain: nn.Module, x: Tensor) -> None:
     assert not model.training
 
 
+@pytest.mark.pure
 def test_unknown_attributes_are_the_originals(plain: nn.Module) -> None:
     plain.config = {"width": 3}
     model = gr.transform(plain, DOUBLE)
@@ -98,6 +100,7 @@ def test_moves_with_to(plain: nn.Module, x: Tensor) -> None:
     assert gradient(model, x.double()).dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_forward_is_that_of_the_plain_model() -> None:
     case = CASES["transformer"]
     plain, inputs = make_case(case, torch.float32)
@@ -126,6 +129,7 @@ def test_second_transform_has_its_own_policy(plain: nn.Module, x: Tensor) -> Non
     torch.testing.assert_close(gradient(plain, x), wanted)
 
 
+@pytest.mark.slow
 def test_twenty_transforms_keep_their_policies(x: Tensor) -> None:
     base = nn.Linear(4, 3)
     wanted = gradient(base, x)
@@ -140,6 +144,7 @@ def test_twenty_transforms_keep_their_policies(x: Tensor) -> None:
         torch.testing.assert_close(gradient(model, x), n * wanted)
 
 
+@pytest.mark.slow
 def test_second_shape_and_no_grad(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     for rows in (5, 3, 7):
@@ -195,6 +200,7 @@ def test_trace_is_the_same_compiled_or_not(plain: nn.Module, x: Tensor) -> None:
     assert before.edits == after.edits
 
 
+@pytest.mark.slow
 def test_late_forward_hook_is_honoured(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     gradient(model, x)
@@ -234,6 +240,7 @@ def test_identity_hooks_cost_no_recompilation(x: Tensor) -> None:
     assert not counters["frames"]
 
 
+@pytest.mark.pure
 def test_compile_takes_no_backend(plain: nn.Module) -> None:
     with pytest.raises(TypeError, match=r"gr\.backend"):
         gr.transform(plain, []).compile(backend="inductor")
@@ -241,6 +248,7 @@ def test_compile_takes_no_backend(plain: nn.Module) -> None:
         gr.transform(plain, []).compile(nonsense=1)
 
 
+@pytest.mark.pure
 def test_transform_takes_one_module(plain: nn.Module) -> None:
     with pytest.raises(TypeError, match=r"gr\.backend"):
         gr.transform(lambda x: x, [])  # type: ignore[arg-type]
@@ -265,6 +273,7 @@ def test_kept_tensors_survive_the_optimizer(plain: nn.Module, x: Tensor) -> None
     assert torch.equal(kept, wanted)
 
 
+@pytest.mark.slow
 def test_model_is_freed(x: Tensor) -> None:
     plain = nn.Linear(4, 3)
     model = gr.transform(plain, [GLOBAL, gr.on("error:/linear", Keep())])

@@ -46,6 +46,7 @@ def test_the_empty_policy_is_inert_on_a_model_that_computes_otherwise_where_it_i
     assert_inert(TracedOtherwise(), torch.randn(64, 3), compiled=False)
 
 
+@pytest.mark.slow
 def test_what_actions_changed_is_told_from_where_they_stood(x: Tensor) -> None:
     policy = [gr.on("error:up", ClipByNorm(1e-3)), gr.on("error:drop", ClipByNorm(1e6))]
     found = assert_matches_eager(Net(), policy, x, compiled=False)

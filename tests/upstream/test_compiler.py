@@ -71,6 +71,7 @@ def test_1_checkpoint_is_a_named_op_with_a_body() -> None:
     assert got.meta["example_value"] is returned.meta["example_value"]
 
 
+@pytest.mark.pure
 def test_2_side_effect_ops_survive_dead_code_removal() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -134,6 +135,7 @@ def test_7_hooks_registered_late_are_ignored_by_torch_compile() -> None:
     assert torch.equal(compiled(x), before)
 
 
+@pytest.mark.pure
 def test_7_every_registration_of_a_hook_has_a_new_number() -> None:
     before = RemovableHandle.next_id
     Net().fc.register_forward_hook(lambda *_: None)
@@ -165,6 +167,7 @@ def test_10_the_joint_pass_runs_on_a_graph_with_its_module() -> None:
     assert isinstance(seen[0], fx.GraphModule)
 
 
+@pytest.mark.pure
 def test_tracing_maps_inputs_by_identity() -> None:
     """``make_fx`` gives two equal placeholders one proxy: our ``trace`` tells them apart."""
     with torch._subclasses.FakeTensorMode() as mode:
@@ -174,6 +177,7 @@ def test_tracing_maps_inputs_by_identity() -> None:
     assert gm(torch.tensor([3.0, 3.0]), torch.tensor([1.0, 1.0]))[0].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.pure
 def test_12_real_tensors_become_get_attr_and_stay_themselves() -> None:
     shift = torch.ones(2)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -196,6 +200,7 @@ def test_15_backward_callables_are_boxed() -> None:
     assert seen == [list]
 
 
+@pytest.mark.pure
 def test_17_callbacks_run_when_the_backward_ends() -> None:
     order: list[str] = []
     p = torch.ones(1, requires_grad=True)
@@ -216,6 +221,7 @@ def test_17_callbacks_run_when_the_backward_ends() -> None:
     assert _torch.backward_id() == -1
 
 
+@pytest.mark.pure
 def test_19_scaling_by_a_clamped_norm_is_not_exact() -> None:
     g = torch.tensor([0.1, 0.2, 0.3, 0.7])
 
@@ -226,6 +232,7 @@ def test_19_scaling_by_a_clamped_norm_is_not_exact() -> None:
     assert changed(lambda m: torch.where(g.norm() > m, g * (m / g.norm()), g)) == 0
 
 
+@pytest.mark.pure
 def test_20_clip_grad_norm_zeroes_everything_at_an_infinity() -> None:
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.tensor([torch.inf, 1.0])
@@ -273,6 +280,7 @@ def with_extra_output(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return _torch.boxed(lambda args: (*boxed(args), torch.ones(1)))
 
 
+@pytest.mark.slow
 def test_an_lstm_whose_input_needs_no_gradient_cannot_be_trained_on_the_cpu() -> None:
     lstm = nn.LSTM(3, 4)
     with torch._dynamo.config.patch(allow_rnn=True), pytest.raises(AssertionError, match="to be Tensors"):
@@ -320,6 +328,7 @@ def compile_and_forget(x: Tensor) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_guards_of_code_that_torch_forgot_stay() -> None:
     def count() -> int:
         return sum(type(known) is CheckFunctionManager for known in gc.get_objects())
@@ -332,6 +341,7 @@ def test_guards_of_code_that_torch_forgot_stay() -> None:
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.slow
 def test_fake_values_of_a_computed_input_stay_before_215(is_leaf: bool) -> None:
     def count() -> int:
         for finalizer in weakref.finalize._registry.copy():  # which guards hold fake values too
@@ -348,6 +358,7 @@ def test_fake_values_of_a_computed_input_stay_before_215(is_leaf: bool) -> None:
     assert count() - before == (0 if is_leaf or torch.__version__ >= "2.15" else 3)
 
 
+@pytest.mark.pure
 def test_source_text_of_every_graph_module_stays() -> None:
     before = len(_loader.eval_cache)
     for _ in range(3):

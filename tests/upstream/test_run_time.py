@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradrewrite import _torch
 
 
+@pytest.mark.pure
 def test_error_in_a_callback_at_the_end_reaches_the_caller() -> None:
     x = torch.ones(2, requires_grad=True)
 
@@ -28,6 +29,7 @@ def test_error_in_a_callback_at_the_end_reaches_the_caller() -> None:
         y.sum().backward()
 
 
+@pytest.mark.pure
 def test_storage_is_known_weakly() -> None:
     x = torch.ones(3)
     ref, view = StorageWeakRef(x.untyped_storage()), x[1:]
@@ -37,6 +39,7 @@ def test_storage_is_known_weakly() -> None:
     assert ref.expired()
 
 
+@pytest.mark.pure
 def test_grad_scaler_has_its_scale_in_place() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     assert _torch.scale_of(scaler) is None
@@ -48,6 +51,7 @@ def test_grad_scaler_has_its_scale_in_place() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.pure
 def test_21_fused_optimizers_skip_on_the_device(make: type[torch.optim.Optimizer]) -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = make([p], lr=0.1, fused=True)  # type: ignore[call-arg]
@@ -60,6 +64,7 @@ def test_21_fused_optimizers_skip_on_the_device(make: type[torch.optim.Optimizer
     assert p.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.pure
 def test_first_step_of_fused_sgd_makes_its_buffers_in_the_kernel() -> None:
     """So a skipped first step would leave them uninitialised: the guard reads the verdict on the host there."""
     p = nn.Parameter(torch.ones(3))
@@ -71,6 +76,7 @@ def test_first_step_of_fused_sgd_makes_its_buffers_in_the_kernel() -> None:
     assert optimizer.state[p]["momentum_buffer"] is not None
 
 
+@pytest.mark.pure
 def test_schedulers_want_a_bound_method() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

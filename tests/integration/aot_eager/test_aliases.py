@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import ClipByValue, Observe
 
+from helpers import mostly_slow
+
 BOUND = 0.01
 CLIP = ClipByValue(BOUND)
 
@@ -86,7 +88,9 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 2, 4)])
-@pytest.mark.parametrize("forward", [flat, beside_its_base, transposed, base_is_no_output, last_step, halves, one_view])
+@pytest.mark.parametrize(
+    "forward", mostly_slow([flat, beside_its_base, transposed, base_is_no_output, last_step, halves, one_view])
+)
 def test_error_of_a_returned_view_is_whole_or_refused(forward: Any, shape: tuple[int, ...]) -> None:
     plain, x = Outputs(forward), torch.randn(shape)
     for name in ("fc", "flat"):
@@ -176,7 +180,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("name", mostly_slow(IN_PLACE, 3))
 def test_in_place_op_through_a_view_makes_new_values(name: str) -> None:
     plain, x = Around(IN_PLACE[name]), torch.randn(2, 4)
     wanted = clipped_by_hooks_around(plain, x, "scaled")

@@ -131,6 +131,7 @@ def row_of(a: Architecture) -> str:
     return dict(zip(map(ident, ARCHITECTURES), rows(), strict=True))[ident(a)]
 
 
+@pytest.mark.pure
 def test_the_table_has_every_architecture() -> None:
     names = [f"`{a.name}`" + (f", {a.variant}" if a.variant else "") for a in ARCHITECTURES]
     assert [line.split(" | ")[0].removeprefix("| ") for line in rows()] == names, REMEDY

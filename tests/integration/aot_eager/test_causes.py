@@ -12,11 +12,11 @@ from torch.nn import functional as F
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByValue
 
-from helpers import failure
+from helpers import failure, mostly_slow
 
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 EVERYTHING = [GRADIENTS, gr.on("activation:*/*", CheckFinite()), gr.on("error:*/*", CheckFinite())]
-POLICIES = pytest.mark.parametrize("policy", [GRADIENTS, EVERYTHING], ids=["gradients", "everything"])
+POLICIES = pytest.mark.parametrize("policy", mostly_slow([GRADIENTS, EVERYTHING]), ids=["gradients", "everything"])
 
 
 class Regression(nn.Module):

@@ -12,6 +12,8 @@ from torch import nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, Observe
 
+from helpers import mostly_slow
+
 
 def compiler(gm: torch.fx.GraphModule) -> Any:
     return torch.compile(gm, backend="aot_eager")
@@ -25,7 +27,7 @@ def make(policy: Any) -> gr.RewrittenModule:
     return gr.transform(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1)), policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES))
 def test_backward_in_the_context_manager_is_refused(policy: Any) -> None:
     model, batch = make(policy), torch.ones(2, 3)
     loss = model(batch).sum()
@@ -43,7 +45,7 @@ def test_backward_is_refused_when_it_ran_before_without() -> None:
         model(batch).sum().backward()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES))
 def test_backward_in_a_compiled_training_step_is_refused(policy: Any) -> None:
     model, batch = make(policy), torch.ones(2, 3)
 
@@ -55,6 +57,7 @@ def test_backward_in_a_compiled_training_step_is_refused(policy: Any) -> None:
             torch.compile(step, backend="aot_eager")()
 
 
+@pytest.mark.inductor
 def test_backward_of_a_backend_is_refused() -> None:
     step = torch.compile(nn.Linear(3, 1), backend=gr.backend([]))
     loss = step(torch.ones(2, 3)).sum()

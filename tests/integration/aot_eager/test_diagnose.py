@@ -62,12 +62,14 @@ def only(model: gr.RewrittenModule) -> gr.Finding:
     return finding
 
 
+@pytest.mark.slow
 def test_healthy_run_has_no_findings() -> None:
     policy = [*NORMS, CHECKS, gr.on("activation:*", Observe("zeros", "saturated"))]
     model = train(Deep(3, nn.ReLU), policy, steps=100, lr=0.05)
     assert model.monitor.diagnose() == ()
 
 
+@pytest.mark.slow
 def test_vanishing() -> None:
     finding = only(train(Deep(12, nn.Sigmoid), gr.on("error:layers.*", Observe("norm"))))
     assert finding.kind == "vanishing"
@@ -75,6 +77,7 @@ def test_vanishing() -> None:
     assert finding.figures["growth_per_layer"] < 0.5
 
 
+@pytest.mark.slow
 def test_exploding_over_layers() -> None:
     finding = only(train(Deep(10, nn.Identity, gain=6.0), gr.on("error:layers.*", Observe("norm")), lr=1e-30))
     assert finding.kind == "exploding"
@@ -132,6 +135,7 @@ def test_faulty_learning_rate() -> None:
     assert (findings[0].kind, findings[0].site, findings[0].step) == ("faulty learning rate", "optimizer:0", 4)
 
 
+@pytest.mark.slow
 def test_first_site_that_is_not_finite() -> None:
     class Logs(Deep):
         def forward(self, x: Tensor) -> Tensor:
@@ -150,6 +154,7 @@ def test_first_site_that_is_not_finite() -> None:
     assert finding.site == "activation:logs"
 
 
+@pytest.mark.slow
 def test_doctor_reads_what_the_monitor_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = train(Deep(12, nn.Sigmoid), gr.on("error:layers.*", Observe("norm")))
     model.monitor.to_jsonl(tmp_path / "run.jsonl")

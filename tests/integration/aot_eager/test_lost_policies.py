@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, Scale
 
-from helpers import gradient
+from helpers import gradient, mostly_slow
 
 DOUBLE = gr.on("gradient:*", Scale(2.0))
 
@@ -92,6 +92,7 @@ def test_stance_is_refused(plain: nn.Module, x: Tensor) -> None:
             assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.pure
 def test_disabled_torch_compile_is_refused(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     model.compile(disable=True)
@@ -174,6 +175,7 @@ def test_part_of_the_gradients_warns(x: Tensor) -> None:
         gradient(model, x)
 
 
+@pytest.mark.slow
 def test_transforms_of_a_breaking_model_keep_their_policies(x: Tensor) -> None:
     plain = Breaking()
     wanted = gradient(plain, x)
@@ -192,8 +194,8 @@ def quietly(run: Callable[[], Tensor]) -> Tensor:
         return run()
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
+@pytest.mark.parametrize("mode", mostly_slow([torch.no_grad, torch.inference_mode]))
 def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], Any], fullgraph: bool) -> None:
     plain = Breaking()
     model = gr.transform(plain, DOUBLE, fullgraph=fullgraph)
@@ -250,6 +252,7 @@ class SwitchingOn(Breaking):
             return super().forward(x)
 
 
+@pytest.mark.slow
 def test_graph_break_where_the_model_switches_gradients_on(x: Tensor) -> None:
     model = gr.transform(SwitchingOn(), DOUBLE)
     with torch.no_grad():
@@ -271,6 +274,7 @@ def test_recompile_limit_without_backward_is_nothing() -> None:
             assert torch.equal(quietly(lambda x=x: model(x)), plain(x))
 
 
+@pytest.mark.slow
 def test_late_hook_is_honoured_without_backward(x: Tensor) -> None:
     plain = Breaking()
     model = gr.transform(plain, DOUBLE)

@@ -17,6 +17,8 @@ from torch._dynamo.guards import CheckFunctionManager
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Keep, Observe, Scale
 
+from helpers import mostly_slow
+
 pytestmark = pytest.mark.filterwarnings("ignore::gradrewrite.RewriteWarning")
 
 
@@ -79,9 +81,9 @@ def change_shape(model: gr.RewrittenModule, batch: Tensor) -> None:
     model(batch).sum().backward()
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("use", [nothing, change_hooks, locate, trace, change_shape])
+@pytest.mark.parametrize("use", mostly_slow([nothing, change_hooks, locate, trace, change_shape], 2))
 def test_deleted_model_leaves_nothing(
     fullgraph: bool, compiled: bool, use: Callable[[gr.RewrittenModule, Tensor], None]
 ) -> None:
@@ -100,6 +102,7 @@ def test_deleted_model_leaves_nothing(
     assert alive(run()) == []
 
 
+@pytest.mark.slow
 def test_model_that_lives_is_not_touched_when_another_of_its_class_is_deleted() -> None:
     kept = gr.transform(Net(breaks=True), gr.on("error:fc", ClipByValue(0.5)), fullgraph=False)
     other = gr.transform(Net(breaks=True), gr.on("error:fc", ClipByValue(0.25)), fullgraph=False)
@@ -116,6 +119,7 @@ def test_model_that_lives_is_not_touched_when_another_of_its_class_is_deleted() 
     assert len(kept.explain().graphs) == num_graphs
 
 
+@pytest.mark.slow
 def test_thirty_models_of_one_class_in_a_row_with_graph_breaks() -> None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 
@@ -137,6 +141,7 @@ def guards() -> int:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.slow
 def test_deleted_model_leaves_no_guards(fullgraph: bool) -> None:
     def run() -> None:
         model = gr.transform(Net(breaks=not fullgraph), gr.on("error:fc", ClipByValue(0.5)), fullgraph=fullgraph)
@@ -149,6 +154,7 @@ def test_deleted_model_leaves_no_guards(fullgraph: bool) -> None:
     assert guards() == before
 
 
+@pytest.mark.slow
 def test_guards_of_a_model_that_lives_stay() -> None:
     kept = gr.transform(Net(), gr.on("error:fc", ClipByValue(0.5)))
     kept(torch.ones(2, 3)).sum().backward()
@@ -159,6 +165,7 @@ def test_guards_of_a_model_that_lives_stay() -> None:
     assert guards() == before
 
 
+@pytest.mark.slow
 def test_many_living_models_of_one_class_with_graph_breaks() -> None:
     models = []
     for _ in range(10):
@@ -167,6 +174,7 @@ def test_many_living_models_of_one_class_with_graph_breaks() -> None:
         assert sum(len(graph.edits) for graph in models[-1].explain().graphs) == 1
 
 
+@pytest.mark.slow
 def test_hooks_changed_many_times_with_graph_breaks() -> None:
     model = gr.transform(Net(breaks=True), gr.on("error:fc", ClipByValue(0.5)), fullgraph=False)
     for number in range(12):
@@ -207,6 +215,7 @@ def test_locate_leaves_no_exit_callback() -> None:
     assert atexit._ncallbacks() == before
 
 
+@pytest.mark.inductor
 def test_backend_keeps_its_policy_for_one_model_after_another() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()

@@ -20,6 +20,7 @@ from helpers import (
     clip_value,
     eager_gradients,
     make_case,
+    mostly_slow,
     policy_at,
     run_case,
 )
@@ -36,7 +37,7 @@ ACTIONS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", mostly_slow(ACTIONS))
 @pytest.mark.parametrize("name", CASES)
 def test_op_by_op_equals_eager_hooks(name: str, action: str) -> None:
     case = CASES[name]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import ClipByValue, Scale
 
-from helpers import gradients_of
+from helpers import gradients_of, mostly_slow
 
 BOUND = 0.05
 
@@ -49,13 +49,16 @@ def clipped_by_a_hook(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize(
     ("layer", "settings", "input_needs_grad"),
-    [
-        (nn.LSTM, {}, False),
-        (nn.LSTM, {}, True),
-        (nn.LSTM, {"num_layers": 2, "bidirectional": True}, False),
-        (nn.GRU, {"num_layers": 2, "bidirectional": True}, False),
-        (nn.RNN, {}, False),
-    ],
+    mostly_slow(
+        [
+            (nn.LSTM, {}, False),
+            (nn.LSTM, {}, True),
+            (nn.LSTM, {"num_layers": 2, "bidirectional": True}, False),
+            (nn.GRU, {"num_layers": 2, "bidirectional": True}, False),
+            (nn.RNN, {}, False),
+        ],
+        1,
+    ),
 )
 def test_clip_at_the_output(
     layer: type[nn.RNNBase], settings: dict[str, Any], input_needs_grad: bool, sequence: Tensor
@@ -75,6 +78,7 @@ def test_clip_at_the_output(
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.slow
 def test_evaluation(layer: type[nn.RNNBase], sequence: Tensor) -> None:
     plain = Recurrent(layer)
     model = gr.transform(plain, gr.on("gradient:*", Scale(2.0)))

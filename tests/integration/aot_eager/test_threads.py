@@ -142,6 +142,7 @@ def test_guards_that_the_user_filters_stay_filtered(during_trace: list[Callable[
         assert len(traced) == len(seen) == number
 
 
+@pytest.mark.slow
 def test_two_threads_trace_one_model_for_different_shapes() -> None:
     model = gr.transform(Net(), gr.on("error:here", ClipByValue(0.5)), dynamic=False)
     with ThreadPoolExecutor(2) as pool:
@@ -151,6 +152,7 @@ def test_two_threads_trace_one_model_for_different_shapes() -> None:
     assert hooks_in(model) == 0
 
 
+@pytest.mark.slow
 def test_recompile_limit_of_torch_stays_while_threads_break_graphs() -> None:
     limit = torch._dynamo.config.recompile_limit
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Keep, NanToNum, Observe, Scale, Zero
 
+from helpers import mostly_slow
+
 BOUND = 0.5
 INPUTS = {0: [-1.0] * 6, 1: [3.0] + [-1.0] * 5, 3: [1.0, -1.0, 2.0, -3.0, 4.0, -5.0]}
 
@@ -76,7 +78,7 @@ def wanted_gradient(values: list[float], fn: Any) -> Tensor:
     return wanted
 
 
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("name", mostly_slow(ACTIONS, 4))
 def test_action_at_every_size(name: str) -> None:
     action, fn = ACTIONS[name]
     model = gr.transform(Selected(), gr.on("error:/getitem", action))

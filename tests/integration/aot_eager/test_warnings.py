@@ -64,7 +64,7 @@ def test_trace(x: Tensor) -> None:
     assert warned_lines(run) == ["the trace"]
 
 
-@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("is_function", [False, pytest.param(True, marks=pytest.mark.inductor)])
 def test_backward(plain: nn.Module, x: Tensor, is_function: bool) -> None:
     model = torch.compile(plain, backend=gr.backend(GLOBAL)) if is_function else gr.transform(plain, GLOBAL)
 
@@ -103,6 +103,7 @@ def test_guard(plain: nn.Module, x: Tensor, has_scheduler: bool) -> None:
     assert warned_lines(run) == ["the step"]
 
 
+@pytest.mark.pure
 def test_backward_on_a_thread_of_autograd(x: Tensor) -> None:
     """Such a thread has no Python frames of the user; here a thread without any stands for it."""
     told = threading.Event()
@@ -125,6 +126,7 @@ def test_backward_on_a_thread_of_autograd(x: Tensor) -> None:
     assert warned_lines(run) == ["the backward"]
 
 
+@pytest.mark.pure
 def test_library_is_no_prefix() -> None:
     graph = Graph()
     node = graph.placeholder("x")

@@ -8,11 +8,13 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrewrite.doctor import diagnose, report
 from gradrewrite.history import Finding, Step
+
+pytestmark = pytest.mark.pure
 
 Records = dict[str, float]
 LAYERS = [f"error:layers.{n}" for n in range(8)]
@@ -48,7 +50,6 @@ def healthy(number: int, seed: int, drift: float = 0.05) -> list[Step]:
     return steps
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), number=st.integers(0, 150))
 def test_healthy_run_has_no_findings(seed: int, number: int) -> None:
     found = [f for f in diagnose(healthy(number, seed)) if "clip" not in f.kind or number > 60]
@@ -207,7 +208,6 @@ ADDRESSES = """
 """.split()
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(ADDRESSES), NUMBERS), max_size=30), st.integers(1, 10))
 def test_any_run_has_an_answer_in_strict_json(rows: list[Records], times: int) -> None:
     steps = [Step(n, row) for n, row in enumerate(rows * times)]

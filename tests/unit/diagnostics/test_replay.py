@@ -43,6 +43,7 @@ def check_error(err: gr.NonFiniteError, name: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
 def test_twenty_faults_with_every_op_checked(seed: int) -> None:
     torch.manual_seed(seed)
     plain = FaultyTransformer(seed)
@@ -70,6 +71,7 @@ def test_twenty_faults_by_replay_of_a_compiled_step() -> None:
     model(*inputs).backward()
 
 
+@pytest.mark.slow
 def test_replay_from_gradients_says_what_a_check_at_every_op_says() -> None:
     plain = FaultyTransformer(3)
     inputs = torch.randn(2, 6, 16), torch.randn(2, 6, 1)
@@ -99,6 +101,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_replay_draws_the_random_numbers_of_the_step(is_compiled: bool) -> None:
     model = gr.transform(Dropping(), [GRADIENTS, gr.on("activation:*/truediv", CheckFinite("record"))])
     if is_compiled:
@@ -256,6 +259,7 @@ def test_under_autocast() -> None:
     assert failure(loss.backward).op == "/sqrt"
 
 
+@pytest.mark.slow
 def test_branches_of_cond_are_one_op() -> None:
     class Net(Root):
         def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import pytest
 from gradrewrite.history import Address, Finding, Step, as_executed, last_run, parse, read_jsonl
 from gradrewrite.sinks import JsonLines
 
+pytestmark = pytest.mark.pure
+
 NAN, INF = math.nan, math.inf
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers import mostly_slow
 from models.graphs import GRAPHS, no_edits, three_layers
 
 
-@pytest.mark.parametrize("name", [n for n in GRAPHS if n != "no_edits"])
+@pytest.mark.parametrize("name", mostly_slow([n for n in GRAPHS if n != "no_edits"]))
 def test_the_diff_turns_the_code_before_into_the_code_after(name: str, tmp_path: Path) -> None:
     graph = GRAPHS[name]()
     assert graph.before is not None

@@ -75,6 +75,7 @@ def test_table_sums_up() -> None:
     assert str(gr.Monitor().table())
 
 
+@pytest.mark.pure
 def test_monitor_refuses_sizes_that_are_none() -> None:
     for settings in ({"capacity": 0}, {"every": 0}, {"capacity": 5, "every": 6}, {"every": 1.5}):
         with pytest.raises(ValueError, match="Monitor"):
@@ -177,6 +178,7 @@ def test_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
+@pytest.mark.slow
 def test_jsonl_survives(how: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     program = f"""
@@ -233,6 +235,7 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_reading_from_another_thread_while_training() -> None:
     model = watched(gr.Monitor(capacity=20))
     run_probe(model, 0.0)
@@ -266,6 +269,7 @@ def test_several_backwards_a_step_are_several_rows() -> None:
     assert model.monitor.history(SEEN)[1:] == [3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_several_shapes_and_evaluation_in_between() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

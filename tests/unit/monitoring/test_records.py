@@ -99,6 +99,7 @@ def test_bounds_that_are_numbers_and_bounds_that_are_tensors_are_told_apart(boun
     assert model.monitor.latest() == pytest.approx(norms | {"bound.2@error:h": 0.5, "bound.3@error:h": 0.25})
 
 
+@pytest.mark.slow
 def test_observing_many_gradients_leaves_the_measurement_of_an_error_as_it_is() -> None:
     plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
     alone, beside = (gr.transform(plain, policy).trace(torch.ones(1, 2)) for policy in _observing(plain))
@@ -113,6 +114,7 @@ def _observing(plain: nn.Module) -> tuple[gr.Policy, gr.Policy]:
     return rule, [rule, gr.on("gradient:*", Observe("norm"))]
 
 
+@pytest.mark.pure
 def test_record_outside_a_rewrite_does_nothing() -> None:
     g = torch.ones(3)
     assert watch(g) is g

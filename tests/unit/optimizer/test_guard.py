@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite
 
+from helpers import mostly_slow
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: Tensor) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, 3))
 @pytest.mark.parametrize("inputs", [(GOOD, BAD, GOOD), (BAD, GOOD, BAD, BAD, GOOD)], ids=["later", "first"])
 def test_bad_steps_leave_no_trace(name: str, inputs: tuple[Tensor, ...]) -> None:
     torch.manual_seed(0)
@@ -177,6 +179,7 @@ def test_too_many_skips_name_the_micro_batch_that_failed() -> None:
     assert caught.value.step == 0
 
 
+@pytest.mark.slow
 def test_every_hundredth_skip_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = gr.transform(Net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, max_consecutive_skips=1000)
@@ -234,6 +237,7 @@ def test_two_optimizers_of_one_model() -> None:
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.pure
 def test_bad_arguments() -> None:
     model = gr.transform(Net(), SKIP)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, Observe
 
+from helpers import mostly_slow
+
 GOOD, BAD = torch.ones(2, 3), torch.full((2, 3), math.nan)
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -63,7 +65,7 @@ def recorded(model: gr.RewrittenModule) -> dict[str, float]:
     return {k.removeprefix(head): v for k, v in model.monitor.latest().items() if k.startswith(head)}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, 2))
 def test_equals_an_eager_optimizer(name: str) -> None:
     plain = Net()
     model = gr.transform(copy.deepcopy(plain), POLICY)
@@ -81,7 +83,7 @@ def test_equals_an_eager_optimizer(name: str) -> None:
         assert want["scale"] > 0
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, 2))
 def test_skipped_step_is_zero_and_leaves_no_trace(name: str) -> None:
     plain = gr.transform(Net(), POLICY)
     model = gr.transform(copy.deepcopy(plain.original), POLICY)
@@ -110,7 +112,7 @@ def test_zero_and_non_finite_parameters() -> None:
     assert math.isnan(recorded(model)["scale"])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", mostly_slow([torch.bfloat16, torch.float16, torch.float64, torch.complex64]))
 def test_dtypes(dtype: torch.dtype) -> None:
     class One(nn.Module):
         def __init__(self) -> None:
@@ -132,6 +134,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert recorded(model) == pytest.approx(ratios(before, model.original), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_large_parameters_are_summed_exactly() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

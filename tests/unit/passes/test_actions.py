@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -67,6 +67,7 @@ def test_clip_by_value() -> None:
         ((True,), TypeError),
     ],
 )
+@pytest.mark.pure
 def test_clip_by_value_refuses(settings: tuple[Any, ...], error: type[Exception]) -> None:
     with pytest.raises(error, match="ClipByValue"):
         ClipByValue(*settings)
@@ -120,7 +121,7 @@ def test_infinite_bound_measures() -> None:
 
 
 @given(bound=st.integers(1, 990).map(float), seed=st.integers(0, 2**16))
-@settings(deadline=None, max_examples=50)
+@pytest.mark.pure
 def test_loose_bound_is_inert(bound: float, seed: int) -> None:
     g = torch.randn(7, generator=torch.Generator().manual_seed(seed)) * bound / 3
     norm = torch.linalg.vector_norm(g)
@@ -132,6 +133,7 @@ def test_loose_bound_is_inert(bound: float, seed: int) -> None:
 
 @pytest.mark.parametrize("action", [ClipByNorm, ClipByGlobalNorm])
 @pytest.mark.parametrize("bound", [0.0, -1.0, NAN])
+@pytest.mark.pure
 def test_norm_clips_refuse(action: Any, bound: float) -> None:
     with pytest.raises(ValueError, match="max_norm"):
         action(bound)
@@ -201,6 +203,7 @@ def test_group_acts_after_the_single_sites() -> None:
     assert same(model.w.grad, torch.tensor([3.0, 4.0]))
 
 
+@pytest.mark.slow
 def test_empty_and_scalar_gradients() -> None:
     empty = torch.zeros(0)
     for action in (ClipByValue(1.0, log=True), ClipByNorm(1.0, log=True), ClipByGlobalNorm(1.0), Scale(2.0), Keep()):
@@ -274,6 +277,7 @@ def test_keep_keeps_what_stands_there() -> None:
     assert same(kept["activation:h"], torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_two_answers_of_one_clip_act_as_one() -> None:
     """Twice: clipping again to the same bound changes nothing."""
     g = torch.randn(20)

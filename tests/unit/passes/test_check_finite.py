@@ -122,6 +122,7 @@ def test_no_host_synchronisation_in_a_step(
     assert model.monitor.skipped == 0
 
 
+@pytest.mark.slow
 def test_checks_do_not_keep_the_model_alive() -> None:
     model = gr.transform(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), gr.on("*", CheckFinite("record")))
     model(torch.ones(3, 2)).sum().backward()
@@ -134,6 +135,7 @@ def test_checks_do_not_keep_the_model_alive() -> None:
     assert "nonfinite@gradient:0.weight" in monitor.latest()
 
 
+@pytest.mark.slow
 def test_inputs_of_a_step_are_let_go() -> None:
     model = gr.transform(nn.Linear(2, 2), gr.on("gradient:*", CheckFinite("record")))
     x = torch.ones(3, 2)

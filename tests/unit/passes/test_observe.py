@@ -58,6 +58,7 @@ VALUES = {
 @pytest.mark.parametrize("is_opaque", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", VALUES)
+@pytest.mark.pure
 def test_statistics_are_those_of_torch(name: str, dtype: torch.dtype, is_opaque: bool) -> None:
     x = torch.tensor(VALUES[name], dtype=dtype)
     got = statistics.measure(x, KNOWN, is_opaque=is_opaque)
@@ -66,6 +67,7 @@ def test_statistics_are_those_of_torch(name: str, dtype: torch.dtype, is_opaque:
     assert got.tolist() == pytest.approx(list(reference(x).values()), rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.pure
 def test_norm_does_not_overflow() -> None:
     x = torch.full((4,), 2e38)
     assert statistics.measure(x, ["norm"], is_opaque=True).item() == math.inf  # 4e38 is none of float32
@@ -85,6 +87,7 @@ def test_records_of_observe(kind: str, name: str) -> None:
     assert model.monitor.latest() == pytest.approx(wanted, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_many_sites_are_measured_alike() -> None:
     """From ``rewrite.MANY`` sites on the statistics are opaque; the figures are the same."""
 

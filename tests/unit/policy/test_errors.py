@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue
 
+from helpers import mostly_slow
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -46,18 +48,22 @@ def fails(policy: Any, error: type[Exception], match: str) -> BaseException:
 
 @pytest.mark.parametrize(
     ("answer", "match"),
-    [
-        (1, r"activation:encoder: a policy answers with .* got 1"),
-        ("clip", r"activation:encoder.*'clip'"),
-        (ClipByValue, r"activation:encoder.*class ClipByValue.*ClipByValue\(\.\.\.\)"),
-        ([None, 3], r"activation:encoder.*got 3"),
-    ],
+    mostly_slow(
+        [
+            (1, r"activation:encoder: a policy answers with .* got 1"),
+            ("clip", r"activation:encoder.*'clip'"),
+            (ClipByValue, r"activation:encoder.*class ClipByValue.*ClipByValue\(\.\.\.\)"),
+            ([None, 3], r"activation:encoder.*got 3"),
+        ],
+        1,
+    ),
 )
 def test_nonsense_answer(answer: Any, match: str) -> None:
     fails(lambda site: answer, gr.PolicyError, match)
 
 
 @pytest.mark.parametrize("policy", [1, None, "error:*", ClipByValue(1.0), [ClipByValue(1.0)], ClipByValue])
+@pytest.mark.pure
 def test_no_policy(policy: Any) -> None:
     with pytest.raises(gr.PolicyError):
         gr.transform(Net(), policy)
@@ -65,6 +71,7 @@ def test_no_policy(policy: Any) -> None:
         gr.backend(policy)
 
 
+@pytest.mark.slow
 def test_action_at_a_wrong_kind() -> None:
     fails(
         gr.on("activation:encoder", ClipByValue(1.0)),
@@ -75,6 +82,7 @@ def test_action_at_a_wrong_kind() -> None:
     fails(gr.on("activation:encoder", lambda g: g), gr.PolicyError, r"activation:encoder.*cannot stand")
 
 
+@pytest.mark.slow
 def test_rule_without_a_kind_keeps_to_where_it_may_stand() -> None:
     graph = gr.transform(Net(), gr.on("*", ClipByValue(1.0))).trace(torch.randn(3, 4))
 
@@ -121,6 +129,7 @@ def test_rules_are_not_checked_without_a_backward() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["eror:*", "error:decoder#x", "", None])
+@pytest.mark.pure
 def test_malformed_pattern(pattern: Any) -> None:
     with pytest.raises(ValueError, match="pattern"):
         gr.on(pattern, ClipByValue(1.0))
@@ -150,27 +159,31 @@ def counts(g: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("fn", "match"),
-    [
-        (lambda g: g[:1], r"changed the shape from \(3, 4\) to \(1, 4\)"),
-        (lambda g: g.double(), r"changed the dtype from torch.float32 to torch.float64.*\.to\(torch.float32\)"),
-        (lambda g: g.to("meta"), r"changed the device from cpu to meta"),
-        (lambda g: None, "returned NoneType"),
-        (lambda g: [g], "returned list"),
-        (branch, "tensor function branch could not be traced.*torch.where"),
-        (reads, r"\.item\(\)"),
-        (fails_itself, "fails_itself could not be traced: KeyError: 'oops'"),
-        (lambda g: g + torch.randn_like(g), r"random op aten"),
-        (lambda g: torch.nn.functional.dropout(g, 0.5, training=True), "random op"),
-        (lambda g: g * torch.rand(()), "random op"),
-        (counts, "changes a tensor that it closes over"),
-        (lambda g: gr.record("x", g) or g, "a record is one real number"),
-    ],
+    mostly_slow(
+        [
+            (lambda g: g[:1], r"changed the shape from \(3, 4\) to \(1, 4\)"),
+            (lambda g: g.double(), r"changed the dtype from torch.float32 to torch.float64.*\.to\(torch.float32\)"),
+            (lambda g: g.to("meta"), r"changed the device from cpu to meta"),
+            (lambda g: None, "returned NoneType"),
+            (lambda g: [g], "returned list"),
+            (branch, "tensor function branch could not be traced.*torch.where"),
+            (reads, r"\.item\(\)"),
+            (fails_itself, "fails_itself could not be traced: KeyError: 'oops'"),
+            (lambda g: g + torch.randn_like(g), r"random op aten"),
+            (lambda g: torch.nn.functional.dropout(g, 0.5, training=True), "random op"),
+            (lambda g: g * torch.rand(()), "random op"),
+            (counts, "changes a tensor that it closes over"),
+            (lambda g: gr.record("x", g) or g, "a record is one real number"),
+        ],
+        3,
+    ),
 )
 def test_tensor_function_that_breaks_its_contract(fn: Callable[[Tensor], Any], match: str) -> None:
     caught = fails(gr.on("error:encoder", fn), gr.CallbackError, match)
     assert "error:encoder" in str(caught) + "".join(getattr(caught, "__notes__", []))
 
 
+@pytest.mark.slow
 def test_callback_error_keeps_its_cause() -> None:
     caught = fails(gr.on("error:encoder", fails_itself), gr.CallbackError, "oops")
     assert isinstance(caught.__cause__, KeyError)

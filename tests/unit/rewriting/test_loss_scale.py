@@ -22,6 +22,8 @@ from gradrewrite.passes import (
     Zero,
 )
 
+from helpers import mostly_slow
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", mostly_slow(POLICIES, 2))
 def test_scaled_and_unscaled_runs_agree(name: str) -> None:
     torch.manual_seed(0)
     plain, x = Net().double(), torch.randn(3, 4, dtype=torch.float64)
@@ -126,6 +128,7 @@ def test_kept_tensors_and_checks_are_as_they_were() -> None:
     assert model.monitor.latest()["nonfinite@error:two"] == 0.0
 
 
+@pytest.mark.pure
 def test_what_is_no_scale() -> None:
     with pytest.raises(TypeError, match="GradScaler or a tensor, got float"):
         gr.transform(Net(), [], loss_scale=2.0)  # type: ignore[arg-type]

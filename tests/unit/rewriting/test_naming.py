@@ -64,10 +64,12 @@ LAYER = Site("error", "decoder.0.out", output_of=("decoder.0.out", "decoder.0"),
         (LAYER, "decoder.[01]", True),
     ],
 )
+@pytest.mark.pure
 def test_patterns(site: Site, pattern: str, expected: bool) -> None:
     assert site.matches(pattern) is expected
 
 
+@pytest.mark.pure
 def test_site_is_a_value() -> None:
     assert str(SOFTMAX) == "error:decoder.0.attn/softmax#1"
     assert str(LAYER) == "error:decoder.0.out"

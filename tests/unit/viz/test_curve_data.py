@@ -16,6 +16,8 @@ from gradrewrite.viz import _series
 from gradrewrite.viz._heat import MAX_COLUMNS, MAX_ROWS, group, heat_map
 from gradrewrite.viz._panels import ABSENT, RED, ZERO, colours_of
 
+pytestmark = pytest.mark.pure
+
 NAN, INF = math.nan, math.inf
 
 

@@ -26,6 +26,8 @@ from gradrewrite.viz import _series
 from gradrewrite.viz._heat import heat_map
 from gradrewrite.viz._lettering import legible
 
+from helpers import mostly_slow
+
 NAN, INF = math.nan, math.inf
 
 
@@ -33,6 +35,7 @@ def run_of(*rows: Mapping[str, float], first: int = 0) -> Run:
     return last_run([Step(first + n, row) for n, row in enumerate(rows)])
 
 
+@pytest.mark.pure
 def test_events_are_marked_in_all_other_panels() -> None:
     rows = [{"loss@run": 1.0, "norm@gradient:w": NAN if n in (3, 4, 5, 9) else 1.0} for n in range(12)]
     curves = viz.plot([Step(n, row) for n, row in enumerate(rows)])
@@ -52,6 +55,7 @@ class Net(nn.Module):
         return gr.tap(self.second(self.first(x).tanh()).square().mean(), "loss")
 
 
+@pytest.mark.slow
 def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
     plain = Net()
     watch = gr.on("gradient:*", [CheckFinite("skip"), Observe("norm"), ClipByGlobalNorm(0.5)])
@@ -103,6 +107,7 @@ def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.pure
 def test_last_run_of_a_file() -> None:
     steps = [Step(0, {"loss@run": 9.0}), Step(1, {"loss@run": 9.0}), Step(0, {"loss@run": 1.0})]
     curves = viz.plot(steps)
@@ -135,7 +140,7 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize("format", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("format", mostly_slow(["png", "svg", "pdf"]))
 def test_strange_names_and_equal_bytes(tmp_path: Path, format: Any) -> None:
     before = dict(matplotlib.rcParams)
     curves = viz.plot(everything(STRANGE), title=r"$\bad$ \u4f60 \U0001f600" + "\u4f60" * 200)
@@ -146,6 +151,7 @@ def test_strange_names_and_equal_bytes(tmp_path: Path, format: Any) -> None:
     assert dict(matplotlib.rcParams) == before
 
 
+@pytest.mark.pure
 def test_legible() -> None:
     assert legible("decoder.0", 20) == "decoder.0"
     assert legible("\u4f60$\n", 99) == "\\u4f60$\\u000a"
@@ -156,6 +162,7 @@ def test_legible() -> None:
 @pytest.mark.parametrize(
     ("steps", "words"), [([], "No rows"), ([Step(0, {"zeros@activation:a": 0.5})], "the 1 records are none of norms")]
 )
+@pytest.mark.pure
 def test_nothing_to_draw(tmp_path: Path, steps: list[Step], words: str) -> None:
     curves = viz.plot(steps)
     assert curves.panels == ()
@@ -163,6 +170,7 @@ def test_nothing_to_draw(tmp_path: Path, steps: list[Step], words: str) -> None:
     curves.render(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_no_text_lies_on_other_text() -> None:
     names = [f"blocks.{n}.{w}.weight" for n in range(12) for w in ("attention", "up", "down", "norm")]
     rows = [step.records for step in everything(names)] * 400
@@ -179,6 +187,7 @@ def test_no_text_lies_on_other_text() -> None:
         assert all(abs(a.y0 - b.y0) > 0.9 * a.height for a, b in pairwise(labels))
 
 
+@pytest.mark.slow
 def test_figures_are_new_and_show_in_notebooks() -> None:
     curves = viz.plot(everything(["w"]))
     assert curves.figure() is not curves.figure()
@@ -186,6 +195,7 @@ def test_figures_are_new_and_show_in_notebooks() -> None:
     assert curves._repr_svg_().lstrip().startswith("<?xml")
 
 
+@pytest.mark.pure
 def test_refuses(tmp_path: Path) -> None:
     curves = viz.plot([])
     with pytest.raises(ValueError, match="one of png, svg, pdf, got 'gif'"):
@@ -199,6 +209,7 @@ def test_refuses(tmp_path: Path) -> None:
             viz.plot(source)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_pyplot_is_never_imported() -> None:
     program = """
 import sys, tempfile

@@ -116,6 +116,7 @@ def test_overview_counts_tensors() -> None:
         (["x.0.1", "x.1.1"], "x.[0-1].1"),
     ],
 )
+@pytest.mark.pure
 def test_names_with_ranges(names: list[str], wanted: str) -> None:
     assert _overview._pattern(names) == wanted
 
@@ -260,6 +261,7 @@ def test_graphviz_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         viz.draw(three_layers(), "overview")._repr_svg_()
 
 
+@pytest.mark.pure
 def test_without_a_system_dot_pygraphviz_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -272,6 +274,7 @@ def test_without_a_system_dot_pygraphviz_draws(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "text", ['a"b', "<b>", "a\\nb", "x|y{z}", "a\x07b", "\u5c64", "</td>", "p" * 300, "&amp;", "a:b"]
 )
+@pytest.mark.pure
 def test_any_text_can_stand_in_a_label(text: str) -> None:
     item = _sketch.Item("k:1", "forward", 0, text, text, "", (), text, {"node": text})
     sketch = _sketch.Sketch(text, ("forward",), [item], [], [text])

@@ -15,6 +15,7 @@ from gradrewrite.history import Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
 from gradrewrite.viz import _colours, _net
 
+from helpers import mostly_slow
 from models.graphs import Three, three_layers
 
 
@@ -103,6 +104,7 @@ def test_the_share_that_is_not_finite_is_of_the_elements() -> None:
     assert found.words(0.25) == "at most 25.000% of the elements not finite"
 
 
+@pytest.mark.slow
 def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
     model, net = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3])
     found = _colours.paint(net, measured(model, net)["clip rate"])
@@ -116,7 +118,9 @@ def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
     assert "clip acted in every step" in drawing._repr_svg_()
 
 
-@pytest.mark.parametrize(("view", "site"), [("ladder", None), ("overview", None), ("site", "error:second")])
+@pytest.mark.parametrize(
+    ("view", "site"), mostly_slow([("ladder", None), ("overview", None), ("site", "error:second")])
+)
 def test_every_view_has_colours_and_a_legend(view: str, site: str | None) -> None:
     model, _ = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3, 1e-9])
     svg = viz.draw(model.trace(torch.ones(2, 4)), view, site=site, monitor=model.monitor)._repr_svg_()  # type: ignore[arg-type]
@@ -150,6 +154,7 @@ def test_scales() -> None:
     assert math.isnan(bad.totals["error:a"])
 
 
+@pytest.mark.slow
 def test_of_several_clips_at_a_site_any_counts() -> None:
     policy = [
         gr.on("gradient:first.weight", ClipByNorm(1e-9)),
@@ -200,6 +205,7 @@ def test_a_monitor_without_records_colours_nothing() -> None:
     assert viz.draw(three_layers(), monitor=gr.Monitor()).color_by is None
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_found_without_naming_a_site() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -235,12 +241,14 @@ def test_of_records_alone_the_first_site_in_the_order_of_execution_counts() -> N
     assert str(viz.draw(three_layers(), "site", monitor=steps).site) == "error:second"
 
 
+@pytest.mark.slow
 def test_nothing_failed() -> None:
     model, _ = trained(gr.on("gradient:*", ClipByNorm(1.0)), [1.0])
     with pytest.raises(ValueError, match="nothing non-finite was recorded; give site="):
         viz.draw(model.trace(torch.ones(2, 4)), "site", monitor=model.monitor)
 
 
+@pytest.mark.slow
 def test_the_overview_shows_the_strongest_colour_of_a_module() -> None:
     policy = [gr.on("error:second", ClipByValue(1e-9, log=True)), gr.on("error:/tanh#0", ClipByValue(1e9, log=True))]
     model, _ = trained(policy, [1.0])

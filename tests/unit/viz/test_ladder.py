@@ -126,6 +126,7 @@ def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
         assert not [b for b in boxes if b.y < frame.y < b.y + b.height]
 
 
+@pytest.mark.pure
 def test_an_edit_without_nodes_does_not_break_its_band() -> None:
     ladder = _ladder.lay_out(_net.read(live_thresholds()))
     (band,) = [band for band in ladder.bands if band.path == (("inner", 0),)]
@@ -156,6 +157,7 @@ def test_hidden_nodes_are_read_through() -> None:
     assert {net.nodes[b].aten for b in readers} == {"addmm", "mm"}
 
 
+@pytest.mark.slow
 def test_the_same_graph_gives_the_same_bytes(tmp_path: Path) -> None:
     for form in ("svg", "png", "pdf", "dot", "html"):
         first = Path(viz.draw(three_layers()).render(tmp_path / "a", form)).read_bytes()

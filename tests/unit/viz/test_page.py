@@ -113,6 +113,7 @@ def test_names_with_markup_stay_text() -> None:
     assert "<" not in reader.scripts[0]
 
 
+@pytest.mark.slow
 def test_records_and_metrics_are_in_it() -> None:
     steps = [
         Step(n, {"max_abs@error:second": 0.5 + n, "clipped@error:second": float(n > 1), "mean_abs@error:second": 0.1})
@@ -142,6 +143,7 @@ def test_of_many_steps_those_that_were_not_finite_stay() -> None:
     assert {0, 7, 501, 998, 999} <= set(data["records"]["steps"])
 
 
+@pytest.mark.pure
 def test_only_counts_of_bad_elements_mark_a_step() -> None:
     assert _page._is_bad(Step(0, {"nan@error:a": 1.0}))
     assert _page._is_bad(Step(0, {"loss@run": float("inf")}))
@@ -164,6 +166,7 @@ def test_without_a_monitor_there_are_no_colours(tmp_path: Path) -> None:
     assert not [t for t, _ in reader.elements if t == "img"]
 
 
+@pytest.mark.pure
 def test_the_code_and_style_are_plain() -> None:
     folder = Path(_page.__file__).parent
     code = (folder / "page.js").read_text(encoding="utf-8")
