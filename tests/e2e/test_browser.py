@@ -17,7 +17,7 @@ from models.graphs import odd_names, three_layers, transformer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
 
 STEPS = [
     Step(n, {"max_abs@error:second": 10.0**n, "mean_abs@error:second": 1.0, "clipped@error:second": float(n == 2)})

@@ -13,9 +13,8 @@ import gradrewrite as gr
 from gradrewrite.joint import JointGraph
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
 
-from models.graphs import GRAPHS, Three, live_thresholds, recurrent, three_layers, transformer
+from models.graphs import EACH, Three, live_thresholds, recurrent, three_layers, transformer
 
-EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
 Make = Callable[[], JointGraph]
 
 
@@ -107,6 +106,7 @@ def test_a_sum_of_errors_belongs_to_the_one_that_comes_last() -> None:
     assert graph.meaning.origins[node.name].op == "sigmoid"
 
 
+@pytest.mark.slow
 def test_runs_of_one_module_are_counted() -> None:
     origins = recurrent().meaning.origins.values()
 

@@ -18,6 +18,8 @@ from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, 
 from gradrewrite.sites import Site
 from gradrewrite.tracing import Tracer
 
+from helpers import mostly_slow
+
 INF, NAN = math.inf, math.nan
 SITE = Site("error", "h")
 
@@ -78,7 +80,7 @@ def test_clip_by_value_refuses(settings: tuple[Any, ...], error: type[Exception]
 
 
 @pytest.mark.parametrize("action", [ClipByNorm, ClipByGlobalNorm])
-@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("order", mostly_slow([2.0, INF, 0.5, 1.0, 3.0], 2))
 def test_norm_clips(action: Any, order: float) -> None:
     g = torch.randn(50, dtype=torch.float64)
     norm = g.abs().max() if order == INF else g.abs().pow(order).sum().pow(1 / order)
@@ -88,7 +90,7 @@ def test_norm_clips(action: Any, order: float) -> None:
 
 
 @pytest.mark.parametrize("action", [ClipByNorm(5.0), ClipByGlobalNorm(5.0)])
-@pytest.mark.parametrize("g", [[3.0, 4.0], [0.0, 0.0], [INF, 1.0], [-INF, 1.0], [NAN, 1.0], [INF, NAN]])
+@pytest.mark.parametrize("g", mostly_slow([[3.0, 4.0], [0.0, 0.0], [INF, 1.0], [-INF, 1.0], [NAN, 1.0], [INF, NAN]], 3))
 def test_norm_clips_leave_alone(action: Any, g: list[float]) -> None:
     assert same(through(action, torch.tensor(g), "gradient:w"), torch.tensor(g))
 

@@ -26,8 +26,6 @@ from gradrewrite.viz import _series
 from gradrewrite.viz._heat import heat_map
 from gradrewrite.viz._lettering import legible
 
-from helpers import mostly_slow
-
 NAN, INF = math.nan, math.inf
 
 
@@ -140,7 +138,8 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize("format", mostly_slow(["png", "svg", "pdf"]))
+@pytest.mark.parametrize("format", ["png", "svg", "pdf"])
+@pytest.mark.slow
 def test_strange_names_and_equal_bytes(tmp_path: Path, format: Any) -> None:
     before = dict(matplotlib.rcParams)
     curves = viz.plot(everything(STRANGE), title=r"$\bad$ \u4f60 \U0001f600" + "\u4f60" * 200)

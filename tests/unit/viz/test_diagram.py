@@ -19,9 +19,8 @@ from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _graphviz, _net, _overview, _sketch, _sketch_dot
 
-from models.graphs import GRAPHS, odd_names, recurrent, three_layers, transformer
+from models.graphs import EACH, odd_names, recurrent, three_layers, transformer
 
-EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
 Make = Callable[[], JointGraph]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -76,6 +75,7 @@ def test_overview_fits_on_one_screen(make: Make) -> None:
     assert float((svg.get("height") or "").removesuffix("px")) <= 1000
 
 
+@pytest.mark.slow
 def test_overview_folds_what_is_alike() -> None:
     deep = _overview.sketch_overview(_net.read(transformer()), {}, "")
     steps = _overview.sketch_overview(_net.read(recurrent()), {}, "")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import networkx as nx
 import pytest
 
 from gradrewrite import viz
+from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _graphviz
 
-from models.graphs import GRAPHS, odd_names, three_layers
-
-EACH = pytest.mark.parametrize("name", GRAPHS)
+from models.graphs import EACH, odd_names, three_layers
 
 
 @EACH
-def test_networkx_has_the_graph_node_by_node(name: str) -> None:
-    graph = GRAPHS[name]()
+def test_networkx_has_the_graph_node_by_node(make: Callable[[], JointGraph]) -> None:
+    graph = make()
     found = viz.to_networkx(graph)
     nodes = [n for n in graph.graph_module.graph.nodes if n.op != "output"]
 
@@ -40,8 +40,8 @@ def test_networkx_has_the_graph_node_by_node(name: str) -> None:
 
 
 @EACH
-def test_json_and_graphml_come_back_as_they_were(name: str, tmp_path: Path) -> None:
-    graph = GRAPHS[name]()
+def test_json_and_graphml_come_back_as_they_were(make: Callable[[], JointGraph], tmp_path: Path) -> None:
+    graph = make()
     wanted = viz.to_networkx(graph)
 
     data = json.loads(Path(viz.export(graph, tmp_path / "g", "json")).read_text(), parse_constant=pytest.fail)
@@ -72,8 +72,8 @@ def test_dot_is_read_by_graphviz(tmp_path: Path) -> None:
 
 
 @EACH
-def test_model_explorer(name: str, tmp_path: Path) -> None:
-    graph = GRAPHS[name]()
+def test_model_explorer(make: Callable[[], JointGraph], tmp_path: Path) -> None:
+    graph = make()
     path = viz.export(graph, tmp_path / "g", "model_explorer")
     assert path.endswith(".model_explorer.json")
     data = json.loads(Path(path).read_text())

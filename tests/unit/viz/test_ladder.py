@@ -15,9 +15,9 @@ from gradrewrite import viz
 from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _ladder, _net, _rungs
 
-from models.graphs import GRAPHS, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
+from helpers import mostly_slow
+from models.graphs import EACH, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
 
-EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
 Make = Callable[[], JointGraph]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -84,6 +84,7 @@ def test_labels_are_the_user_s_words() -> None:
     assert ["first.weight"] in boxes.values()
 
 
+@pytest.mark.slow
 def test_a_backward_stands_beside_its_forward() -> None:
     ladder = _ladder.lay_out(_net.read(recurrent()))
     rows: dict[str, set[int]] = {}
@@ -107,7 +108,7 @@ def test_boxes_do_not_overlap() -> None:
         assert all(frame.y + frame.height <= picture.height for frame in picture.frames)
 
 
-@pytest.mark.parametrize("make", [transformer, recurrent], ids=["transformer", "recurrent"])
+@pytest.mark.parametrize("make", mostly_slow([transformer, recurrent]), ids=["transformer", "recurrent"])
 def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
     net = _net.read(make())
     picture = _rungs.draw_ladder(_ladder.lay_out(net), {}, [], "")

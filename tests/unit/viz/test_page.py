@@ -18,9 +18,8 @@ from gradrewrite.history import Step
 from gradrewrite.joint import JointGraph
 from gradrewrite.viz import _net, _page
 
-from models.graphs import GRAPHS, ODD_NAMES, odd_names, three_layers
+from models.graphs import EACH, ODD_NAMES, odd_names, three_layers
 
-EACH = pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
 Make = Callable[[], JointGraph]
 
 
