@@ -32,7 +32,7 @@ def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> 
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
     titles = []
     plot = viz.plot
-    monkeypatch.setattr(viz, "plot", lambda steps, title: titles.append(title) or plot(steps, title=title))
+    monkeypatch.setattr(viz, "plot", lambda steps, title: titles.append(title) or plot(steps, title=title))  # type: ignore[func-returns-value]
     assert shell.run("plot", "run.jsonl") == (0, "curves.png\n", "")
     assert titles == ["run.jsonl"]
 

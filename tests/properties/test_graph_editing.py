@@ -107,10 +107,10 @@ def test_live_tensors_become_the_last_inputs(chain: Chain, seed: int, read: list
     expected = [values[n] for n in chain.outputs]
     for which in read:
         position = data.draw(st.integers(0, len(chain.outputs) - 1), label="output")
-        at = gm.graph.output_node().args[0][position]  # type: ignore[index]
+        at = gm.graph.output_node().args[0][position]
         tensor = live[which]
         traced = _torch.trace(times(tensor), [at.meta["val"]])
-        (result,), _ = edit.splice(traced, gm.graph, [at], gm.graph.output_node(), "is_backward")
+        (result,), _ = edit.splice(traced, gm.graph, [at], gm.graph.output_node(), "is_backward")  # type: ignore[list-item]
         edit.replace_output(gm.graph, position, result)
         expected[position] = expected[position] * tensor
     tensors = edit.live_tensors(gm.graph)

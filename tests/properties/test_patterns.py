@@ -20,7 +20,7 @@ KIND = st.sampled_from(KINDS)
 PART = st.text(st.characters(exclude_characters="/#:", exclude_categories=("Cs",)), min_size=1, max_size=6)
 MODULE = st.lists(PART, min_size=1, max_size=3).map(".".join)
 NAME = MODULE | st.builds("{}/{}".format, MODULE | st.just(""), PART)
-CALL = st.integers(0, 12)
+CALL = st.sampled_from([0, 1]) | st.integers(0, 12)
 BOUND = st.floats(0.001, 1e6)
 ACTIONS = st.one_of(
     st.builds(ClipByValue, BOUND, log=st.booleans()),

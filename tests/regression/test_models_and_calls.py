@@ -26,7 +26,7 @@ def grads(model: nn.Module, *args: Tensor) -> list[Tensor]:
 
 def empty_policy_changes_nothing(model: nn.Module, *args: Tensor) -> None:
     wanted = grads(copy.deepcopy(model), *args)
-    for policy in ([], lambda site: None):
+    for policy in ([], lambda site: None):  # type: ignore[var-annotated]
         torch.testing.assert_close(grads(gr.transform(copy.deepcopy(model), policy), *args), wanted)
 
 
@@ -119,7 +119,7 @@ def test_function_may_change_strides(fn: Any, shape: tuple[int, ...]) -> None:
 
 
 def test_function_keeps_channels_last() -> None:
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     model = gr.transform(plain, gr.on("error:0", lambda g: g.contiguous() * 2))
     wanted = [g * (2 if i < 2 else 1) for i, g in enumerate(grads(copy.deepcopy(plain), x))]
@@ -133,7 +133,7 @@ def test_view_of_another_output_is_said_to_be_out_of_reach() -> None:
             super().__init__()
             self.flat = nn.Flatten(0)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             h = self.fc(x)
             return h, self.flat(h)
 

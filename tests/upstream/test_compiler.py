@@ -115,7 +115,7 @@ def test_3_joint_outputs_say_which_input_they_are_the_gradient_of() -> None:
     descs = output.meta["desc"]
 
     assert len(descs) == len(output.args[0])
-    assert {d.grad_of.idx for d in descs if isinstance(d, GradAOTOutput)} == {0, 1}
+    assert {d.grad_of.idx for d in descs if isinstance(d, GradAOTOutput)} == {0, 1}  # type: ignore[attr-defined]
     assert all(isinstance(d.grad_of, PlainAOTInput) for d in descs if isinstance(d, GradAOTOutput))
 
 
@@ -193,7 +193,7 @@ def test_15_backward_callables_are_boxed() -> None:
 
     def bw_compiler(gm: fx.GraphModule, _: Any) -> Any:
         boxed = _torch.box(gm)
-        return _torch.boxed(lambda args: seen.append(type(args)) or boxed(args))
+        return _torch.boxed(lambda args: seen.append(type(args)) or boxed(args))  # type: ignore[func-returns-value]
 
     backend = aot_autograd(fw_compiler=lambda g, _: _torch.box(g), bw_compiler=bw_compiler)
     torch.compile(Net(), backend=backend)(torch.ones(1, 3)).sum().backward()
@@ -344,7 +344,7 @@ def test_guards_of_code_that_torch_forgot_stay() -> None:
 @pytest.mark.slow
 def test_fake_values_of_a_computed_input_stay_before_215(is_leaf: bool) -> None:
     def count() -> int:
-        for finalizer in weakref.finalize._registry.copy():  # which guards hold fake values too
+        for finalizer in weakref.finalize._registry.copy():  # type: ignore[attr-defined]  # which guards hold fake values too
             if _torch._guards_held_by(finalizer) is not None:
                 finalizer.detach()
         gc.collect()

@@ -226,7 +226,7 @@ def test_update_bn_of_a_breaking_model(x: Tensor) -> None:
     other = copy.deepcopy(plain)
     model = gr.transform(plain, DOUBLE)
     torch.optim.swa_utils.update_bn([x, x + 1], other)
-    quietly(lambda: torch.optim.swa_utils.update_bn([x, x + 1], model))
+    quietly(lambda: torch.optim.swa_utils.update_bn([x, x + 1], model))  # type: ignore[return-value]
 
     for got, wanted in zip(plain.buffers(), other.buffers(), strict=True):
         torch.testing.assert_close(got, wanted)

@@ -71,7 +71,7 @@ def test_check_of_gradients_adds_no_kernel() -> None:
     plain, inputs = Gpt(layers=1), batch()
     counts = []
     with torch._inductor.config.patch(force_disable_caches=True):
-        for policy in ([], gr.on("gradient:*", CheckFinite("skip"))):
+        for policy in ([], gr.on("gradient:*", CheckFinite("skip"))):  # type: ignore[var-annotated]
             model = gr.transform(copy.deepcopy(plain), policy)
             model.compile()
             metrics.reset()

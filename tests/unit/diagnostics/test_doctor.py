@@ -319,7 +319,7 @@ def test_clip_never_acts() -> None:
     assert found.figures == pytest.approx(figures)
     assert diagnose(run_of(19, records)) == ()
     found = diagnose(run_of(30, lambda n: {"norm@error:a": NAN if n else 1.0, "bound@error:a": 2.0}))
-    assert [f.kind for f in found] == ["non-finite"]
+    assert [f.kind for f in found] == ["non-finite"]  # type: ignore[attr-defined]
 
 
 def test_the_gravest_comes_first() -> None:

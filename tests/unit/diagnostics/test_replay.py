@@ -318,7 +318,7 @@ def test_locate_leaves_the_model_as_it_was() -> None:
 
 def test_locate_names_bad_arguments() -> None:
     with pytest.raises(TypeError, match=r"nn\.Module"):
-        gr.locate(lambda x: x, torch.ones(1))  # type: ignore[arg-type]
+        gr.locate(lambda x: x, torch.ones(1))
     with pytest.raises(TypeError, match="loss_fn returns a tensor with one element"):
         gr.locate(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=lambda out: out)
     with pytest.raises(gr.TraceError):

@@ -79,7 +79,7 @@ def test_table_sums_up() -> None:
 def test_monitor_refuses_sizes_that_are_none() -> None:
     for settings in ({"capacity": 0}, {"every": 0}, {"capacity": 5, "every": 6}, {"every": 1.5}):
         with pytest.raises(ValueError, match="Monitor"):
-            gr.Monitor(**settings)  # type: ignore[arg-type]
+            gr.Monitor(**settings)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ def test_zeros_show_dead_units() -> None:
     [
         (lambda: Observe(), ValueError),
         (lambda: Observe("mean"), ValueError),
-        (lambda: CheckFinite("stop"), ValueError),  # type: ignore[arg-type]
+        (lambda: CheckFinite("stop"), ValueError),
     ],
 )
 def test_wrong_settings_raise_at_construction(make: Any, error: type[Exception]) -> None:

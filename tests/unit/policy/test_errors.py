@@ -173,7 +173,7 @@ def counts(g: Tensor) -> Tensor:
             (lambda g: torch.nn.functional.dropout(g, 0.5, training=True), "random op"),
             (lambda g: g * torch.rand(()), "random op"),
             (counts, "changes a tensor that it closes over"),
-            (lambda g: gr.record("x", g) or g, "a record is one real number"),
+            (lambda g: gr.record("x", g) or g, "a record is one real number"),  # type: ignore[func-returns-value]
         ],
         3,
     ),

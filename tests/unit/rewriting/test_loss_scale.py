@@ -131,7 +131,7 @@ def test_kept_tensors_and_checks_are_as_they_were() -> None:
 @pytest.mark.pure
 def test_what_is_no_scale() -> None:
     with pytest.raises(TypeError, match="GradScaler or a tensor, got float"):
-        gr.transform(Net(), [], loss_scale=2.0)  # type: ignore[arg-type]
+        gr.transform(Net(), [], loss_scale=2.0)
     with pytest.raises(ValueError, match="one real element"):
         gr.transform(Net(), [], loss_scale=torch.ones(2))
 

@@ -75,7 +75,7 @@ def test_site_is_a_value() -> None:
     assert str(LAYER) == "error:decoder.0.out"
     assert len({SOFTMAX, Site("error", "decoder.0.attn/softmax", call=1)}) == 1
     with pytest.raises(AttributeError):
-        SOFTMAX.name = "x"  # type: ignore[misc]
+        SOFTMAX.name = "x"
 
 
 def test_runs_in_place_ops_and_nesting() -> None:
@@ -181,7 +181,7 @@ def test_tap_and_identity_name_values() -> None:
     x = torch.randn(2, 4)
     assert torch.equal(gr.tap(x, "x"), x)
     with pytest.raises(TypeError, match="name is a string"):
-        gr.tap(x, 1)  # type: ignore[arg-type]
+        gr.tap(x, 1)
 
 
 def test_pass_through_makes_no_second_site() -> None:

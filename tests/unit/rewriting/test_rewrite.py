@@ -43,7 +43,7 @@ def test_pair_rewritten_graph_is_that_of_the_model_written_by_hand() -> None:
 def test_untouched_graph_is_that_without_probes() -> None:
     """A policy that never answers leaves the ops that torch itself traces."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
     from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 

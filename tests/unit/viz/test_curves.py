@@ -175,7 +175,7 @@ def test_no_text_lies_on_other_text() -> None:
     rows = [step.records for step in everything(names)] * 400
     rows[7] = {**rows[7], **{f"bound@gradient:{name}": float(n + 1) for n, name in enumerate(names)}}
     figure = viz.Curves(run_of(*rows, {"norm@gradient:x": 0.0, "max_abs@gradient:y": 1.0}), "").figure()
-    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     for ax in figure.axes:
         title, legend = ax._left_title.get_window_extent(renderer), ax.get_legend()  # type: ignore[attr-defined]
@@ -198,14 +198,14 @@ def test_figures_are_new_and_show_in_notebooks() -> None:
 def test_refuses(tmp_path: Path) -> None:
     curves = viz.plot([])
     with pytest.raises(ValueError, match="one of png, svg, pdf, got 'gif'"):
-        curves.render(tmp_path / "a", "gif")  # type: ignore[arg-type]
+        curves.render(tmp_path / "a", "gif")
     with pytest.raises(OSError, match="nowhere"):
         curves.render(tmp_path / "nowhere" / "a")
     with pytest.raises(OSError, match="none"):
         viz.plot(tmp_path / "none.jsonl")
     for source in (3, [1, 2], None):
         with pytest.raises(TypeError, match=r"takes a Monitor, the path"):
-            viz.plot(source)  # type: ignore[arg-type]
+            viz.plot(source)
 
 
 @pytest.mark.slow

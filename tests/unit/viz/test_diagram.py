@@ -255,7 +255,7 @@ def test_own_layout_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_graphviz_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(_graphviz.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_graphviz.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
 
     with pytest.warns(viz.DrawingWarning, match="neither on PATH nor in pygraphviz; pip install pygraphviz"):
         viz.draw(three_layers(), "overview")._repr_svg_()
@@ -289,5 +289,5 @@ def test_any_text_can_stand_in_a_label(text: str) -> None:
 
 def test_odd_names_survive_graphviz() -> None:
     for view, site in (("overview", None), ("site", "error:percent%s{{code}}")):
-        drawing = viz.draw(odd_names(), view, site=site)  # type: ignore[arg-type]
+        drawing = viz.draw(odd_names(), view, site=site)
         assert "<svg" in drawing._repr_svg_()

@@ -23,7 +23,7 @@ from models.graphs import Three, three_layers
 @pytest.mark.parametrize("view", ["ladder", "overview", "site"])
 def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: str, form: viz.Format) -> None:
     site = "error:second" if view == "site" else None
-    drawing = viz.draw(three_layers(), view, site=site)  # type: ignore[arg-type]
+    drawing = viz.draw(three_layers(), view, site=site)
     path = drawing.render(tmp_path / "a.b", form)
 
     assert path == str(tmp_path / f"a.b.{form}")
@@ -34,17 +34,17 @@ def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: str, 
 def test_wrong_arguments(tmp_path: Path) -> None:
     graph = three_layers()
     with pytest.raises(TypeError, match=r"as model\.trace.* got Three"):
-        viz.draw(Three())  # type: ignore[arg-type]
+        viz.draw(Three())
     with pytest.raises(ValueError, match="view='tree': choose one of 'ladder', 'overview', 'site'"):
-        viz.draw(graph, "tree")  # type: ignore[arg-type]
+        viz.draw(graph, "tree")
     with pytest.raises(ValueError, match="format='gif': choose one of 'svg'"):
-        viz.draw(graph).render(tmp_path / "x", "gif")  # type: ignore[arg-type]
+        viz.draw(graph).render(tmp_path / "x", "gif")
     with pytest.raises(ValueError, match="hops is a whole number >= 0, got -1"):
         viz.draw(graph, hops=-1)
     with pytest.raises(TypeError, match=r"monitor is a Monitor .* got int"):
-        viz.draw(graph, monitor=3)  # type: ignore[arg-type]
+        viz.draw(graph, monitor=3)
     with pytest.raises(ValueError, match="color_by='loss': choose one of 'clip rate', 'largest error', 'not finite'"):
-        viz.draw(graph, monitor=gr.Monitor(), color_by="loss")  # type: ignore[arg-type]
+        viz.draw(graph, monitor=gr.Monitor(), color_by="loss")
     with pytest.raises(ValueError, match=r"the monitor has no records for that \(it has nothing\)"):
         viz.draw(graph, monitor=gr.Monitor(), color_by="clip rate")
     with pytest.raises(FileNotFoundError):
@@ -123,7 +123,7 @@ def test_colours_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
 )
 def test_every_view_has_colours_and_a_legend(view: str, site: str | None) -> None:
     model, _ = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3, 1e-9])
-    svg = viz.draw(model.trace(torch.ones(2, 4)), view, site=site, monitor=model.monitor)._repr_svg_()  # type: ignore[arg-type]
+    svg = viz.draw(model.trace(torch.ones(2, 4)), view, site=site, monitor=model.monitor)._repr_svg_()
 
     assert "clip acted in every step" in svg
     assert "clip never acted" in svg
@@ -197,7 +197,7 @@ def test_an_edit_without_nodes_is_coloured_too() -> None:
 
 def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
     for view, site in (("overview", None), ("site", "error:second")):
-        data = Path(viz.draw(three_layers(), view, site=site).render(tmp_path / "a", "pdf")).read_bytes()  # type: ignore[arg-type]
+        data = Path(viz.draw(three_layers(), view, site=site).render(tmp_path / "a", "pdf")).read_bytes()
         assert b"/CreationDate (D:19700101" in data or b"/CreationDate" not in data
 
 

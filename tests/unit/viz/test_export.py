@@ -94,9 +94,9 @@ def test_model_explorer(make: Callable[[], JointGraph], tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format='xml': choose one of 'json', 'graphml', 'dot', 'model_explorer'"):
-        viz.export(three_layers(), tmp_path / "g", "xml")  # type: ignore[arg-type]
+        viz.export(three_layers(), tmp_path / "g", "xml")
     with pytest.raises(TypeError, match="JointGraph"):
-        viz.to_networkx(3)  # type: ignore[arg-type]
+        viz.to_networkx(3)
 
 
 def test_actions_are_written_without_addresses() -> None:
