@@ -323,7 +323,7 @@ def test_ninth_backend_of_one_function_is_announced() -> None:
     assert not any(said[:-1])
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_kept_gradient_survives_the_optimizer_compiled() -> None:
     model = gr.transform(Net(), gr.on("gradient:*", Keep()))
     model.compile()

@@ -367,7 +367,7 @@ def test_source_text_of_every_graph_module_stays() -> None:
     assert len(_loader.eval_cache) >= before + 3
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_11_a_hit_of_the_autograd_cache_skips_the_joint_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx

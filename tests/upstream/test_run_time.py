@@ -84,7 +84,7 @@ def test_schedulers_want_a_bound_method() -> None:
     assert isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step, types.MethodType)
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.parametrize("mode", ["rand", "randn"])
 def test_random_numbers_of_compiled_code_are_drawn_from_seeds(mode: str) -> None:
     """A replay draws the seeds as compiled code does, and lets Inductor make numbers of them."""

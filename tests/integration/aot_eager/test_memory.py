@@ -82,7 +82,7 @@ def change_shape(model: gr.RewrittenModule, batch: Tensor) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("use", mostly_slow([nothing, change_hooks, locate, trace, change_shape], 2))
 def test_deleted_model_leaves_nothing(
     fullgraph: bool, compiled: bool, use: Callable[[gr.RewrittenModule, Tensor], None]
@@ -183,7 +183,7 @@ def test_hooks_changed_many_times_with_graph_breaks() -> None:
         assert sum(len(graph.edits) for graph in model.explain().graphs) == 1, number
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.parametrize("by_name", [False, True])
 def test_backend_leaves_nothing_when_its_function_and_modules_are_gone(by_name: bool) -> None:
     from gradrewrite.backend import _registered

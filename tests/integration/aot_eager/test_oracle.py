@@ -55,7 +55,7 @@ def test_op_by_op_equals_eager_hooks(name: str, action: str) -> None:
     assert any(g is not None and not torch.equal(g, unclipped[n]) for n, g in got.items())
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", CASES)
 def test_inductor_equals_eager_hooks(name: str) -> None:
     case = CASES[name]

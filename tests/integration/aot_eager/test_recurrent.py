@@ -90,7 +90,7 @@ def test_evaluation(layer: type[nn.RNNBase], sequence: Tensor) -> None:
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_inductor(layer: type[nn.RNNBase], sequence: Tensor) -> None:
     plain = Recurrent(layer)

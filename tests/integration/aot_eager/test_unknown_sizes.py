@@ -88,7 +88,7 @@ def test_action_at_every_size(name: str) -> None:
     assert len(model.explain().graphs) == 1  # no size was assumed
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_actions_compiled() -> None:
     for name in ("value", "norm 2", "norm 3"):
         action, fn = ACTIONS[name]
@@ -101,7 +101,7 @@ def test_actions_compiled() -> None:
 STATISTICS = ("max_abs", "mean_abs", "norm", "min", "max", "nonfinite", "zeros")
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("kind", ["error", "activation"])
 def test_statistics_at_every_size(kind: str, compiled: bool) -> None:
     model = gr.transform(Selected(), gr.on(f"{kind}:/getitem", Observe(*STATISTICS)))

@@ -103,7 +103,7 @@ def test_training_step_with_the_backward_outside() -> None:
     torch.testing.assert_close(model.x.weight.grad, 3 * plain.x.weight.grad)
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_registered_by_name_with_options() -> None:
     plain, monitor = Gen(), gr.Monitor()
     options: dict[str, Any] = {"policy": gr.on("gradient:*", ClipByNorm(0.5)), "monitor": monitor, "max_fusion_size": 8}
@@ -118,7 +118,7 @@ def test_registered_by_name_with_options() -> None:
     assert all(float(p.grad.norm()) <= 0.5001 for p in model.parameters())  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_mode_and_options_are_inductors() -> None:
     x = torch.ones(2, 3)
     backend = gr.backend(gr.on("gradient:*", Scale(2.0)))

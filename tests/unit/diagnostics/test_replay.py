@@ -59,7 +59,7 @@ def test_twenty_faults_with_every_op_checked(seed: int) -> None:
     model(*inputs).backward()
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_twenty_faults_by_replay_of_a_compiled_step() -> None:
     plain = FaultyTransformer(2)
     inputs = torch.randn(2, 6, 16), torch.randn(2, 6, 1)
@@ -100,7 +100,7 @@ class Dropping(nn.Module):
         return (1.0 / (kept - kept.detach() + (kept == 0))).sum()
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 @pytest.mark.slow
 def test_replay_draws_the_random_numbers_of_the_step(is_compiled: bool) -> None:
     model = gr.transform(Dropping(), [GRADIENTS, gr.on("activation:*/truediv", CheckFinite("record"))])

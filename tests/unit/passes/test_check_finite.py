@@ -87,7 +87,7 @@ def test_first_site_is_the_first_in_execution_not_in_the_alphabet() -> None:
         model.monitor.latest()  # activation:c, then error:b; the errors of a and c are finite
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 def test_no_host_synchronisation_in_a_step(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

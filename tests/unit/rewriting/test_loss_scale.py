@@ -136,7 +136,7 @@ def test_what_is_no_scale() -> None:
         gr.transform(Net(), [], loss_scale=torch.ones(2))
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_compiled() -> None:
     torch.manual_seed(0)
     plain, x, scale = Net(), torch.randn(3, 4), torch.tensor(8.0)
