@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +18,34 @@ from models.zoo import CASES, Case
 
 __all__ = [
     "CASES",
+    "ROOT",
+    "TESTS",
     "Case",
     "Probe",
+    "assert_same_gradients",
+    "clip_norm",
+    "clip_value",
     "eager_gradients",
     "failure",
     "gradient",
     "gradients_of",
     "make_case",
+    "mostly_slow",
+    "policy_at",
     "run_case",
     "run_probe",
 ]
 
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 TensorFunction = Callable[[Tensor], Tensor]
 Gradients = dict[str, Tensor | None]
+
+
+def mostly_slow(cases: Collection[Any], quick: int = 1) -> list[Any]:
+    """Cases of ``pytest.mark.parametrize``, of which the default suite runs the first ones."""
+    slow = [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow) for case in cases]
+    return [*itertools.islice(cases, quick), *slow[quick:]]
 
 
 def make_case(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -102,3 +119,30 @@ def gradient(model: nn.Module, x: Tensor) -> Tensor:
     (first, *_) = model.parameters()
     assert first.grad is not None
     return first.grad.clone()
+
+
+def clip_value(g: Tensor) -> Tensor:
+    return g.clamp(-0.05, 0.05)
+
+
+def clip_norm(g: Tensor) -> Tensor:
+    norm = g.norm()
+    return torch.where(norm > 0.1, g * (0.1 / norm), g)
+
+
+def policy_at(hooked: tuple[str, ...], action: Any) -> gr.Policy:
+    return lambda site: action if site.kind == "error" and site.name in hooked else None
+
+
+def assert_same_gradients(got: dict[str, Tensor | None], expected: dict[str, Tensor | None], rtol: float) -> None:
+    assert got.keys() == expected.keys()
+    # A gradient that is zero but for rounding (a bias before BatchNorm) is compared with the size of the others.
+    scale = max(float(g.abs().max()) for g in expected.values() if g is not None)
+    for name, gradient in got.items():
+        wanted = expected[name]
+        if wanted is None or gradient is None:
+            # torch.compile gives zeros where a parameter reaches only outputs that the loss ignores.
+            left = gradient if wanted is None else wanted
+            assert left is None or not left.any(), name
+            continue
+        torch.testing.assert_close(gradient, wanted, rtol=rtol, atol=rtol * scale, msg=lambda m, n=name: f"{n}: {m}")

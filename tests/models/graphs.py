@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -146,3 +147,10 @@ def transformer(layers: int = 2, *, clips_gradients: bool = True) -> gr.JointGra
 GRAPHS = {
     graph.__name__: graph for graph in (three_layers, live_thresholds, no_edits, recurrent, odd_names, transformer)
 }
+EACH = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.slow if name == "recurrent" else ())  # a graph of 1000 nodes
+        for name, make in GRAPHS.items()
+    ],
+)

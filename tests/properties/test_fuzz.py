@@ -140,6 +140,7 @@ def _op_by_op(program: Program, policy: Any) -> None:
     check(program, policy, compiled=False)
 
 
+@pytest.mark.slow
 def test_op_by_op() -> None:
     COUNTS.clear()
     _op_by_op()
@@ -148,7 +149,7 @@ def test_op_by_op() -> None:
     assert COUNTS["with an action at an error"] >= 80
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 @given(program=programs(), policy=policies)
 @settings(FEW, max_examples=20, derandomize=True)
 def test_compiled(program: Program, policy: Any) -> None:

@@ -1,0 +1,158 @@
+"""The command line; the demo keeps the README's promises."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from gradrewrite.cli import main
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "gradrewrite", "demo", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert time.monotonic() - start < 240  # two minutes on an idle machine
+    result = json.loads((tmp_path / "demo.json").read_text())
+
+    runs = result["regression"]["runs"]
+    assert [run["seed"] for run in runs] == list(range(8))
+    for run in runs:
+        assert any(math.isnan(loss) for loss in run["plain"][:5])
+        first, *_, last = run["rewritten"]
+        assert last < 5
+        assert last < 0.01 * first
+    assert {e["site"].partition(":")[0] for e in result["regression"]["edits"]} == {"gradient"}
+    assert len(result["regression"]["edits"]) == 6
+
+    (run,) = result["text"]["runs"]
+    assert sum(run["rewritten"][-10:]) < 0.7 * sum(run["rewritten"][:10])
+    sites = [e["site"] for e in result["text"]["edits"]]
+    assert sites[:2] == ["error:cell", "error:cell#1"]
+    assert sum(site.startswith("error:cell") for site in sites) == 40
+    assert all(e["nodes"] for e in result["text"]["edits"])
+    assert re.search(r"layer=cell need clipping, max error=[\d.e-]+ avg error=[\d.e-]+\n", done.stdout)
+    assert "error:cell x 40" in done.stdout
+    assert "step/s" in done.stderr
+    for half in ("regression", "text"):
+        check_pictures(tmp_path / half, result[half]["edits"])
+
+
+def check_pictures(path: Path, edits: list[dict[str, list[str]]]) -> None:
+    page = path.with_suffix(".html").read_text()
+    ladder = ET.parse(path.with_suffix(".svg")).getroot()
+    shown = Counter(element.get("data-node") for element in ladder.iter())
+    inserted = [node for edit in edits for node in edit["nodes"]]
+    assert inserted
+    for node in inserted:
+        assert page.count(f'data-node="{node}"') == 1
+        assert shown[node] == 1
+    assert "<title>gradrewrite demo: " in page
+    assert path.with_name(f"{path.name}_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert 'alt="curves of the run"' in page
+
+
+@pytest.mark.pure
+def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "--out" in err
+
+
+LINE = '{"step": %d, "records": {"nonfinite@error:a": %d, "lr@optimizer:0": %s}}\n'
+
+
+@pytest.mark.pure
+def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(LINE % (0, 0, "0.1") + LINE % (1, 8, "0.1") + '{"step": 2, "rec')  # killed while it wrote
+
+    assert main(["doctor", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("non-finite: The first value that is not finite is at error:a (8 elements), in step 1;")
+    assert "\n  suggestion: Use gr.on(" in out
+    assert err == ""
+
+
+@pytest.mark.pure
+def test_doctor_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(LINE % (0, 0, "0.1"))
+
+    assert main(["doctor", str(path)]) == 0
+    assert capsys.readouterr().out == "nothing wrong was found in 1 steps, 2 records\n"
+    assert main(["doctor", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    path.write_text("")
+    assert main(["doctor", str(path)]) == 0
+    assert capsys.readouterr().out == "nothing wrong was found in 0 steps, 0 records\n"
+
+
+@pytest.mark.pure
+def test_doctor_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(LINE % (0, 0, "0.1") + LINE % (1, 8, '"NaN"'))
+
+    assert main(["doctor", "--json", str(path)]) == 0
+    (finding,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert list(finding) == ["kind", "site", "step", "text", "figures", "suggestion"]
+    assert (finding["kind"], finding["site"], finding["step"]) == ("faulty learning rate", "optimizer:0", 1)
+    assert finding["figures"]["learning_rate"] == "NaN"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (None, "cannot read {path}: No such file or directory; give a file of monitor.to_jsonl"),
+        (LINE % (0, 0, "0.1") + "step 1\n", "{path}, line 2: wanted one JSON object, got b'step 1"),
+        ('{"step": 0, "records": {"a\\nb@c": null}}\n', "for 'a\\nb@c', got None; mend or remove the line"),
+        ('"a\\nb"\n', "{path}, line 1: wanted {{"),
+    ],
+)
+@pytest.mark.pure
+def test_doctor_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, wanted: str) -> None:
+    path = tmp_path / "run.jsonl"
+    if text is not None:
+        path.write_text(text)
+
+    for options in ([], ["--json"]):
+        assert main(["doctor", str(path), *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert wanted.format(path=path) in err
+        assert "monitor.to_jsonl" in err
+
+
+@pytest.mark.pure
+def test_doctor_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.pure
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert "demo" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert "gradrewrite" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""The command line on curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradrewrite import viz
+
+from models.shell import Shell
+
+STEP = '{"step": %d, "records": {"max_abs@error:0": %s, "clipped@error:0": %d, "limit@error:0": 0.1}}\n'
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("ending", "check"), [("png", is_png), ("svg", lambda p: "<svg" in p.read_text())])
+@pytest.mark.pure
+def test_plot(shell: Shell, ending: str, check: Callable[[Path], bool]) -> None:
+    Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
+    out = shell.folder / f"curves.{ending}"
+    assert shell.run("plot", "run.jsonl", "--out", str(out)) == (0, f"{out}\n", "")
+    assert check(out)
+
+
+@pytest.mark.slow
+def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
+    titles = []
+    plot = viz.plot
+    monkeypatch.setattr(viz, "plot", lambda steps, title: titles.append(title) or plot(steps, title=title))  # type: ignore[func-returns-value]
+    assert shell.run("plot", "run.jsonl") == (0, "curves.png\n", "")
+    assert titles == ["run.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("none.jsonl",), "cannot read none.jsonl: No such file or directory; give a file of monitor.to_jsonl"),
+        (("bad.jsonl",), "bad.jsonl, line 1: wanted one JSON object"),
+        (("run.jsonl", "--out", "x.html"), "--out x.html: the ending says the format; use one of .png, .svg, .pdf"),
+        (("run.jsonl", "--out", "folder/x.png"), "cannot write folder/x.png: No such file or directory"),
+        ((".",), "cannot read .: Is a directory"),
+    ],
+)
+@pytest.mark.pure
+def test_plot_refuses(shell: Shell, words: tuple[str, ...], wanted: str) -> None:
+    Path("bad.jsonl").write_text("step 1\n" * 2)
+    Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
+    assert wanted in shell.refused("plot", *words)

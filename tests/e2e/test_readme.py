@@ -1,0 +1,41 @@
+"""The README's example runs and prints what the README says; docstring examples too."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradrewrite
+
+from helpers import ROOT
+
+BLOCKS = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+@pytest.mark.slow
+def test_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
+    blocks = BLOCKS.findall((ROOT / "README.md").read_text())
+    (code,) = (text for language, text in blocks if language == "python")
+    (shown,) = (text for language, text in blocks if language == "text")
+    example = tmp_path / "example.py"
+    example.write_text(code)
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
+
+    assert done.stdout == shown
+
+
+@pytest.mark.parametrize(
+    "name", [m.name for m in pkgutil.walk_packages(gradrewrite.__path__, "gradrewrite.") if "__main__" not in m.name]
+)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    result = doctest.testmod(module)
+
+    assert result.failed == 0

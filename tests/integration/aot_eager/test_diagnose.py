@@ -1,0 +1,166 @@
+"""The doctor on real training runs: what it says of a sick one, and that it says nothing of a healthy one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite import cli
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, Observe
+
+NORMS = [gr.on("error:*", Observe("norm")), gr.on("gradient:*", Observe("norm"))]
+CHECKS = gr.on("*", CheckFinite("record"))
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int, act: Callable[[], nn.Module], gain: float = 1.0, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), act()) for _ in range(layers)))
+        self.head = nn.Linear(width, 1)
+        with torch.no_grad():
+            for parameter in self.layers.parameters():
+                parameter.mul_(gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def train(
+    plain: nn.Module,
+    policy: gr.Policy,
+    steps: int = 30,
+    lr: float = 0.01,
+    guarded: bool = False,
+    spoil: Callable[[int, Tensor, torch.optim.Optimizer], Tensor] | None = None,
+    loss_of: Callable[[Tensor, int], Tensor] = lambda out, _: out.square().mean(),
+) -> gr.RewrittenModule:
+    model = gr.transform(plain, policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    if guarded:
+        gr.guard(optimizer, model)
+    for step in range(steps):
+        x = torch.randn(32, 16)
+        if spoil is not None:
+            x = spoil(step, x, optimizer)
+        optimizer.zero_grad()
+        loss_of(model(x) - x[:, :1], step).backward()
+        optimizer.step()
+    return model
+
+
+def only(model: gr.RewrittenModule) -> gr.Finding:
+    (finding,) = model.monitor.diagnose()
+    assert finding.figures
+    assert finding.suggestion
+    return finding
+
+
+@pytest.mark.slow
+def test_healthy_run_has_no_findings() -> None:
+    policy = [*NORMS, CHECKS, gr.on("activation:*", Observe("zeros", "saturated"))]
+    model = train(Deep(3, nn.ReLU), policy, steps=100, lr=0.05)
+    assert model.monitor.diagnose() == ()
+
+
+@pytest.mark.slow
+def test_vanishing() -> None:
+    finding = only(train(Deep(12, nn.Sigmoid), gr.on("error:layers.*", Observe("norm"))))
+    assert finding.kind == "vanishing"
+    assert finding.site.startswith("error:layers.")
+    assert finding.figures["growth_per_layer"] < 0.5
+
+
+@pytest.mark.slow
+def test_exploding_over_layers() -> None:
+    finding = only(train(Deep(10, nn.Identity, gain=6.0), gr.on("error:layers.*", Observe("norm")), lr=1e-30))
+    assert finding.kind == "exploding"
+    assert finding.figures["growth_per_layer"] > 1.5
+
+
+def test_exploding_over_steps() -> None:
+    finding = only(train(nn.Linear(16, 1), gr.on("gradient:*", Observe("norm")), steps=60, lr=1.3))
+    assert finding.kind == "exploding"
+    assert finding.site.startswith("gradient:")
+    assert 1.1 < finding.figures["growth_per_step"] < 4.0  # |1 - 2.6 e| for eigenvalues e of a batch around 1
+
+
+def test_dead_and_saturated_layers() -> None:
+    dead = Deep(2, nn.ReLU)
+    with torch.no_grad():
+        dead.layers[0][0].bias.fill_(-50.0)
+    finding = only(train(dead, gr.on("activation:layers.*", Observe("zeros")), lr=1e-3))
+    assert (finding.kind, finding.site) == ("dead", "activation:layers.0.1")
+    finding = only(train(Deep(2, nn.Tanh, gain=200.0), gr.on("activation:layers.*", Observe("saturated")), lr=1e-3))
+    assert finding.kind == "saturated"
+    assert finding.site.startswith("activation:layers.")
+
+
+@pytest.mark.parametrize(("bound", "kind"), [(1e-6, "clip acts always"), (1e6, "clip never acts")])
+def test_thresholds(bound: float, kind: str) -> None:
+    finding = only(train(Deep(2, nn.Tanh), gr.on("gradient:*", ClipByGlobalNorm(bound))))
+    assert (finding.kind, finding.site) == (kind, "group:default")
+    assert finding.figures["bound"] == pytest.approx(bound)
+
+
+def test_faulty_input() -> None:
+    def spoil(step: int, x: Tensor, _: torch.optim.Optimizer) -> Tensor:
+        return torch.where(torch.arange(32)[:, None] < 3, torch.nan, x) if step == 7 else x
+
+    findings = train(Deep(2, nn.Tanh), CHECKS, spoil=spoil).monitor.diagnose()
+    assert (findings[0].kind, findings[0].site, findings[0].step) == ("faulty input", "data:x", 7)
+    assert findings[0].figures["count"] == 48.0
+
+
+def test_faulty_loss() -> None:
+    def loss_of(out: Tensor, step: int) -> Tensor:
+        return out.square().sum() / (0 if step == 5 else out.numel())
+
+    findings = train(Deep(2, nn.Tanh), CHECKS, loss_of=loss_of).monitor.diagnose()
+    assert (findings[0].kind, findings[0].site, findings[0].step) == ("faulty loss", "outside:0", 5)
+
+
+def test_faulty_learning_rate() -> None:
+    def spoil(step: int, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        optimizer.param_groups[0]["lr"] = math.nan if step == 4 else 0.01
+        return x
+
+    findings = train(Deep(2, nn.Tanh), CHECKS, spoil=spoil, guarded=True).monitor.diagnose()
+    assert (findings[0].kind, findings[0].site, findings[0].step) == ("faulty learning rate", "optimizer:0", 4)
+
+
+@pytest.mark.slow
+def test_first_site_that_is_not_finite() -> None:
+    class Logs(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            h = gr.tap(torch.log(self.layers(x).abs()), "logs")
+            return self.head(h)
+
+    def spoil(step: int, x: Tensor, _: torch.optim.Optimizer) -> Tensor:
+        return x * 0.0 if step == 6 else x
+
+    plain = Logs(2, nn.ReLU)
+    with torch.no_grad():
+        plain.layers[1][0].bias.fill_(-1.0)
+        plain.layers[0][0].bias.zero_()
+    finding = train(plain, CHECKS, spoil=spoil).monitor.diagnose()[0]
+    assert finding.kind == "non-finite"
+    assert finding.site == "activation:logs"
+
+
+@pytest.mark.slow
+def test_doctor_reads_what_the_monitor_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = train(Deep(12, nn.Sigmoid), gr.on("error:layers.*", Observe("norm")))
+    model.monitor.to_jsonl(tmp_path / "run.jsonl")
+    assert cli.main(["doctor", str(tmp_path / "run.jsonl"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+
+    assert shown == [finding.to_json() for finding in model.monitor.diagnose()]
+    assert cli.main(["doctor", str(tmp_path / "run.jsonl")]) == 0
+    assert capsys.readouterr().out.startswith("vanishing: ")

@@ -1,0 +1,284 @@
+"""A policy is never lost in silence: graph breaks, refusals, limits, and gradients that a clip does not see."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByGlobalNorm, Scale
+
+from helpers import gradient, mostly_slow
+
+DOUBLE = gr.on("gradient:*", Scale(2.0))
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(h.tanh())
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    @torch.compiler.disable
+    def unseen(self, h: Tensor) -> Tensor:
+        return self.two(h) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unseen(self.one(x))
+
+
+def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
+    model = gr.transform(Breaking(), DOUBLE)
+
+    with pytest.raises(
+        gr.GraphBreakError, match=r"test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
+    ):
+        model(x)
+    with pytest.raises(gr.GraphBreakError, match="explain"):
+        model.trace(x)
+
+
+def test_graph_break_is_listed_and_warned_about_once(x: Tensor) -> None:
+    plain = Breaking()
+    wanted = gradient(plain, x)
+    model = gr.transform(plain, DOUBLE, fullgraph=False)
+
+    with pytest.warns(gr.RewriteWarning, match=r"test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\""):
+        got = gradient(model, x)
+    torch.testing.assert_close(got, 2 * wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient(model, x)
+    assert any("graph_break()" in line for line in model.explain().skipped)
+    assert {str(e.site) for g in model.explain().graphs for e in g.edits} == {
+        "gradient:one.weight", "gradient:one.bias", "gradient:two.weight", "gradient:two.bias"
+    }  # fmt: skip
+
+
+def test_skipped_region_is_listed(x: Tensor) -> None:
+    model = gr.transform(Skipping(), DOUBLE, fullgraph=False)
+
+    with pytest.warns(gr.RewriteWarning):
+        gradient(model, x)
+    assert any("self.unseen" in line for line in model.explain().skipped)
+
+
+def test_stance_is_refused(plain: nn.Module, x: Tensor) -> None:
+    model, loose = gr.transform(plain, DOUBLE), gr.transform(plain, DOUBLE, fullgraph=False)
+    gradient(model, x)
+
+    with torch.compiler.set_stance("force_eager"):
+        with pytest.raises(gr.NotRewrittenError, match="plain model"):
+            model(x)
+        with pytest.warns(gr.RewriteWarning, match="plain model"):
+            loose(x)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.pure
+def test_disabled_torch_compile_is_refused(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    model.compile(disable=True)
+
+    with pytest.raises(gr.NotRewrittenError, match="plain model"):
+        model(x)
+
+
+def test_disabled_caller_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+
+    torch.testing.assert_close(gradient(torch.compiler.disable(model), x), 2 * gradient(plain, x))
+
+
+def many_shapes(model: nn.Module) -> None:
+    for rows in range(1, 60):
+        model(torch.randn(rows, 4))
+
+
+def test_recompile_limit_is_refused() -> None:
+    model = gr.transform(nn.Linear(4, 3), DOUBLE, dynamic=False)
+
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(gr.NotRewrittenError, match="recompile_limit"):
+        many_shapes(model)
+
+
+def test_recompile_limit_warns_without_fullgraph() -> None:
+    model = gr.transform(nn.Linear(4, 3), DOUBLE, dynamic=False, fullgraph=False)
+
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(gr.RewriteWarning, match=r"plain model|outside"):
+        many_shapes(model)
+
+
+def test_outer_compile_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, DOUBLE)
+    outer = torch.compile(lambda t: model(t) * 1.0, backend="aot_eager")
+    model.zero_grad()
+    outer(x).sum().backward()
+    got = plain[0].weight.grad.clone()
+
+    torch.testing.assert_close(got, 2 * gradient(plain, x))
+
+
+GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
+
+
+def test_accumulated_gradients_warn_once(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, GLOBAL)
+    model(x).sum().backward()
+    with pytest.warns(gr.RewriteWarning, match="each backward by itself"):
+        model(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+
+
+def test_zeroed_gradients_do_not_warn(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, GLOBAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            model(x).sum().backward()
+
+
+def test_two_runs_before_one_backward_warn(plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, GLOBAL)
+    with pytest.warns(gr.RewriteWarning, match="several times"):
+        (model(x).sum() + model(2 * x).sum()).backward()
+
+
+def test_part_of_the_gradients_warns(x: Tensor) -> None:
+    model = gr.transform(Breaking(), GLOBAL, fullgraph=False)
+    with pytest.warns(gr.RewriteWarning) as caught:
+        gradient(model, x)
+    assert sum("each part by itself" in str(w.message) for w in caught) == 1
+    assert sum("graph_break()" in str(w.message) for w in caught) >= 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient(model, x)
+
+
+@pytest.mark.slow
+def test_transforms_of_a_breaking_model_keep_their_policies(x: Tensor) -> None:
+    plain = Breaking()
+    wanted = gradient(plain, x)
+
+    for n in range(1, 13):
+        model = gr.transform(plain, gr.on("gradient:*", Scale(float(n))), fullgraph=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gr.RewriteWarning)
+            got = gradient(model, x)
+        torch.testing.assert_close(got, n * wanted)
+
+
+def quietly(run: Callable[[], Tensor]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run()
+
+
+@pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
+@pytest.mark.parametrize("mode", mostly_slow([torch.no_grad, torch.inference_mode]))
+def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], Any], fullgraph: bool) -> None:
+    plain = Breaking()
+    model = gr.transform(plain, DOUBLE, fullgraph=fullgraph)
+
+    for rows in (5, 3, 5):
+        with mode():
+            assert torch.equal(quietly(lambda rows=rows: model(x[:rows])), plain(x[:rows]))
+    assert not model.explain().skipped
+    if fullgraph:
+        with pytest.raises(gr.GraphBreakError, match="graph_break"):
+            model(x)
+    else:
+        with pytest.warns(gr.RewriteWarning, match="graph_break"):
+            torch.testing.assert_close(gradient(model, x), 2 * gradient(plain, x))
+
+
+def test_graph_break_of_a_frozen_model_is_nothing(x: Tensor) -> None:
+    plain = Breaking().requires_grad_(False)
+    model = gr.transform(plain, DOUBLE)
+
+    assert torch.equal(quietly(lambda: model(x)), plain(x))
+    with pytest.raises(gr.GraphBreakError, match="graph_break"):
+        model(x.requires_grad_())
+
+
+def test_update_bn_of_a_breaking_model(x: Tensor) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Breaking())
+    other = copy.deepcopy(plain)
+    model = gr.transform(plain, DOUBLE)
+    torch.optim.swa_utils.update_bn([x, x + 1], other)
+    quietly(lambda: torch.optim.swa_utils.update_bn([x, x + 1], model))  # type: ignore[return-value]
+
+    for got, wanted in zip(plain.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+class PassingOn(Breaking):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, super().forward(x)
+
+
+def test_graph_break_of_a_model_that_returns_its_input(x: Tensor) -> None:
+    model = gr.transform(PassingOn(), DOUBLE)
+    given = x.requires_grad_() * 2
+
+    with torch.no_grad():
+        returned, _ = model(given)
+    assert returned is given
+
+
+class SwitchingOn(Breaking):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+@pytest.mark.slow
+def test_graph_break_where_the_model_switches_gradients_on(x: Tensor) -> None:
+    model = gr.transform(SwitchingOn(), DOUBLE)
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(gr.GraphBreakError, match="graph_break"):
+                model(x)
+    loose = gr.transform(SwitchingOn(), DOUBLE, fullgraph=False)
+    with torch.no_grad(), pytest.warns(gr.RewriteWarning, match="graph_break"):
+        loose(x)
+
+
+def test_recompile_limit_without_backward_is_nothing() -> None:
+    plain = nn.Linear(4, 3)
+    model = gr.transform(plain, DOUBLE, dynamic=False)
+
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for rows in range(1, 6):
+            x = torch.randn(rows, 4)
+            assert torch.equal(quietly(lambda x=x: model(x)), plain(x))
+
+
+@pytest.mark.slow
+def test_late_hook_is_honoured_without_backward(x: Tensor) -> None:
+    plain = Breaking()
+    model = gr.transform(plain, DOUBLE)
+    with torch.no_grad():
+        model(x)
+        plain.one.register_forward_hook(lambda _, __, out: out * 3)
+        assert torch.equal(model(x), plain(x))

@@ -1,0 +1,234 @@
+"""DistributedDataParallel and FSDP2, until they are supported: graphs stay whole; what would go wrong is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradrewrite as gr
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+from helpers import TESTS, gradient, gradients_of
+
+MAX_NORM, BOUND = 0.05, 0.01
+SINGLE = [
+    gr.on("error:layers.2", ClipByValue(BOUND)),
+    gr.on("gradient:*", [ClipByNorm(MAX_NORM), CheckFinite("raise")]),
+]
+GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
+SKIP = gr.on("gradient:*", CheckFinite("skip"))
+BUCKET = 0.0001  # megabytes: less than one layer, so that DDPOptimizer would split between all of them
+
+Outcome = Any
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(rank + 1)) * (rank + 1)
+
+
+def wrapped(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=BUCKET)
+
+
+def join(path: Path, rank: int, number: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed._DEFAULT_FIRST_BUCKET_BYTES = 64  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=number)
+
+
+def clip(g: Tensor) -> Tensor:
+    norm = g.norm()
+    return torch.where(norm > MAX_NORM, g * (MAX_NORM / norm), g)
+
+
+def by_hooks(x: Tensor) -> dict[str, Tensor]:
+    """The gradients of one process: eager autograd with hooks."""
+    model = make()
+    model.layers[2].register_forward_hook(
+        lambda _, __, out: out.register_hook(lambda g: g.clamp(-BOUND, BOUND)) and None
+    )
+    for p in model.parameters():
+        p.register_hook(clip)
+    model(x).sum().backward()
+    return gradients_of(model)  # type: ignore[return-value]
+
+
+def single_sites(rank: int) -> Outcome:
+    model = gr.transform(make(), SINGLE)
+    ddp = wrapped(model)
+    ddp(batch(rank)).sum().backward()
+    return [g.is_whole for g in model.explain().graphs], gradients_of(model)
+
+
+def failed_check(rank: int) -> Outcome:
+    wrapped(gr.transform(make(), SINGLE))(batch(rank) * float("inf")).sum().backward()
+
+
+def global_clip(rank: int) -> Outcome:
+    wrapped(gr.transform(make(), GLOBAL))(batch(rank))
+
+
+def global_clip_after_a_warm_up(rank: int) -> Outcome:
+    model = gr.transform(make(), GLOBAL)
+    model(batch(rank)).sum().backward()
+    wrapped(model)(batch(rank))
+
+
+def guarded_skip(rank: int) -> Outcome:
+    model = gr.transform(make(), SKIP)
+    ddp = wrapped(model)
+    ddp(batch(rank)).sum().backward()  # without a guard nothing is skipped
+    _optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    ddp(batch(rank))
+
+
+def split_function(rank: int) -> Outcome:
+    torch.compile(wrapped(make()), backend=gr.backend(SINGLE))(batch(rank))
+
+
+def global_clip_in_a_function(rank: int) -> Outcome:
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        out = torch.compile(wrapped(make()), backend=gr.backend(GLOBAL))(batch(rank))
+    out.sum().backward()
+
+
+def single_sites_of_shards(rank: int) -> Outcome:
+    model = gr.transform(make(), SINGLE)
+    fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    model(batch(rank)).sum().backward()
+    return [g.is_whole for g in model.explain().graphs], {n: g.full_tensor() for n, g in gradients_of(model).items()}
+
+
+def global_clip_of_shards(rank: int) -> Outcome:
+    model = gr.transform(make(), GLOBAL)
+    fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    model(batch(rank))
+
+
+PARTS: list[Callable[[int], Outcome]] = [
+    single_sites, failed_check, global_clip, global_clip_after_a_warm_up, guarded_skip, split_function,
+    global_clip_in_a_function, single_sites_of_shards, global_clip_of_shards,
+]  # fmt: skip
+
+
+def run_all(rank: int, path: Path) -> None:
+    join(path, rank, 2)
+    outcomes = {}
+    for part in PARTS:
+        try:
+            outcomes[part.__name__] = part(rank)
+        except Exception as err:
+            outcomes[part.__name__] = f"{type(err).__name__}: {err}"
+        torch.compiler.reset()
+    torch.save(outcomes, path / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """What each part did in each of two processes."""
+    path = tmp_path_factory.mktemp("two")
+    folders = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}  # as conftest.py does
+    command = [sys.executable, __file__, str(path)]  # a new process finds this file by its path only
+    subprocess.run(command, env=environment, check=True)
+    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one process."""
+    join(tmp_path, 0, 1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("part", ["single_sites", "single_sites_of_shards"])
+def test_single_sites_act_in_each_process(of_two: list[dict[str, Outcome]], part: str) -> None:
+    wanted = [by_hooks(batch(rank)) for rank in range(2)]
+    assert not torch.allclose(wanted[0]["layers.0.weight"], wanted[1]["layers.0.weight"])
+
+    for outcomes in of_two:
+        wholes, gradients = outcomes[part]
+        assert wholes == [True]
+        for name, got in gradients.items():
+            torch.testing.assert_close(got, (wanted[0][name] + wanted[1][name]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "texts"),
+    [
+        ("failed_check", ["NonFiniteError", "the input x was not finite already"]),
+        ("global_clip", ["PolicyError", "DistributedDataParallel with 2 processes", "its own gradients"]),
+        ("global_clip_after_a_warm_up", ["PolicyError", "DistributedDataParallel with 2 processes"]),
+        ("guarded_skip", ["PolicyError", "CheckFinite", "DistributedDataParallel", "one process could skip"]),
+        ("split_function", ["GraphBreakError", "DDPOptimizer", "optimize_ddp = False"]),
+        ("global_clip_in_a_function", ["PolicyError", "DistributedDataParallel with 2 processes"]),
+        ("global_clip_of_shards", ["PolicyError", "FSDP2 (fully_shard) with 2 processes"]),
+    ],
+)
+def test_what_is_refused(of_two: list[dict[str, Outcome]], part: str, texts: list[str]) -> None:
+    for outcomes in of_two:
+        assert all(text in outcomes[part] for text in texts), outcomes[part]
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_is_as_none() -> None:
+    x = batch(0)
+    wanted = gradient(gr.transform(make(), [GLOBAL, SKIP]), x)
+    model = gr.transform(make(), [GLOBAL, SKIP])
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    ddp = wrapped(model)
+    ddp(x).sum().backward()
+
+    assert torch.equal(model.layers[0].weight.grad, wanted)
+    assert [g.is_whole for g in model.explain().graphs] == [True]
+    optimizer.zero_grad()
+    counters.clear()
+    for called in (ddp, model):  # inside and outside of DDP: the same compiled code
+        called(x).sum().backward()
+        optimizer.zero_grad()
+    assert not counters["frames"]
+    assert torch._dynamo.config.optimize_ddp is True
+    before = [p.detach().clone() for p in model.parameters()]
+    ddp(x * float("inf")).sum().backward()
+    optimizer.step()
+    assert model.monitor.skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_order_is_shown() -> None:
+    with pytest.raises(TypeError, match=r"DistributedDataParallel\(gr\.transform\(model, policy\)\)"):
+        gr.transform(wrapped(make()), [])
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(run_all, (Path(sys.argv[1]),), nprocs=2)  # type: ignore[attr-defined]

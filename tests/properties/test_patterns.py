@@ -1,0 +1,99 @@
+"""Patterns: what a site is called finds it, what a pattern says comes back, and disjoint rules commute."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import gradrewrite as gr
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Observe, Scale
+from gradrewrite.policy.rules import ask
+from gradrewrite.sites import KINDS, Pattern, Site
+
+pytestmark = pytest.mark.pure
+
+KIND = st.sampled_from(KINDS)
+PART = st.text(st.characters(exclude_characters="/#:", exclude_categories=("Cs",)), min_size=1, max_size=6)
+MODULE = st.lists(PART, min_size=1, max_size=3).map(".".join)
+NAME = MODULE | st.builds("{}/{}".format, MODULE | st.just(""), PART)
+CALL = st.sampled_from([0, 1]) | st.integers(0, 12)
+BOUND = st.floats(0.001, 1e6)
+ACTIONS = st.one_of(
+    st.builds(ClipByValue, BOUND, log=st.booleans()),
+    st.builds(ClipByNorm, BOUND, norm_type=st.sampled_from([1.0, 2.0, 3.0])),
+    st.builds(ClipByGlobalNorm, BOUND, group=st.text(max_size=4)),
+    st.builds(Scale, st.floats(-8.0, 8.0)),
+    st.just(NanToNum()),
+    st.builds(Observe, st.sampled_from(["norm", "max_abs", "zeros"])),
+    st.builds(CheckFinite, st.sampled_from(["raise", "skip", "warn", "record"])),
+    st.just(Keep()),
+)
+WORDS = {action.__name__: action for action in (ClipByValue, ClipByNorm, ClipByGlobalNorm, Scale, NanToNum, Observe)}
+WORDS |= {action.__name__: action for action in (CheckFinite, Keep)} | {"on": gr.on}
+
+
+def literal(name: str) -> str:
+    """The glob that matches one name."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def site(kind: Any, name: str, call: int) -> Site:
+    return Site(kind, name, output_of=() if "/" in name else (name,), call=call)
+
+
+SITES = st.builds(site, KIND, NAME, CALL)
+
+
+@given(SITES)
+def test_the_text_of_a_site_is_a_pattern_that_finds_it(a: Site) -> None:
+    call = f"#{a.call}" if a.call else ""
+    assert str(a) == f"{a.kind}:{a.name}{call}"
+    assert a.matches(f"{a.kind}:{literal(a.name)}{call}")
+    assert a.matches(f"{a.kind}:{literal(a.name)}#{a.call}")
+    assert a.matches(f"{a.kind}:{literal(a.name)}")
+
+
+@given(SITES, SITES)
+def test_an_exact_pattern_finds_no_other_site(a: Site, b: Site) -> None:
+    assume((a.kind, a.name, a.call) != (b.kind, b.name, b.call))
+    assert not b.matches(f"{a.kind}:{literal(a.name)}#{a.call}")
+
+
+@given(SITES, KIND, CALL)
+def test_kind_and_call_tell_sites_of_one_name_apart(a: Site, kind: Any, call: int) -> None:
+    other = site(kind, a.name, call)
+    assert other.matches(f"{a.kind}:{literal(a.name)}") == (kind == a.kind)
+    assert other.matches(f"{a.kind}:{literal(a.name)}#{a.call}") == ((kind, call) == (a.kind, a.call))
+
+
+@given(st.none() | KIND, st.text(st.characters(exclude_characters="#:"), min_size=1), st.none() | CALL)
+def test_a_pattern_comes_back_from_its_text(kind: Any, glob: str, call: int | None) -> None:
+    text = (f"{kind}:" if kind else "") + glob + ("" if call is None else f"#{call}")
+    assert Pattern.parse(text) == Pattern(kind, glob, call)
+
+
+@given(st.none() | KIND, NAME, st.none() | CALL, ACTIONS | st.lists(ACTIONS, min_size=1, max_size=3))
+def test_a_rule_comes_back_from_its_representation(kind: Any, name: str, call: int | None, action: Any) -> None:
+    text = (f"{kind}:" if kind else "") + name + ("" if call is None else f"#{call}")
+    rule = gr.on(text, action)
+    assert eval(repr(rule), dict(WORDS)) == rule
+
+
+@given(SITES, SITES, st.permutations(range(3)), st.data())
+def test_disjoint_rules_commute(a: Site, b: Site, order: list[int], data: st.DataObject) -> None:
+    assume((a.kind, a.name) != (b.kind, b.name))
+    at_a, at_b = (
+        data.draw(ACTIONS.filter(lambda action, s=s: s.kind in action.kinds), label=f"action at {s}") for s in (a, b)
+    )
+    rules = [
+        gr.on(f"{a.kind}:{literal(a.name)}", at_a),
+        gr.on(f"{b.kind}:{literal(b.name)}", at_b),
+        gr.on("error:nowhere at all", NanToNum()),
+    ]
+    shuffled = [rules[n] for n in order]
+    for one, action in ((a, at_a), (b, at_b)):
+        assert ask(rules, one) == ask(shuffled, one) == (action,)

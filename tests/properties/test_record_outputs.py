@@ -1,0 +1,100 @@
+"""The layout of the records that leave a backward graph: no two share an address or an element, none is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.monitoring.step_record import Run
+from gradrewrite.rewriting.action_tracing import Traced
+from gradrewrite.rewriting.record_packing import Reports
+from gradrewrite.sites import Site
+
+pytestmark = pytest.mark.pure
+
+NAMES = st.sampled_from(["norm", "max_abs", "nonfinite", "bound", "limit", "largest", "norm.2", "x"])
+SITES = [Site("error", "a"), Site("error", "a", call=1), Site("gradient", "a"), Site("activation", "a")]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one action at one site reports: tensors of records, a bound that is a number, tensors that are kept."""
+
+    site: Site
+    names: tuple[tuple[str, ...], ...]
+    num_kept: int
+    skips: bool
+    bound: tuple[str, float] | None
+    is_double: tuple[bool, ...] = field(default=())
+
+
+@st.composite
+def reports(draw: Any) -> Report:
+    site = draw(st.sampled_from(SITES))
+    skips = site.kind != "activation" and draw(st.booleans())
+    sizes = st.just(1) if skips else st.integers(1, 4)  # a check reports one count
+    names = tuple(
+        tuple("nonfinite" if skips else draw(NAMES) for _ in range(draw(sizes)))
+        for _ in range(1 if skips else draw(st.integers(0, 3)))
+    )
+    bound = st.none() | st.tuples(st.sampled_from(["bound", "limit"]), st.floats(0, 9))
+    is_double = tuple(draw(st.booleans()) for _ in names)
+    return Report(site, names, draw(st.integers(0, 2)), skips, None if skips else draw(bound), is_double)
+
+
+@given(st.lists(reports(), min_size=1, max_size=5))
+def test_every_record_comes_out_at_its_own_address(all_reports: list[Report]) -> None:
+    graph, mode, found = fx.Graph(), FakeTensorMode(), Reports()
+    inputs: list[Tensor] = []
+    expected: dict[str, float] = {}
+    addresses: list[str] = []
+    kept: list[tuple[Site, Tensor]] = []
+    placeholders: list[list[fx.Node]] = []
+    for report in all_reports:
+        own = []
+        shapes = [(len(names),) if len(names) > 1 else () for names in report.names] + [(2,)] * report.num_kept
+        for n, shape in enumerate(shapes):
+            dtype = torch.float64 if n < len(report.names) and report.is_double[n] else torch.float32
+            start = float(sum(t.numel() for t in inputs))
+            size = torch.Size(shape).numel()
+            inputs.append(torch.arange(start, start + size, dtype=dtype).reshape(shape))
+            own.append(graph.placeholder(f"x{len(inputs)}"))
+            with mode:
+                own[-1].meta["val"] = torch.empty(shape, dtype=dtype)
+        placeholders.append(own)
+    graph.output(())
+    rest = iter(inputs)
+    for report, own in zip(all_reports, placeholders, strict=True):
+        fails = "skip" if report.skips else None
+        traced = Traced(fx.GraphModule({}, fx.Graph()), report.names, report.num_kept, fails=fails, bound=report.bound)
+        got = found.add(str(report.site), report.site, traced, own)
+        values = [float(v) for _ in report.names for v in next(rest).flatten()]
+        kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
+        assert len(got) == len(values)
+        addresses += got
+        expected |= dict(zip(got, values, strict=True))
+    packs, _ = found.pack_into(graph)
+    carried: BackwardOutputs = found.carried()
+    graph.output_node().args = ((*packs, *(node for _, node in found.kept)),)
+    graph.lint()
+    outputs = fx.GraphModule({}, graph)(*inputs)
+    tensors = list(outputs[: len(packs)])
+
+    bounds = [address for address, _ in carried.bounds]
+    assert len({*addresses, *bounds}) == len(addresses) + len(bounds)
+    assert sorted(a for names in carried.packs for a in names) == sorted(addresses)
+    assert [tensor.numel() for tensor in tensors] == [len(names) for names in carried.packs]
+    assert Run(carried, tensors).values() == expected
+    assert carried.kept == tuple(site for site, _ in kept)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(packs) :], kept, strict=True))
+    skips = {address for names, n in zip(carried.packs, carried.num_skips, strict=True) for address in names[:n]}
+    assert len(skips) == sum(report.skips for report in all_reports)
+    assert all(address.startswith("nonfinite") for address in skips)

@@ -1,0 +1,350 @@
+"""The doctor, on synthetic runs whose figures are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradrewrite.diagnostics.doctor import diagnose, report
+from gradrewrite.diagnostics.run_log import Finding, Step
+
+pytestmark = pytest.mark.pure
+
+Records = dict[str, float]
+LAYERS = [f"error:layers.{n}" for n in range(8)]
+NAN, INF = math.nan, math.inf
+
+
+def run_of(number: int, records: Callable[[int], Records]) -> list[Step]:
+    return [Step(n, records(n)) for n in range(number)]
+
+
+def only(steps: list[Step]) -> Finding:
+    found = diagnose(steps)
+    assert len(found) == 1, [(f.kind, f.text) for f in found]
+    return found[0]
+
+
+def healthy(number: int, seed: int, drift: float = 0.05) -> list[Step]:
+    """Magnitudes that walk at random in their logarithms, with noise; shares and clips as of a sound run."""
+    rng = random.Random(seed)
+    sites = [*LAYERS, "gradient:head.weight", "gradient:head.bias"]
+    level = {site: rng.gauss(0.0, 1.0) for site in sites}
+    steps = []
+    for n in range(number):
+        records: Records = {"nonfinite@data:x": 0.0, "nonfinite@outside:0": 0.0}
+        for site in sites:
+            level[site] += rng.gauss(0.0, drift)
+            records[f"norm@{site}"] = math.exp(level[site] + rng.gauss(0.0, 0.2))
+            records[f"nonfinite@{site}"] = 0.0
+        total = math.exp(rng.gauss(0.0, 0.3))
+        records |= {"zeros@activation:relu": rng.uniform(0.3, 0.7), "saturated@activation:tanh": rng.uniform(0.0, 0.2)}
+        records |= {"total_norm@group:default": total, "bound@group:default": 1.2, "lr@optimizer:0": 1e-3}
+        steps.append(Step(n, records))
+    return steps
+
+
+@given(seed=st.integers(0, 10**6), number=st.integers(0, 150))
+def test_healthy_run_has_no_findings(seed: int, number: int) -> None:
+    found = [f for f in diagnose(healthy(number, seed)) if "clip" not in f.kind or number > 60]
+
+    assert found == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_long_walk_has_no_findings(seed: int) -> None:
+    assert diagnose(healthy(600, seed, drift=0.1)) == ()
+
+
+def test_non_finite_is_the_first_in_the_order_of_execution() -> None:
+    def records(n: int) -> Records:
+        bad = n >= 7
+        return {
+            "nonfinite@activation:a": 0.0,
+            "nonfinite@error:a": 9.0 * bad,
+            "nonfinite@error:b": 4.0 * bad,
+            "nonfinite@error:c": 0.0,
+            "max_abs@gradient:w": NAN if bad else 1.0,
+            "largest@error:c": NAN,  # a user's own record
+        }
+
+    found = only(run_of(10, records))
+    assert (found.kind, found.site, found.step) == ("non-finite", "error:b", 7)
+    assert found.figures == {"step": 7, "count": 4.0, "bad_sites": 3, "bad_steps": 3, "steps": 10}
+    assert "at error:b (4 elements), in step 7" in found.text
+    assert "CheckFinite" in found.suggestion
+
+
+@pytest.mark.parametrize(
+    ("bad", "site", "count"),
+    [
+        ({"nan@activation:b": 1.0, "inf@activation:b": 2.0, "nonfinite@error:b": 5.0}, "activation:b", 3.0),
+        ({"mean_abs@gradient:w": INF, "total_norm@group:default": INF}, "gradient:w", None),
+        ({"total_norm@group:default": NAN}, "group:default", None),
+        ({"norm@error:b#1": 1.0, "norm.2@error:b#1": NAN}, "error:b#1", None),
+    ],
+)
+def test_non_finite_by_every_record(bad: Records, site: str, count: float | None) -> None:
+    found = only([Step(0, {"norm@error:z": 1.0}), Step(1, {"norm@error:z": 1.0} | bad), Step(2, {"norm@error:z": 1.0})])
+
+    assert (found.kind, found.site, found.step) == ("non-finite", site, 1)
+    assert found.figures.get("count") == count
+    assert "finite again" in found.suggestion
+
+
+def test_faulty_input() -> None:
+    bad = {"nonfinite@data:x": 3.0, "nonfinite@activation:a": 8.0, "nonfinite@error:a": 8.0, "nonfinite@outside:0": 1.0}
+    found = only(run_of(9, lambda n: dict.fromkeys(bad, 0.0) if n < 4 else bad))
+
+    assert (found.kind, found.site, found.step) == ("faulty input", "data:x", 4)
+    assert found.figures == {"step": 4, "count": 3.0, "bad_sites": 4, "bad_steps": 5, "steps": 9}
+
+
+def test_faulty_loss() -> None:
+    bad = {"nonfinite@activation:a": 0.0, "nonfinite@error:a": 8.0, "nonfinite@outside:0": 1.0}
+    found = only(run_of(9, lambda n: dict.fromkeys(bad, 0.0) if n < 4 else bad))
+    with_activation = only(run_of(9, lambda n: dict.fromkeys(bad, 0.0) if n < 4 else bad | {"nan@activation:b": 1.0}))
+
+    assert (found.kind, found.site, found.step) == ("faulty loss", "outside:0", 4)
+    assert with_activation.kind == "non-finite"
+    assert with_activation.site == "activation:b"
+
+
+@pytest.mark.parametrize("rate", [NAN, INF, -0.1])
+def test_faulty_learning_rate(rate: float) -> None:
+    def records(n: int) -> Records:
+        return {
+            "nonfinite@activation:a": 5.0 * (n > 3),
+            "lr@optimizer:0": 0.1,
+            "lr@optimizer:1": rate if n == 3 else 0.1,
+        }
+
+    found = only(run_of(8, records))
+    assert (found.kind, found.site, found.step) == ("faulty learning rate", "optimizer:1", 3)
+    assert found.figures["learning_rate"] == pytest.approx(rate, nan_ok=True)
+    assert found.figures["first_bad_step"] == 4
+    assert only(run_of(4, records)).kind == "faulty learning rate"  # nothing is non-finite yet
+    assert diagnose(run_of(3, records)) == ()
+    late = only(run_of(8, lambda n: {"nonfinite@error:a": 1.0 * (n > 2), "lr@optimizer:0": rate if n > 5 else 0.1}))
+    assert late.kind == "non-finite"
+
+
+@pytest.mark.parametrize("site", ["data:mask", "activation:masked_fill"])
+def test_mask_of_infinities_is_meant(site: str) -> None:
+    def records(n: int) -> Records:
+        return {f"nonfinite@{site}": 6.0, "nonfinite@error:a": 2.0 * (n == 30), "nonfinite@error:b": 0.0}
+
+    assert diagnose(run_of(30, records)) == ()
+    assert only(run_of(31, records)).site == "error:a"
+
+
+def test_empty_tensor_is_not_non_finite() -> None:
+    assert diagnose(run_of(9, lambda n: {"max_abs@error:a": NAN, "norm@error:a": 0.0})) == ()
+    assert diagnose(run_of(9, lambda n: {"max_abs@error:a": NAN, "nonfinite@error:a": 0.0})) == ()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_exploding_over_steps(noise: float) -> None:
+    rng = random.Random(0)
+
+    def records(n: int) -> Records:
+        grown = 1.5 ** max(0, n - 20)
+        values = {"max_abs@error:a": 0.1 * grown**0.9, "max_abs@error:b": 0.1 * grown, "max_abs@error:c": 0.1}
+        values |= {"max_abs@gradient:w": 0.1 * grown**0.8, "total_norm@group:default": 0.3 * grown}
+        return {address: value * math.exp(rng.gauss(0.0, noise)) for address, value in values.items()}
+
+    found = only(run_of(50, records))
+    assert (found.kind, found.site) == ("exploding", "error:b")
+    assert found.step == pytest.approx(20, abs=3 if noise else 0)
+    assert found.figures["growth_per_step"] == pytest.approx(1.5, rel=noise / 4 + 1e-9)
+    assert found.figures["sites"] == 3
+    if not noise:
+        assert found.figures["from"] == pytest.approx(0.1)
+        assert found.figures["to"] == pytest.approx(0.1 * 1.5**29)
+        assert found.figures["steps"] == 29
+        assert "1.5 per step" in found.text
+
+
+def test_exploding_until_it_is_infinite() -> None:
+    found = diagnose(run_of(40, lambda n: {"norm@gradient:w": 10.0**n if n < 30 else INF}))
+
+    assert [f.kind for f in found] == ["non-finite", "exploding"]
+    assert (found[0].step, found[1].step) == (30, 0)
+    assert found[1].figures["growth_per_step"] == pytest.approx(10.0)
+
+
+def test_one_jump_and_one_last_value() -> None:
+    jump = only(run_of(60, lambda n: {"norm@gradient:w": 1.0 if n < 30 else 1e6 + n % 7}))
+    back = only(run_of(20, lambda n: {"norm@gradient:w": 0.5 if n == 19 else 3.0**n}))
+
+    assert [(f.kind, f.step) for f in (jump, back)] == [("exploding", 29), ("exploding", 0)]
+    assert back.figures["growth_per_step"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda n: 1e-6 * n,  # a layer that starts at zero
+        lambda n: 1e-6 * n * n,  # ... under a warm-up
+        lambda n: 1e4 if n % 17 == 3 else 1.0,  # single bad batches
+        lambda n: 1e4 if n == 1999 else 1.0,
+    ],
+)
+def test_growth_that_is_not_geometric(value: Callable[[int], float]) -> None:
+    assert diagnose(run_of(2000, lambda n: {"norm@gradient:w": value(n)})) == ()
+
+
+NUMBERS = st.sampled_from([0.0, 1.0, 1e-300, 1e300, 5e-324, -1.0, NAN, INF, -INF, 1e3, 1e-3])
+ADDRESSES = """
+    norm@error:a norm@error:b norm@error:c/op norm@error:d#1 norm@error:e bound@error:a clipped@error:b zeros@error:a
+    saturated@activation:t inf@activation:t lr@optimizer:0 nonfinite@data:x max_abs@outside:0 total_norm@group:g
+    bound@group:g norm.2@gradient:w x@y
+""".split()
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(ADDRESSES), NUMBERS), max_size=30), st.integers(1, 10))
+def test_any_run_has_an_answer_in_strict_json(rows: list[Records], times: int) -> None:
+    steps = [Step(n, row) for n, row in enumerate(rows * times)]
+    found = diagnose(steps)
+
+    for finding in found:
+        assert finding.figures
+        assert finding.text
+        assert finding.suggestion
+        json.dumps(finding.to_json(), allow_nan=False)
+    assert report(found, steps)
+
+
+def test_too_few_steps_show_nothing() -> None:
+    few = run_of(4, lambda n: {"norm@gradient:w": 1e3**n, "zeros@activation:a": 1.0})
+
+    assert diagnose(few) == diagnose([Step(0, {})]) == diagnose([]) == ()
+    assert report((), []) == "nothing wrong was found in 0 steps, 0 records"
+    assert report(()) == "nothing wrong was found"
+
+
+def test_exploding_over_layers() -> None:
+    rng = random.Random(1)
+
+    def records(n: int) -> Records:
+        unit = math.exp(rng.gauss(0.0, 1.0))
+        ops = {f"norm@{site}/relu": unit for site in LAYERS}
+        return ops | {f"norm@{site}": unit * 10.0 ** (7 - depth) for depth, site in enumerate(LAYERS)}
+
+    steps = run_of(31, records)
+    found = only(steps)
+    middle = sorted(s.records["norm@error:layers.7"] for s in steps)[15]
+    assert (found.kind, found.site, found.step) == ("exploding", "error:layers.0", 0)
+    figures = {"growth_per_layer": 10.0, "at_output_end": middle, "at_input_end": middle * 1e7, "layers": 8}
+    assert found.figures == pytest.approx(figures)
+
+
+def test_vanishing() -> None:
+    profile = {f"max_abs@{site}": (1 / 64) ** (7 - depth) for depth, site in enumerate(LAYERS)}
+    found = only(run_of(6, lambda n: profile | {"mean_abs@error:layers.7": 1.0}))
+
+    assert (found.kind, found.site, found.step) == ("vanishing", "error:layers.3", 0)
+    assert {k: v for k, v in found.figures.items() if "@" not in k} == pytest.approx(
+        {"growth_per_layer": 1 / 64, "at_output_end": 1.0, "at_input_end": 64**-7, "layers": 8, "vanished_layers": 4}
+    )
+    assert found.figures["max_abs@error:layers.3"] == pytest.approx(64**-4)
+    assert "error:layers.0 (2.274e-13)" in found.text
+    assert "error:layers.4" not in found.text
+
+
+def test_exact_zeros_have_vanished() -> None:
+    found = only(run_of(6, lambda n: {f"norm@{site}": 0.5 * (depth > 2) for depth, site in enumerate(LAYERS)}))
+
+    assert (found.kind, found.site) == ("vanishing", "error:layers.2")
+    assert found.figures["vanished_layers"] == 3
+    assert "growth_per_layer" not in found.figures
+    assert found.figures["at_input_end"] == 0.0
+
+
+def test_layers_that_differ_are_no_trend() -> None:
+    jump = {f"norm@{site}": 1e5 if depth < 4 else 1.0 for depth, site in enumerate(LAYERS)}
+    shrinking = {f"norm@{site}": 0.5 ** (7 - depth) for depth, site in enumerate(LAYERS)}
+    few = {f"norm@{site}": 1e-3**depth for depth, site in enumerate(LAYERS[:3])}
+    negative = {f"norm@{site}": -1.0 for site in LAYERS}  # a user's own record of that name
+
+    assert all(diagnose(run_of(9, lambda n, r=r: r)) == () for r in (jump, shrinking, few, negative))
+
+
+def test_saturated_and_dead() -> None:
+    def records(n: int) -> Records:
+        late = n >= 10
+        shares = {f"saturated@activation:tanh{k}": (0.6 + k / 100) * late for k in range(7)}
+        shares |= {"saturated@activation:fine": 0.3, "zeros@activation:fine": 0.9, "zeros@error:fine": 0.99}
+        return shares | {"zeros@activation:relu": 0.99 if late else 0.5, "zeros@error:relu": 1.0}
+
+    saturated, dead = diagnose(run_of(40, records))
+    assert (saturated.kind, saturated.site, saturated.step) == ("saturated", "activation:tanh6", 10)
+    listed = {f"share@activation:tanh{k}": 0.6 + k / 100 for k in range(2, 6)}
+    assert saturated.figures == pytest.approx({"share": 0.66, "steps": 20, "sites": 7} | listed)
+    assert saturated.text.endswith("activation:tanh2 (0.62) and 2 more.")
+    assert (dead.kind, dead.site, dead.figures["share"]) == ("dead", "error:relu", 1.0)
+    assert dead.figures["share@activation:relu"] == 0.99
+
+
+def test_clip_acts_always() -> None:
+    def records(n: int) -> Records:
+        clip = {"clipped@error:a": 1.0, "max_abs@error:a": 5.0, "total_norm@group:all": n + 1.0, "bound@group:all": 3.5}
+        return clip | {"norm@error:b": 2.0 + n % 2, "norm.2@error:b": 2.0 + n % 2, "bound@error:b": 2.5}
+
+    found = only(run_of(40, records))
+    assert (found.kind, found.site, found.step) == ("clip acts always", "error:a", 0)
+    assert found.figures == {"share": 1.0, "steps": 40, "sites": 2, "share@group:all": 0.925, "percentile_90": 5.0}
+    norms = only(run_of(40, lambda n: {a: v for a, v in records(n).items() if "group" in a}))
+    assert norms.figures["percentile_90"] == pytest.approx(36.1)
+    assert norms.figures["bound"] == 3.5
+    assert "36.1" in norms.suggestion
+    assert diagnose(run_of(19, records)) == ()
+
+
+def test_clip_never_acts() -> None:
+    def records(n: int) -> Records:
+        idle = {"norm@error:a": 0.25 + n / 1000, "bound@error:a": 100.0, "norm.2@error:a": 9.0, "bound.2@error:a": 10.0}
+        idle |= {"norm@error:d": 0.0, "bound@error:d": 0.0}  # a tensor that was set to 0
+        return idle | {"norm@error:b": 1.0, "bound@error:b": INF, "clipped@error:c": 0.0, "max_abs@error:c": 1.0}
+
+    found = only(run_of(21, records))
+    assert (found.kind, found.site) == ("clip never acts", "error:a")
+    figures = {"largest_norm": 0.27, "bound": 100.0, "steps": 21, "sites": 2, "largest_norm@error:a": 9.0}
+    assert found.figures == pytest.approx(figures)
+    assert diagnose(run_of(19, records)) == ()
+    found = diagnose(run_of(30, lambda n: {"norm@error:a": NAN if n else 1.0, "bound@error:a": 2.0}))
+    assert [f.kind for f in found] == ["non-finite"]  # type: ignore[attr-defined]
+
+
+def test_the_gravest_comes_first() -> None:
+    def records(n: int) -> Records:
+        vanishing = {f"norm@{site}": 0.01 ** (7 - depth) for depth, site in enumerate(LAYERS)}
+        shares = {"zeros@activation:r": 1.0, "saturated@activation:t": 1.0, "norm@gradient:w": 2.0**n}
+        clips = {"bound@gradient:w": 1e-3, "norm@gradient:v": 1.0, "bound@gradient:v": 2.0}
+        return clips | shares | vanishing | {"nonfinite@error:z": float(n > 30)}
+
+    kinds = ["non-finite", "exploding", "vanishing", "saturated", "dead", "clip acts always", "clip never acts"]
+    assert [f.kind for f in diagnose(run_of(40, records))] == kinds
+
+
+def test_last_run_of_a_file_counts() -> None:
+    bad, good = run_of(9, lambda n: {"nonfinite@error:a": 1.0}), run_of(9, lambda n: {"nonfinite@error:a": 0.0})
+
+    assert diagnose(bad + good) == ()
+    assert report((), bad + good) == "nothing wrong was found in 9 steps, 1 records"
+    assert only(good + bad).figures["steps"] == 9
+
+
+def test_report() -> None:
+    found = diagnose(run_of(9, lambda n: {"lr@optimizer:0": NAN if n else 0.1, "norm@error:a": 1.0}))
+    other = Finding("dead", "error:a", 2, "All is 0.", {"share": 1.0, "steps": 20}, "Wake it.")
+
+    text = report([*found, other])
+    assert "figures: learning_rate = NaN, learning_rate_step = 1" in text
+    assert text.endswith("\n\ndead: All is 0.\n  figures: share = 1, steps = 20\n  suggestion: Wake it.")

@@ -1,0 +1,181 @@
+"""The page as a file: everything is in it, once, and nothing of it comes from outside."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradrewrite import viz
+from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.viz import _graph_view
+from gradrewrite.viz.page import _html
+
+from models.graphs import EACH, ODD_NAMES, odd_names, three_layers
+
+Make = Callable[[], JointGraph]
+
+
+class Reader(HTMLParser):
+    """Elements of a page with their attributes, and the text of each script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self._in_script = True
+            self.scripts.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = self._in_script and tag != "script"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+def page_of(graph: JointGraph, **options: Any) -> tuple[Reader, dict[str, Any]]:
+    reader = Reader(viz.draw(graph, **options)._bytes("html").decode())
+    return reader, json.loads(reader.scripts[0], parse_constant=pytest.fail)
+
+
+@EACH
+def test_every_drawn_node_is_in_the_page_once_and_marked_if_it_was_inserted(make: Make) -> None:
+    graph = make()
+    reader, _ = page_of(graph)
+    graph_view = _graph_view.read_graph(graph)
+    drawn = [(a["data-node"], set((a["class"] or "").split())) for _, a in reader.elements if "data-node" in a]
+
+    assert Counter(name for name, _ in drawn) == Counter(
+        set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view)
+    )
+    marked = {name for name, classes in drawn if classes & {"inserted", "records"}}
+    assert marked == {node.name for node in graph_view.nodes.values() if node.mark}
+    edits = [a["data-edit"] for _, a in reader.elements if "data-edit" in a]
+    assert sorted(map(int, filter(None, edits))) == list(range(len(graph.edits)))
+
+
+@EACH
+def test_the_data_is_that_of_the_graph(make: Make) -> None:
+    graph = make()
+    reader, data = page_of(graph)
+
+    assert [e["nodes"] for e in data["edits"]] == [list(e.nodes) for e in graph.edits]
+    assert list(data["nodes"]) == [n.name for n in graph.graph_module.graph.nodes if n.op != "output"]
+    elements = [a for _, a in reader.elements if "node" in (a.get("class") or "").split() and "transform" in a]
+    assert [box["key"] for box in data["boxes"]] == [
+        a.get("data-node") or a.get("data-returned") or box["key"]
+        for a, box in zip(elements, data["boxes"], strict=True)
+    ]
+    paths = [a for tag, a in reader.elements if tag == "path" and "data-line" in a]
+    assert len(paths) == len(data["lines"])
+    assert all(0 <= box["row"] < len(data["rows"]) for box in data["boxes"])
+    for edit in graph.edits:
+        for name in edit.nodes:
+            assert data["nodes"][name]["code"].startswith(name)
+            assert data["nodes"][name]["code"].endswith(f"# {edit.text} at {edit.site}")
+
+
+def test_nothing_comes_from_outside() -> None:
+    reader, _ = page_of(three_layers(), monitor=[Step(0, {"loss@run": 1.0})])
+
+    for _, attributes in reader.elements:
+        for name in ("src", "href", "data", "action", "xlink:href"):
+            assert (attributes.get(name) or "data:").startswith("data:")
+    assert [t for t, _ in reader.elements if t in ("link", "iframe", "object", "embed", "base")] == ["link"]  # the icon
+    policy = next(a["content"] for t, a in reader.elements if t == "meta" and "content" in a and "http-equiv" in a)
+    assert policy is not None
+    assert policy.startswith("default-src 'none';")
+
+
+def test_names_with_markup_stay_text() -> None:
+    reader, data = page_of(odd_names(), title="<script>alert(2)</script>{{data}}")
+
+    assert len(reader.scripts) == 2
+    assert Counter(t for t, _ in reader.elements)["script"] == 2
+    for name in ODD_NAMES:
+        assert any(name in node["module"] for node in data["nodes"].values())
+    assert "<" not in reader.scripts[0]
+
+
+@pytest.mark.slow
+def test_records_and_metrics_are_in_it() -> None:
+    steps = [
+        Step(n, {"max_abs@error:second": 0.5 + n, "clipped@error:second": float(n > 1), "mean_abs@error:second": 0.1})
+        for n in range(4)
+    ]
+    steps.append(Step(4, {"max_abs@error:second": float("nan"), "clipped@error:second": 0.0}))
+    reader, data = page_of(three_layers(), monitor=steps)
+
+    assert data["records"]["steps"] == [0, 1, 2, 3, 4]
+    assert data["records"]["values"]["error:second"]["max_abs"] == [0.5, 1.5, 2.5, 3.5, "NaN"]
+    assert data["records"]["values"]["error:second"]["mean_abs"] == [0.1, 0.1, 0.1, 0.1, None]
+    rates = data["metrics"][0]
+    assert (rates["name"], data["color_by"]) == ("clip rate", "clip rate")
+    assert rates["values"]["error:second"] == {"total": 0.4, "steps": [0.0, 0.0, 1.0, 1.0, 0.0]}
+    (image, *_) = [a["src"] for t, a in reader.elements if t == "img"]
+    assert image is not None
+    assert base64.b64decode(image.partition(",")[2]).lstrip().startswith(b"<?xml")
+
+
+def test_of_many_steps_those_that_were_not_finite_stay() -> None:
+    steps = [
+        Step(n, {"nonfinite@error:second": float(n in (7, 501, 998)), "norm@error:second": 1.0}) for n in range(1000)
+    ]
+    _, data = page_of(three_layers(), monitor=steps)
+
+    assert len(data["records"]["steps"]) <= _html.MOST_STEPS
+    assert {0, 7, 501, 998, 999} <= set(data["records"]["steps"])
+
+
+@pytest.mark.pure
+def test_only_counts_of_bad_elements_mark_a_step() -> None:
+    assert _html._is_bad(Step(0, {"nan@error:a": 1.0}))
+    assert _html._is_bad(Step(0, {"loss@run": float("inf")}))
+    assert not _html._is_bad(Step(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
+
+
+def test_records_of_a_group_are_those_of_its_members() -> None:
+    _, data = page_of(three_layers())
+    edit = next(e for e in three_layers().edits if e.text.startswith("ClipByGlobalNorm"))
+    (box,) = [box for box in data["boxes"] if box["key"] == edit.nodes[0]]
+
+    assert "group:default" in box["sites"]
+
+
+def test_without_a_monitor_there_are_no_colors(tmp_path: Path) -> None:
+    reader, data = page_of(three_layers())
+
+    assert data["metrics"] == []
+    assert data["records"] == {"steps": [], "values": {}}
+    assert not [t for t, _ in reader.elements if t == "img"]
+
+
+@pytest.mark.pure
+def test_the_code_and_style_are_plain() -> None:
+    folder = Path(_html.__file__).parent
+    code = (folder / "page.js").read_text(encoding="utf-8")
+
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttpRequest|import\(", code
+    )
+    assert "</script" not in code
+    for name in ("page.js", "page.css", "page.html"):
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", (folder / name).read_text(encoding="utf-8"))

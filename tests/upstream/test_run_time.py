@@ -1,0 +1,103 @@
+"""Facts about torch's run time that checks, replays and guards lean on; a failure here says that torch has changed."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradrewrite._compat import autograd, operators, optimizers
+
+
+@pytest.mark.pure
+def test_error_in_a_callback_at_the_end_reaches_the_caller() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def fail() -> None:
+        assert x.grad is not None  # gradients are accumulated by then
+        raise KeyError("end")
+
+    def at(g: Tensor) -> None:
+        autograd.at_end_of_backward(fail)
+
+    y = x * 2
+    y.register_hook(at)
+    with pytest.raises(KeyError, match="end"):
+        y.sum().backward()
+
+
+@pytest.mark.pure
+def test_storage_is_known_weakly() -> None:
+    x = torch.ones(3)
+    ref, view = StorageWeakRef(x.untyped_storage()), x[1:]
+    assert StorageWeakRef(view.untyped_storage()).cdata == ref.cdata
+    assert not ref.expired()
+    del x, view
+    assert ref.expired()
+
+
+@pytest.mark.pure
+def test_grad_scaler_has_its_scale_in_place() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    assert optimizers.scale_of(scaler) is None
+    scaler.scale(torch.ones(()))
+    scale = optimizers.scale_of(scaler)
+    assert scale is not None
+    assert float(scale) == 4.0
+    assert optimizers.scale_of(torch.amp.GradScaler("cpu", enabled=False)) is None
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.pure
+def test_21_fused_optimizers_skip_on_the_device(make: type[torch.optim.Optimizer]) -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = make([p], lr=0.1, fused=True)  # type: ignore[call-arg]
+    if make is torch.optim.Adagrad and not hasattr(optimizer, "_step_supports_amp_scaling"):
+        pytest.skip("its kernel reads found_inf from torch 2.13 on; before, the guard reads on the host")
+    assert optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+    p.grad = torch.full((3,), torch.nan)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert p.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.pure
+def test_first_step_of_fused_sgd_makes_its_buffers_in_the_kernel() -> None:
+    """So a skipped first step would leave them uninitialised: the guard reads the verdict on the host there."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True)
+    assert optimizer.state[p].get("momentum_buffer") is None
+    p.grad = torch.ones(3)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert optimizer.state[p]["momentum_buffer"] is not None
+
+
+@pytest.mark.pure
+def test_schedulers_want_a_bound_method() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert vars(optimizer.step)["_wrapped_by_lr_sched"]
+    assert isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step, types.MethodType)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("mode", ["rand", "randn"])
+def test_random_numbers_of_compiled_code_are_drawn_from_seeds(mode: str) -> None:
+    """A replay draws the seeds as compiled code does, and lets Inductor make numbers of them."""
+
+    def draw() -> Tensor:
+        return getattr(torch, mode)(5, 7) * 1.0
+
+    torch.manual_seed(3)
+    wanted = torch.compile(draw)()
+    graph = torch.fx.Graph()
+    seeds = graph.call_function(torch.ops.prims.inductor_seeds.default, (1, torch.device("cpu")))
+    node = graph.call_function(torch.ops.prims.inductor_random.default, ([5, 7], seeds, mode))
+    torch.manual_seed(3)
+    all_seeds = operators.run_node(seeds, (1, torch.device("cpu")), {})
+    got = operators.run_node(node, ([5, 7], all_seeds[0], mode), {})
+    assert torch.equal(got, wanted)
