@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +131,15 @@ def models() -> dict[str, Callable[[], Made]]:
     from models.gpt import Gpt, batch
     from models.zoo import CASES
 
-    found: dict[str, Callable[[], Made]] = {
-        f"zoo.{name}": lambda case=case: (case.make(), case.inputs(), {}, case.loss, case.autocast)
-        for name, case in CASES.items()
-    }
+    found: dict[str, Callable[[], Made]] = {f"zoo.{name}": partial(_of_case, case) for name, case in CASES.items()}
     found["gpt"] = lambda: (Gpt(layers=2), batch(), {}, lambda out: out, False)
-    found["faults"] = lambda: (
-        FaultyTransformer(0), (torch.randn(2, 3, 16), torch.randn(2, 3, 1)), {}, lambda out: out, False,
-    )  # fmt: skip
+    inputs = torch.randn(2, 3, 16), torch.randn(2, 3, 1)
+    found["faults"] = lambda: (FaultyTransformer(0), inputs, {}, lambda out: out, False)
     return found
+
+
+def _of_case(case: Any) -> Made:
+    return case.make(), case.inputs(), {}, case.loss, case.autocast
 
 
 def graphs() -> dict[str, Callable[[], Any]]:
@@ -158,7 +159,7 @@ def architecture_models() -> dict[str, Callable[[], Made]]:
             a.prepare(model, inputs)
         return model, (), inputs, lambda out: a.loss(out, inputs), False
 
-    return {f"architectures.{a.name}{a.variant}": lambda a=a: make(a) for a in ARCHITECTURES if a.works}
+    return {f"architectures.{a.name}{a.variant}": partial(make, a) for a in ARCHITECTURES if a.works}
 
 
 def _gradients(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""The layout of the records that leave a backward graph: no two share an address or an element, none is lost."""
+"""The layout of the records that leave a backward graph: no two share a key or an element, none is lost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradrewrite.ir.record_layout import BackwardOutputs
-from gradrewrite.monitoring.step_record import Run
-from gradrewrite.rewriting.action_tracing import Traced
-from gradrewrite.rewriting.record_packing import Reports
+from gradrewrite.ir import editing
+from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.monitoring.step_record import GraphRecord
+from gradrewrite.rewriting.action_tracing import TracedAction
+from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Site
 
 pytestmark = pytest.mark.pure
@@ -51,11 +52,11 @@ def reports(draw: Any) -> Report:
 
 
 @given(st.lists(reports(), min_size=1, max_size=5))
-def test_every_record_comes_out_at_its_own_address(all_reports: list[Report]) -> None:
-    graph, mode, found = fx.Graph(), FakeTensorMode(), Reports()
+def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> None:
+    graph, mode, found = fx.Graph(), FakeTensorMode(), RecordPacking()
     inputs: list[Tensor] = []
-    expected: dict[str, float] = {}
-    addresses: list[str] = []
+    expected: dict[RecordKey, float] = {}
+    keys: list[RecordKey] = []
     kept: list[tuple[Site, Tensor]] = []
     placeholders: list[list[fx.Node]] = []
     for report in all_reports:
@@ -74,27 +75,29 @@ def test_every_record_comes_out_at_its_own_address(all_reports: list[Report]) ->
     rest = iter(inputs)
     for report, own in zip(all_reports, placeholders, strict=True):
         fails = "skip" if report.skips else None
-        traced = Traced(fx.GraphModule({}, fx.Graph()), report.names, report.num_kept, fails=fails, bound=report.bound)
+        traced = TracedAction(
+            fx.GraphModule({}, fx.Graph()), report.names, report.num_kept, fails=fails, bound=report.bound
+        )
         got = found.add(str(report.site), report.site, traced, own)
         values = [float(v) for _ in report.names for v in next(rest).flatten()]
         kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
         assert len(got) == len(values)
-        addresses += got
+        keys += got
         expected |= dict(zip(got, values, strict=True))
-    packs, _ = found.pack_into(graph)
-    carried: BackwardOutputs = found.carried()
-    graph.output_node().args = ((*packs, *(node for _, node in found.kept)),)
+    layout, _ = found.pack_into(graph)
+    editing.release(graph)
     graph.lint()
     outputs = fx.GraphModule({}, graph)(*inputs)
-    tensors = list(outputs[: len(packs)])
+    tensors = list(outputs[: len(layout.packs)])
 
-    bounds = [address for address, _ in carried.bounds]
-    assert len({*addresses, *bounds}) == len(addresses) + len(bounds)
-    assert sorted(a for names in carried.packs for a in names) == sorted(addresses)
-    assert [tensor.numel() for tensor in tensors] == [len(names) for names in carried.packs]
-    assert Run(carried, tensors).values() == expected
-    assert carried.kept == tuple(site for site, _ in kept)
-    assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(packs) :], kept, strict=True))
-    skips = {address for names, n in zip(carried.packs, carried.num_skips, strict=True) for address in names[:n]}
+    bounds = [key for key, _ in layout.bounds]
+    assert len({*keys, *bounds}) == len(keys) + len(bounds)
+    assert all(RecordKey.parse(str(key)) == key for key in [*keys, *bounds])
+    assert sorted(str(key) for names in layout.packs for key in names) == sorted(map(str, keys))
+    assert [tensor.numel() for tensor in tensors] == [len(names) for names in layout.packs]
+    assert GraphRecord(layout, tensors).values() == expected
+    assert layout.kept == tuple(site for site, _ in kept)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(tensors) :], kept, strict=True))
+    skips = {key for names, n in zip(layout.packs, layout.num_skips, strict=True) for key in names[:n]}
     assert len(skips) == sum(report.skips for report in all_reports)
-    assert all(address.startswith("nonfinite") for address in skips)
+    assert all(key.record == "nonfinite" for key in skips)

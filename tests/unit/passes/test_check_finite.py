@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.backends.engines import AotEager
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Observe
 
 from helpers import Probe, run_probe
@@ -155,7 +156,7 @@ def test_by_torch_compile_and_a_backend() -> None:
         return torch.sqrt(h * h).sum()
 
     backend = gr.backend(gr.on("gradient:*", CheckFinite()))
-    backend.engine = "aot_eager"
+    backend.engine = AotEager()
     run_step = torch.compile(step, backend=backend, fullgraph=True)
     run_step(torch.ones(2, 3)).backward()
     with pytest.raises(gr.NonFiniteError) as caught:
