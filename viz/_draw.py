@@ -50,7 +50,7 @@ class Drawing:
         graph: The graph.
         view: What is shown of it.
         site: The site of the view ``"site"``; None otherwise.
-        hops: How far its neighbourhood goes, in edges.
+        hops: How far its neighborhood goes, in edges.
         run: What was recorded, for colors and curves; None without a monitor.
         color_by: What colors say; None if they say nothing.
         blamed: Nodes of the op that made the first non-finite value.

@@ -83,7 +83,7 @@ def _number(series: Series) -> int:
 def group(names: Sequence[str], limit: int) -> list[tuple[str, list[int]]]:
     """Group names into at most ``limit`` rows, by the longest module prefix that is coarse enough.
 
-    Where that leaves few rows (300 layers in one list), neighbours of the next finer prefix are put together.
+    Where that leaves few rows (300 layers in one list), neighbors of the next finer prefix are put together.
     """
     if len(names) <= limit:
         return [(name, [n]) for n, name in enumerate(names)]
