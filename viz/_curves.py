@@ -10,13 +10,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
-from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.viz._curve_data import Events
 from gradrewrite.viz._fonts import displayable, figure_style
+from gradrewrite.viz._monitors import is_monitor
 from gradrewrite.viz._panels import Panel, mark_steps, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from gradrewrite.monitoring.monitor import Monitor
 
 Format = Literal["png", "svg", "pdf"]
 
@@ -138,7 +140,7 @@ def plot(source: Monitor | str | os.PathLike[str] | Sequence[Step], *, title: st
 
 
 def _steps_of(source: Monitor | str | os.PathLike[str] | Sequence[Step]) -> list[Step]:
-    if isinstance(source, Monitor):
+    if is_monitor(source):
         return source.steps()
     if isinstance(source, str | os.PathLike):
         return read_jsonl(source)

@@ -6,13 +6,12 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from gradrewrite._warnings import warn_caller
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import GroupAction
 from gradrewrite.sites import Site
 from gradrewrite.viz import _graph_view
@@ -25,11 +24,15 @@ from gradrewrite.viz._ladder_dot import ladder_dot
 from gradrewrite.viz._ladder_drawing import draw_ladder
 from gradrewrite.viz._ladder_layout import LadderLayout, lay_out_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, node_colors, site_colors, site_metrics
+from gradrewrite.viz._monitors import is_monitor
 from gradrewrite.viz._overview import overview_diagram
 from gradrewrite.viz._raster import scene_to_bytes
 from gradrewrite.viz._scene import ColorSample, Scene, to_svg
 from gradrewrite.viz._site import find_site, site_diagram
 from gradrewrite.viz.page._html import write_page
+
+if TYPE_CHECKING:
+    from gradrewrite.monitoring.monitor import Monitor
 
 View = Literal["ladder", "overview", "site"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
@@ -257,7 +260,7 @@ def draw(
 def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
     if monitor is None:
         return ()
-    if isinstance(monitor, Monitor):
+    if is_monitor(monitor):
         return monitor.steps()
     if isinstance(monitor, Sequence) and all(isinstance(step, Step) for step in monitor):
         return monitor
@@ -267,7 +270,7 @@ def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
 def _first_failure(graph_view: _graph_view.GraphView, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
     """Return the site of the first non-finite value, and the nodes of the op that made it."""
     by_name = {str(site): site for site in graph_view.anchors}
-    error = monitor.failure() if isinstance(monitor, Monitor) else None
+    error = monitor.failure() if is_monitor(monitor) else None
     if error is not None and str(error.site) in by_name:
         lane = "forward" if error.site.kind == "activation" else "backward"
         module, _, op = error.op.rpartition("/")

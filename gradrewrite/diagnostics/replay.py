@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors, operators
 from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir import ops
+from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.mask_infinities import has_infinite_literal, is_added, propagates
 from gradrewrite.ir.ops import OPAQUE, number_of
-from gradrewrite.ir.provenance import owners
 from gradrewrite.sites import Site
 
 
@@ -58,7 +58,7 @@ class _Replay(fx.Interpreter):
         self._order = {node: number for number, node in enumerate(self._nodes)}
         numbers = {site: number for number, site in replay_graph.errors.items()}
         acting = {name: numbers[e.site] for name, e in replay_graph.actions.items() if e.site in numbers}
-        self._owners = owners(self._graph, replay_graph.backward, acting)
+        self._ops = attribute_nodes(self._graph, replay_graph.backward, acting)
         self._output = self._graph.output_node()
         self._states: dict[fx.Node, _State] = {}
         self._result = ReplayResult()
@@ -211,7 +211,7 @@ class _Replay(fx.Interpreter):
             edit = self._replay_graph.actions[node.name]
             op = f"{edit.site.name}: {edit.action!r}"
         else:
-            site = self._replay_graph.activations.get(self._owners.get(node, -1))
+            site = self._replay_graph.activations.get(self._ops.get(node, -1))
             op, source = (f"{site.module}/{site.op}", site.source) if site is not None else (str(node.target), "")
         return RootCause(
             order=self._order[node],

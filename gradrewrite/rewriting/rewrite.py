@@ -12,13 +12,14 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor, make_fx, operators
 from gradrewrite.ir import editing, ops
+from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all, number_of
-from gradrewrite.ir.provenance import Anchor, read_provenance, with_edits
+from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.statistics import IN_UNITS

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 import gradrewrite
 from gradrewrite import passes
+from gradrewrite._compat import versions
+
+from helpers import ROOT
 
 
 def test_importing_adds_no_heavy_package_to_what_torch_loads() -> None:
@@ -31,12 +36,57 @@ def test_reading_files_does_not_import_the_compiler() -> None:
     program = """
 import sys, gradrewrite.cli
 from gradrewrite import read_jsonl
-compiler = ("torch._dynamo", "torch._inductor", "torch._functorch", "gradrewrite.backends")
+from gradrewrite.viz import plot
+compiler = ("torch._dynamo", "torch._inductor", "gradrewrite.backends")
 sys.exit(", ".join(m for m in sys.modules if m.startswith(compiler)) or 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.pure
+def test_needed_facts_are_documented() -> None:
+    """What a failing private import says is in ``docs/design.md``, beside its file."""
+    needed = {
+        (fact, path.stem)
+        for path in (ROOT / "gradrewrite" / "_compat").glob("*.py")
+        for fact in re.findall(r'with needed_for\("(.*)"\)', path.read_text())
+    }
+    documented = set(re.findall(r"^\| (.*) \| `(\w+)` \|$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE))
+
+    assert len(needed) > 15
+    assert needed == documented
+
+
+@pytest.mark.pure
+def test_missing_private_name_says_what_it_was_needed_for() -> None:
+    with (
+        pytest.raises(ImportError, match=r"cannot import name 'nothing'.*this fact: a test needs it.*torch \d"),
+        versions.needed_for("a test needs it"),
+    ):
+        from torch._dynamo import nothing  # noqa: F401
+
+
+@pytest.mark.pure
+def test_versions_of_torch() -> None:
+    with pytest.raises(ImportError, match=r"needs torch 2\.11 to 2\.15, and torch 2\.9\.1"):
+        versions.check_torch("2.9.1")
+    with pytest.warns(UserWarning, match=r"tested with torch 2\.11 to 2\.15, and torch 2\.16\.0"):
+        versions.check_torch("2.16.0+cu130")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in ("2.11.0", "2.13.0+cpu", "2.15.1a0", "main"):
+            versions.check_torch(version)
+
+
+@pytest.mark.pure
+def test_paths_in_contributing_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = {path for path in re.findall(r"`([\w/.]+/[\w.]*)`", text) if not path.startswith(".../")}
+
+    assert len(paths) > 20
+    assert not {p for p in paths if not (ROOT / p).exists() and not (ROOT / "gradrewrite" / p).exists()}
 
 
 @pytest.mark.pure

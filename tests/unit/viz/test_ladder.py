@@ -127,7 +127,6 @@ def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
         assert not [b for b in boxes if b.y < frame.y < b.y + b.height]
 
 
-@pytest.mark.pure
 def test_an_edit_without_nodes_does_not_break_its_band() -> None:
     ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(live_thresholds()))
     (band,) = [band for band in ladder.bands if band.path == (("inner", 0),)]

@@ -1,0 +1,185 @@
+"""Attribution of the nodes of a joint graph to torch-level ops; it makes their provenance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from gradrewrite._compat import aot_autograd
+from gradrewrite.ir import ops
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.ops import number_of
+from gradrewrite.ir.provenance import Anchor, Lane, Origin, Provenance
+from gradrewrite.ir.values import Value
+from gradrewrite.sites import Site
+
+_MARKERS = (ops.mark_activation, ops.mark_error)
+
+
+def attribute_nodes(
+    graph: fx.Graph, backward: Collection[str], inserted: Mapping[str, int] | None = None
+) -> dict[fx.Node, int]:
+    """Return the torch-level op of each node, as the number of the value that the op makes.
+
+    AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
+    nearest error that it is computed from: to the backward of the op that made that value. A factor that the backward
+    computes from forward values alone belongs to its first user. Nodes before any error have none.
+
+    Args:
+        graph: A joint graph with its markers.
+        backward: Names of the nodes of the backward.
+        inserted: Nodes that act on an error, by name, with its number: what follows reads them, not the marker.
+    """
+    nodes = list(graph.nodes)
+    numbers = dict(inserted or {})
+    numbers |= {node.name: number_of(node) for node in nodes if node.target is ops.mark_error}
+    nearest = _nearest_errors(nodes, backward, numbers)
+    found = {node: numbers[nodes[at].name] for node, at in nearest.items()}
+    waiting: list[fx.Node] = []
+    for node in nodes:
+        if node.target is ops.mark_activation:
+            found.update(dict.fromkeys(waiting, number_of(node)))
+            waiting = []
+        elif node.op == "call_function" and node.name not in backward:
+            waiting.append(node)
+    return found
+
+
+def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors: Collection[str]) -> dict[fx.Node, int]:
+    """By node of the backward the place of the last of ``errors`` that it is computed from."""
+    order = {node: number for number, node in enumerate(nodes)}
+    nearest: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.name in errors:
+            nearest[node] = order[node]
+        elif node.name in backward:
+            read = [nearest[n] for n in node.all_input_nodes if n in nearest]
+            if read:
+                nearest[node] = max(read)
+    for node in reversed(nodes):
+        if node.name in backward and node not in nearest:
+            user = min((u for u in node.users if u in nearest), key=order.__getitem__, default=None)
+            if user is not None:
+                nearest[node] = nearest[user]
+    return nearest
+
+
+def read_provenance(marked: MarkedJointGraph) -> Provenance:
+    """Read the provenance of the nodes of a marked joint graph, before the rewrite.
+
+    Returns:
+        Origins and outputs; the anchors come from the rewrite.
+    """
+    graph = marked.graph
+    backward = {n.name for n in graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)}
+    attributed, ops = attribute_nodes(graph, backward), _ops(marked.values)
+    last = max(ops, default=0)
+    origins = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in _MARKERS:
+            written = _written(node)
+            number = attributed.get(node if written is None else written, last)
+            is_forward = node.name not in backward or written is not None
+            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=_lane_name(is_forward))
+    for node in graph.nodes:
+        if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op
+            users = [origins[u.name] for u in node.users if u.name in origins]
+            origins[node.name] = users[0] if users else Origin("forward", last)
+    origins |= _of_placeholders(marked, origins, last)
+    return Provenance(origins, outputs=_outputs(marked))
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What an update of a buffer writes into it; AOTAutograd puts these behind the backward. None for other nodes."""
+    into, *rest = node.args or (None,)
+    is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
+    return rest[0] if is_update and isinstance(rest[0], fx.Node) else None
+
+
+def _lane_name(is_forward: bool) -> Lane:
+    return "forward" if is_forward else "backward"
+
+
+def with_edits(
+    provenance: Provenance, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], record_nodes: Iterable[fx.Node]
+) -> Provenance:
+    """Add what a rewrite inserted: a node belongs where its site stands.
+
+    Args:
+        provenance: What the graph meant before.
+        anchors: Where sites stand; those of parameters and inputs, whose order is -1, belong where their node does.
+        edits: What was inserted.
+        record_nodes: The inserted nodes that carry records.
+    """
+    known = {
+        site: anchor if anchor.order >= 0 else Anchor(anchor.node, provenance.origins[anchor.node].order)
+        for site, anchor in anchors.items()
+    }
+    by_order: dict[int, Origin] = {}
+    for origin in provenance.origins.values():  # those of ops come before those of placeholders
+        by_order.setdefault(origin.order, origin)
+    origins = dict(provenance.origins)
+    for edit in edits:
+        lane: Lane = "forward" if edit.site.kind == "activation" else "backward"
+        origins.update(dict.fromkeys(edit.nodes, replace(by_order[known[edit.site].order], lane=lane)))
+    origins.update((node.name, Origin(_lane(node), -1, op="records")) for node in record_nodes)
+    return Provenance(origins, known, provenance.outputs)
+
+
+def _lane(node: fx.Node) -> Lane:
+    return _lane_name(not aot_autograd.is_backward(node))
+
+
+def _ops(values: Sequence[Value]) -> dict[int, Origin]:
+    """The torch-level ops by the number of their value; runs of a module are counted."""
+    numbers: dict[tuple[str, str, str], int] = {}
+    counts: Counter[str] = Counter()
+    ops = {}
+    for number, value in enumerate(values):
+        if value.same_as is not None:
+            continue
+        runs = []
+        for run in value.runs:
+            if run not in numbers:
+                numbers[run] = counts[run[0]]
+                counts[run[0]] += 1
+            if run[0]:
+                runs.append((run[0], numbers[run]))
+        ops[number] = Origin("forward", number, tuple(runs), value.op, source=value.source)
+    return ops
+
+
+def _of_placeholders(marked: MarkedJointGraph, origins: Mapping[str, Origin], last: int) -> dict[str, Origin]:
+    graph = marked.graph
+    inputs, tangents = aot_autograd.plain_inputs(graph), aot_autograd.tangents(graph)
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        users = [origins[u.name] for u in node.users if u.name in origins]
+        first = min(users, key=lambda o: (o.lane == "backward", o.order), default=Origin("forward", last))
+        known = marked.inputs.get(inputs.get(node, -1))
+        if node in tangents:
+            found[node.name] = replace(first, lane="backward", op="outside", source="")
+        elif known is None:
+            found[node.name] = replace(first, lane="forward", op="input", name=node.name, source="")
+        else:
+            found[node.name] = replace(first, lane="forward", op=known.role, name=known.name, source="")
+    return found
+
+
+def _outputs(marked: MarkedJointGraph) -> tuple[str, ...]:
+    graph = marked.graph
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    names = [""] * len(returned)
+    for number, position in enumerate(aot_autograd.output_positions(graph)):
+        names[position] = f"output:{number}"
+    for position, input_position in aot_autograd.gradient_outputs(graph):
+        given = marked.inputs.get(input_position)
+        if given is not None and given.has_site:
+            names[position] = f"{'gradient' if given.role == 'parameter' else 'input'}:{given.name}"
+    return tuple(names)

@@ -1,0 +1,15 @@
+"""Telling a monitor from files and steps without importing it: it brings the compiler along."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from gradrewrite.monitoring.monitor import Monitor
+
+
+def is_monitor(source: Any) -> TypeGuard[Monitor]:
+    """Whether an object is a ``Monitor``; where that class was never imported there is none."""
+    module = sys.modules.get("gradrewrite.monitoring.monitor")
+    return module is not None and isinstance(source, module.Monitor)
