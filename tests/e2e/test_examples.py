@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "examples"
+from helpers import ROOT
+
+FOLDER = ROOT / "examples"
 STEPS = ["--steps", "3"]
 EXAMPLES = {
     "regression": (STEPS, "clipped: ", "regression.svg"),
@@ -17,6 +19,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.pure
 def test_every_example_is_listed() -> None:
     assert set(EXAMPLES) == {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
-PAGES = Path(__file__).parent.parent / "docs" / "reference"
+from helpers import ROOT
+
+PAGES = ROOT / "docs" / "reference"
 PACKAGES = {
     "gradrewrite": "gradrewrite.md",
     "gradrewrite.passes": "passes.md",
     "gradrewrite.viz": "viz.md",
     "gradrewrite.testing": "testing.md",
 }
+
+
+pytestmark = pytest.mark.pure
 
 
 def test_every_page_is_listed() -> None:
