@@ -1,4 +1,4 @@
-"""What a command line names: models, policies and inputs, as ``module:name``."""
+"""Loading of models, policies and inputs that a command line names as ``module:name``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoadError(Exception):
-    """What was named cannot be had; the message is one line and says what to do."""
+    """An object that cannot be loaded; the message is one line and says what to do."""
 
 
 def load(spec: str, what: str) -> Any:

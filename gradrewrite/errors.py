@@ -27,11 +27,11 @@ class RewriteError(Exception):
 
 
 class PolicyError(RewriteError):
-    """What a policy answered cannot be done at that site."""
+    """An answer of a policy that is no action, or not allowed at its site."""
 
 
 class UnsupportedGradientError(PolicyError, TypeError):
-    """An action stands at a gradient whose layout or dtype it cannot work on."""
+    """An action at a gradient whose layout or dtype it does not support."""
 
 
 class CallbackError(RewriteError):

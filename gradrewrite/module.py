@@ -184,11 +184,11 @@ class RewrittenModule(nn.Module):
         return capture_joint_graph(self.original, self._session.config, args, kwargs)
 
     def explain(self) -> Explanation:
-        """Say what was compiled and rewritten so far, and which regions the tracer skipped."""
+        """Return what was compiled and rewritten so far, and which regions the tracer skipped."""
         return self._session.explanation()
 
     def _restart(self) -> None:
-        """Forget what was compiled; the next call traces anew."""
+        """Drop what was compiled; the next call traces again."""
         session, engine = self._session, self._engine
         backend = Backend(session, engine, self.monitor)
         evaluating = Backend(session, engine, self.monitor, is_silent=True)
@@ -237,18 +237,18 @@ class RewrittenModule(nn.Module):
         return self.original.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What this module lacks is the original's."""
+        """Return an attribute of the original."""
         return getattr(self.__dict__["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set is set on the original, where its forward reads it."""
+        """Set an attribute on the original, where its forward reads it."""
         if name in _OWN or "_modules" not in self.__dict__ or name in self.__dict__:
             object.__setattr__(self, name, value)
         else:
             setattr(self.original, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """What is deleted is deleted on the original."""
+        """Delete an attribute of the original."""
         delattr(self.original, name)
 
     def __dir__(self) -> list[str]:

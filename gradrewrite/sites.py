@@ -53,7 +53,7 @@ class Site:
         return f"{self.kind}:{self.name}{call}"
 
     def matches(self, pattern: str) -> bool:
-        """Say whether a pattern names this site.
+        """Return whether a pattern names this site.
 
         Args:
             pattern: ``[kind:]glob[#call]`` after ``fnmatch.fnmatchcase``; ``*`` crosses dots and

@@ -58,7 +58,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What ``assert_matches_eager`` compared.
+    """The comparison of ``assert_matches_eager``.
 
     Attributes:
         acted: Sites at which actions stood, in the rewritten graph and in the eager model.
@@ -201,7 +201,7 @@ def assert_inert(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one forward and backward left behind, by name."""
+    """The gradients, buffers and records of one forward and backward, by name."""
 
     outputs: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -586,7 +586,7 @@ _OPERATORS = {
 
 
 def _binary_operators(code: CodeType) -> Mapping[int, str]:
-    """Where in its bytecode a function has binary operators, and which (``+`` or ``+=``)."""
+    """Return the binary operators (``+`` or ``+=``) of a function, by their position in its bytecode."""
     names = {name.upper(): symbol for name, symbol in _BINARY_3_10.items()}
     found = {}
     for instruction in dis.get_instructions(code):

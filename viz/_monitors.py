@@ -1,4 +1,4 @@
-"""Telling a monitor from files and steps without importing it: it brings the compiler along."""
+"""Detection of monitors without importing their module, which imports the compiler."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
-    """What a joint graph returns to the model's caller."""
+    """Return the outputs of a joint graph that the model's caller gets."""
     output = graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, list | tuple)
@@ -100,7 +100,7 @@ def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def output_positions(graph: fx.Graph) -> list[int]:
-    """Where among the outputs of a joint graph those of the model stand."""
+    """Return the positions of the model's outputs among those of a joint graph."""
     descs = graph.output_node().meta.get("desc") or ()
     return [position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)]
 
@@ -136,7 +136,7 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 class CompilationHooks(Protocol):
-    """What a compiler calls on the way of one joint graph."""
+    """The functions that a compiler calls on the way of one joint graph."""
 
     @property
     def is_cacheable(self) -> bool:

@@ -61,7 +61,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def find_plain_op(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
     """Name of an autograd node between inputs and outputs that no compiled graph made; None if there is none.
 
-    Views that AOTAutograd makes anew of what a graph returned are not counted.
+    Views that AOTAutograd makes of what a graph returned are not counted.
     """
     todo = [(t if t._base is None else t._base).grad_fn for t in outputs]
     seen = {t.grad_fn for t in inputs}

@@ -46,7 +46,7 @@ def user_stack(err: Exception) -> Sequence[Any]:
 
 
 def graph_breaks_so_far() -> Mapping[str, int]:
-    """How often each reason has broken a graph in this process."""
+    """Return how often each reason has broken a graph in this process."""
     return dict(counters["graph_break"])
 
 

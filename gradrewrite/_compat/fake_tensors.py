@@ -34,7 +34,7 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
 
 
 def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """What a node returns, from the fake values of its arguments; views share their storage, as Inductor expects."""
+    """Return the fake result of a node; views share the storage of their base, as Inductor expects."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with torch.no_grad(), mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]

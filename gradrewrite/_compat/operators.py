@@ -31,7 +31,7 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
-    """What a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
+    """Return what a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = [a.name for a in node.target._schema.arguments]
         given = dict(zip(arguments, node.args, strict=False)) | node.kwargs

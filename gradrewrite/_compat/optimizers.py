@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that ``step`` was called, though it changed nothing; else they warn."""
+    """Mark ``step`` as called, though it changed nothing; else learning-rate schedulers warn."""
     optimizer.__dict__["_opt_called"] = True
 
 

@@ -44,11 +44,11 @@ class Backend:
 
     @property
     def monitor(self) -> Monitor:
-        """What the backward reported."""
+        """The monitor of the backward passes."""
         return self._monitor
 
     def explain(self) -> Explanation:
-        """What was compiled and rewritten so far, and what was skipped."""
+        """Return what was compiled and rewritten so far, and what was skipped."""
         return self.session.explanation()
 
     def __call__(

@@ -30,7 +30,7 @@ class GraphReport:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What was compiled and rewritten so far, and what the tracer skipped.
+    """The graphs that were compiled and rewritten so far, and the regions that the tracer skipped.
 
     Attributes:
         graphs: Every compiled graph with a backward, in order; a new input shape makes a new one.

@@ -90,7 +90,7 @@ class RewrittenBackward:
 
 
 class Accumulation:
-    """Tells whether ``.grad`` holds gradients of an earlier backward, without reading them each time."""
+    """Detection of gradients of an earlier backward in ``.grad``, without reading them each time."""
 
     def __init__(self, parameters: Sequence[weakref.ref[Tensor]]) -> None:
         self._parameters = parameters

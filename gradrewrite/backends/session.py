@@ -59,7 +59,7 @@ class Session:
         self._checked_rules = False
 
     def explanation(self) -> Explanation:
-        """What was compiled so far."""
+        """Return what was compiled so far."""
         return Explanation(tuple(self.graphs), tuple(self.skipped))
 
     def note_skipped(self, line: str) -> None:
@@ -81,7 +81,7 @@ class Session:
         self._checked_rules = False
 
     def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
-        """Say once that the actions at a site were not inserted."""
+        """Warn once that the actions at a site were not inserted."""
         self.warnings.warn_once(
             f"view {site}",
             f"{site}: {', '.join(map(describe, actions))} cannot act, and nothing was inserted, because a part of this "

@@ -15,7 +15,7 @@ MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a 
 
 @dataclass(frozen=True, slots=True)
 class _Clip:
-    """What one clip did.
+    """The effect of one clip over a run.
 
     Attributes:
         site: Where it stands.
@@ -83,7 +83,7 @@ def _enough(clips: Sequence[Clip]) -> list[_Clip]:
 
 
 def _habit(clip: Clip) -> _Clip | None:
-    """Of a clip by norm only steps with a finite norm and a finite bound count."""
+    """Return the effect of a clip; of a clip by norm only steps with a finite norm and a finite bound count."""
     rows = list(zip(clip.steps, clip.sizes, clip.bounds, clip.acted, strict=True))
     if clip.record != "max_abs":
         rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
@@ -95,7 +95,7 @@ def _habit(clip: Clip) -> _Clip | None:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What one clip met.
+    """The records of one clip over a run.
 
     Attributes:
         site: Where it stands.

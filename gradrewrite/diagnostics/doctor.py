@@ -13,7 +13,7 @@ from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run, words
 
 
 def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
-    """Say what is wrong with a run, the gravest first; ``()`` if nothing is found.
+    """Return what is wrong with a run, the gravest first; ``()`` if nothing is found.
 
     Where the number of the step falls back, a new run begins: the last run is looked at. Trends need 5 steps, clips
     20. An input or an activation that was infinite in 5 steps whose backward was finite (a mask) is meant to be so; so
@@ -76,7 +76,7 @@ def _bad_steps(run: Run) -> list[BadStep]:
 
 
 def _count(records: Mapping[str, float], site: str) -> float | None:
-    """How many elements of a site are not finite; None if that was not recorded."""
+    """Return the number of non-finite elements of a site; None if that was not recorded."""
     if f"nonfinite@{site}" in records:
         return records[f"nonfinite@{site}"]
     counts = [records[address] for name in ("nan", "inf") if (address := f"{name}@{site}") in records]

@@ -36,7 +36,7 @@ _LARGEST_LOG = 700.0  # exp of more overflows
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """Where values began to grow, and until where."""
+    """The part of a series in which values grow."""
 
     site: str
     step: int

@@ -23,7 +23,7 @@ from gradrewrite.sites import Site
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one node's value."""
+    """The state of one node's value."""
 
     is_bad: bool = False
     is_expected: bool = False
@@ -271,7 +271,7 @@ def _has_nan(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SiteObservation:
-    """What a site held in a replay.
+    """The values of a site in a replay.
 
     Attributes:
         site: The site.
@@ -294,7 +294,7 @@ class SiteObservation:
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """Where non-finite values begin: an op, or a value that came into the graph.
+    """A root cause of non-finite values: an op, or a value that came into the graph.
 
     Attributes:
         order: Place in the order of execution.
@@ -319,7 +319,7 @@ class RootCause:
 
 @dataclass
 class ReplayResult:
-    """What one replay saw, in the order of execution, and an input that was overwritten since (``""`` if none was)."""
+    """The observations of one replay in order, and an input that was overwritten since (``""`` if none)."""
 
     seen: list[SiteObservation] = field(default_factory=list)
     roots: list[RootCause] = field(default_factory=list)

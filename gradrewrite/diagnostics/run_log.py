@@ -23,7 +23,7 @@ _EXECUTION = ("data", "activation", "output", "outside", "error", "input", "grad
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one backward reported.
+    """The records of one backward.
 
     Attributes:
         step: Number of the backward, from 0.

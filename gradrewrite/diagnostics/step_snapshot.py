@@ -69,7 +69,7 @@ class RandomState:
 
 
 class _Key(NamedTuple):
-    """By what a tensor is known again, without keeping it alive."""
+    """The identity of a tensor, without keeping it alive."""
 
     storage: StorageWeakRef
     place: tuple[int, torch.Size]
@@ -98,7 +98,7 @@ class ForwardCall:
 
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
-    """What a replay needs; ``missing`` says what it lacks.
+    """The inputs of a replay; ``missing`` says what it lacks.
 
     Attributes:
         replay_graph: The graph.
@@ -122,7 +122,7 @@ class PendingForwards:
     """The runs of one forward graph whose backward has not run yet."""
 
     def __init__(self, replay_graph: ReplayGraph) -> None:
-        """Begin with none."""
+        """Create it empty."""
         self._replay_graph = replay_graph
         self._runs: list[ForwardCall] = []
         placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
@@ -133,7 +133,7 @@ class PendingForwards:
         self._saved: Collection[str] = ()
 
     def note_saved(self, names: Collection[str]) -> None:
-        """Learn what the backward is given, when that is compiled; inputs live on by themselves."""
+        """Note the inputs of the backward, when that is compiled; inputs of the forward live on by themselves."""
         self._saved = frozenset(names) - self._inputs
 
     def fits(self, forward: fx.GraphModule) -> bool:
@@ -157,7 +157,7 @@ class PendingForwards:
         self._runs.append(ForwardCall(*begun, keys))
 
     def snapshot(self, args: Mapping[str, Any]) -> StepSnapshot:
-        """What is known of the step whose backward is given these arguments, by placeholder."""
+        """Return the snapshot of the step whose backward is given these arguments, by placeholder."""
         run = self._find(args)
         if run is None:
             return StepSnapshot(

@@ -51,7 +51,7 @@ def attribute_nodes(
 
 
 def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors: Collection[str]) -> dict[fx.Node, int]:
-    """By node of the backward the place of the last of ``errors`` that it is computed from."""
+    """Return, by node of the backward, the position of the last of ``errors`` that it is computed from."""
     order = {node: number for number, node in enumerate(nodes)}
     nearest: dict[fx.Node, int] = {}
     for node in nodes:
@@ -95,7 +95,7 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """What an update of a buffer writes into it; AOTAutograd puts these behind the backward. None for other nodes."""
+    """Return what an update of a buffer writes (AOTAutograd puts updates behind the backward); None for other nodes."""
     into, *rest = node.args or (None,)
     is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
     return rest[0] if is_update and isinstance(rest[0], fx.Node) else None

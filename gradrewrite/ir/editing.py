@@ -162,7 +162,7 @@ def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node
 
 
 def outputs_of(output: fx.Node) -> list[Any]:
-    """What an output node returns."""
+    """Return the results of an output node."""
     returned = output.args[0]
     assert isinstance(returned, (tuple, list))
     return list(returned)

@@ -13,7 +13,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What one action inserted at one site.
+    """The nodes that one action inserted at one site.
 
     Attributes:
         site: Where.

@@ -55,7 +55,7 @@ class JointGraph:
         return "\n".join(lines) + "\n"
 
     def diff(self) -> str:
-        """What the rewrite changed: a unified diff of the code before and after, and a table of the edits by action.
+        """Return a unified diff of the code before and after the rewrite, and a table of the edits by action.
 
         Example:
             >>> import torch, gradrewrite as gr

@@ -54,7 +54,7 @@ _ELEMENTWISE = frozenset(("add", "sub", "rsub", "mul", "div"))
 
 
 def propagates(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
-    """Whether an ATen node hands on the infinities of masks, and has no others.
+    """Whether an ATen node propagates the infinities of masks, and has no others.
 
     Args:
         node: The node.

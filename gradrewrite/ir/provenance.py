@@ -13,7 +13,7 @@ Lane = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What one node of a joint graph belongs to.
+    """The op, module calls and source line of one node.
 
     Attributes:
         lane: Whether it runs in the forward or in the backward.
@@ -41,7 +41,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Where a site stands.
+    """The node of a site.
 
     Attributes:
         node: Name of the node that holds its value before anything acts on it.
@@ -54,7 +54,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What the parts of a joint graph mean.
+    """The provenance of the parts of a joint graph.
 
     Attributes:
         origins: By name of the node, inserted ones included.

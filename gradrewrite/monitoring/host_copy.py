@@ -35,7 +35,7 @@ class LateRecord:
             self._ready.record(torch.cuda.current_stream(self.pack.device))
 
     def start_copy(self) -> None:
-        """Begin to copy; nothing waits."""
+        """Start the copy; nothing waits."""
         if self._on_device is not None or self.pack.device.type == "cpu":
             return
         self._on_device = self.pack

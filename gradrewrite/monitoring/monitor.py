@@ -28,7 +28,7 @@ from gradrewrite.sites import Site
 
 
 class Monitor:
-    """What the backwards of a rewritten model reported.
+    """The records of a rewritten model's backward passes.
 
     A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
     (the model was called twice), counts of elements add up and of all else the last report stands. The last
@@ -68,12 +68,12 @@ class Monitor:
 
     @property
     def dropped(self) -> int:
-        """How many rows left the buffer before the host had read them."""
+        """Number of rows that left the buffer before the host had read them."""
         return self._writers.num_dropped
 
     @property
     def skipped(self) -> int:
-        """How many updates ``gr.guard`` has skipped; waits for the device."""
+        """Number of updates that ``gr.guard`` has skipped; waits for the device."""
         with self._lock:
             return sum(guard.skipped for guard in self._recorder.guards)
 
@@ -198,7 +198,7 @@ class Monitor:
             self.flush()
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
-        """What failed in the last row, as an error; None if nothing did. Waits for the device.
+        """Return the failure of the last row as an error; None if nothing failed. Waits for the device.
 
         The step is replayed op by op if it still can be: until the next backward, and until its inputs or the
         parameters are changed.

@@ -16,7 +16,7 @@ from gradrewrite.sites import Site
 
 @dataclass
 class GraphRecord:
-    """What one backward graph reported; tensors stay on their device until they are copied."""
+    """The records of one backward graph; tensors stay on their device until they are copied."""
 
     outputs: BackwardOutputs
     packs: list[Tensor]
@@ -31,7 +31,7 @@ class GraphRecord:
 
 @dataclass
 class StepRecord:
-    """What one ``loss.backward()`` reported.
+    """The records of one ``loss.backward()``.
 
     Attributes:
         step: Number of the backward.
@@ -61,7 +61,7 @@ class StepRecord:
             self._ready[device].record(torch.cuda.current_stream(device))
 
     def start_copy(self) -> None:
-        """Begin to copy the records to the host; nothing waits."""
+        """Start the copy of the records to the host; nothing waits."""
         for late in self.late.values():
             late.start_copy()
         if self._copied is not None:

@@ -46,7 +46,7 @@ class SkipGuard(Protocol):
 
     @property
     def skipped(self) -> int:
-        """How many updates were skipped; waits for the device."""
+        """Number of updates that were skipped; waits for the device."""
         ...
 
 
@@ -85,7 +85,7 @@ class StepRecorder:
             return [guard for guard in self.guards if guard.is_alive]
 
     def add_guard(self, guard: SkipGuard, num_groups: int) -> int:
-        """Tell a guard of every check that skips; returns the number of its first group of parameters."""
+        """Add a guard, which is told of every check that skips; return the number of its first group of parameters."""
         with self.lock:
             self.guards.append(guard)
             self._num_groups += num_groups

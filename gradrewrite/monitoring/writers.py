@@ -70,7 +70,7 @@ class Writers:
 
     @property
     def num_written(self) -> int:
-        """How many records all files have."""
+        """Number of records that all files have."""
         return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
 
     def note_late(self, step: int, key: RecordKey) -> None:
@@ -127,7 +127,7 @@ class Sink(Protocol):
 
     @property
     def key(self) -> object:
-        """What tells it from others."""
+        """The identity of the sink."""
         ...
 
     def write(self, step: int, records: Mapping[str, float]) -> None:

@@ -1,1 +1,1 @@
-"""What happens at ``optimizer.step()``: the guard and update ratios."""
+"""The optimizer step: the guard and update ratios."""

@@ -116,7 +116,7 @@ def _replace(optimizer: torch.optim.Optimizer, name: str, run: Callable[..., Any
 
 
 class Guard:
-    """What one guarded optimizer knows: the verdict since its last step, and its counts, on the device."""
+    """The state of one guarded optimizer: the verdict since its last step, and its counts, on the device."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Guard:
 
     @property
     def skipped(self) -> int:
-        """How many updates did not happen after a failed check; waits for the device."""
+        """Number of updates that did not happen after a failed check; waits for the device."""
         return int(self._counts[0]) if self._counts is not None else 0
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""How far one step of an optimizer moves each parameter, relative to its length."""
+"""Update ratios: how far one step of an optimizer moves each parameter, relative to its length."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[RecordKey, ...], Tenso
 
 
 def names_of(model: Any) -> Callable[[], Mapping[int, str]]:
-    """What gives the names of parameters: those of a module, or those that a backend has met."""
+    """Return a function for the names of parameters: those of a module, or those that a backend has met."""
     if not isinstance(model, nn.Module):
         return lambda: model.session.names.parameters
     ref = weakref.ref(model)

@@ -1,1 +1,1 @@
-"""What users and passes write against: action protocols, rules, records."""
+"""The interface of users and passes: action protocols, rules, records."""

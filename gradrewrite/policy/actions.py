@@ -20,7 +20,7 @@ ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
 
 @runtime_checkable
 class Action(Protocol):
-    """What to insert at one site: a frozen value (internal until 1.0).
+    """An action at one site: a frozen value (internal until 1.0).
 
     Attributes:
         kinds: The kinds of site at which the action may stand.
@@ -51,18 +51,18 @@ class Measurement(Action, Protocol):
 
     @property
     def statistics(self) -> Mapping[str, str]:
-        """By the names of the records, keys of ``statistics.STATISTICS``."""
+        """Keys of ``statistics.STATISTICS``, by the names of the records."""
         ...
 
     @property
     def fails(self) -> str | None:
-        """What follows if the last figure is not 0 (``CheckFinite.on_failure``); None if nothing does."""
+        """The consequence of a last statistic that is not 0 (``CheckFinite.on_failure``); None if there is none."""
         ...
 
 
 @runtime_checkable
 class GroupAction(Protocol):
-    """What to insert at several sites at once, after the actions of the single sites (internal until 1.0).
+    """An action at several sites at once, after the actions of the single sites (internal until 1.0).
 
     Attributes:
         kinds: The kinds of site at which the action may stand.

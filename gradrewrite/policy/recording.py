@@ -18,7 +18,7 @@ from gradrewrite.ir.statistics import IN_UNITS, largest_of, mean_of, size_of
 
 @dataclass
 class Recording:
-    """What one action reports while it is traced.
+    """The records of one action while it is traced.
 
     Attributes:
         names: Names of the records in each value, as they were given: occurrences are numbered where they leave.
@@ -43,7 +43,7 @@ class Recording:
     scale: Tensor | None = None
 
     def clear(self) -> None:
-        """Begin anew: a tracer may run a function more than once."""
+        """Remove all records: a tracer may run a function more than once."""
         self.names.clear()
         self.values.clear()
         self.kept.clear()

@@ -42,7 +42,7 @@ class TracedAction:
 
 @dataclass(frozen=True, slots=True)
 class TraceMode:
-    """How an action is traced: with opaque statistics, and through which loss scale."""
+    """The mode of tracing an action: with opaque statistics, and through which loss scale."""
 
     is_opaque: bool = False
     scale: Tensor | None = None
@@ -133,7 +133,7 @@ def trace_function(
 
 
 def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
-    """What is said to a function that changes what it closes over, or takes a tensor out of torch."""
+    """Return the errors for a function that changes what it closes over, or takes a tensor out of torch."""
     refused = CallbackError(
         f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead"
     )

@@ -10,7 +10,7 @@ from gradrewrite.rewriting.loss_scale import LossScale
 
 @dataclass(frozen=True, slots=True)
 class RewriteConfig:
-    """What ``transform`` or ``backend`` was given.
+    """The arguments of ``transform`` or ``backend``.
 
     Attributes:
         policy: The policy.

@@ -19,7 +19,7 @@ from gradrewrite.sites import Kind, Site
 
 @dataclass
 class InsertionPoint:
-    """Where nodes for one site are inserted, and how to let the graph read something else there.
+    """The position at which nodes for one site are inserted, and how the graph reads them.
 
     Attributes:
         site: The site.

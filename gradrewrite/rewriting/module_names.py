@@ -26,7 +26,7 @@ class ModuleNames:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """Begin with the model's names, or with none."""
+        """Read the model's names, if there is one."""
         self._has_model = model is not None
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = [("", weakref.ref(model))] if model is not None else []
         self._scopes: Mapping[str, Mapping[str, Any]] = {}
@@ -40,7 +40,7 @@ class ModuleNames:
         return [module for module in (ref() for _, ref in self._roots) if module is not None]
 
     def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
-        """Learn the roots of a frame and read all names anew (modules may have come and gone).
+        """Find the roots of a frame and read all names again (modules may have come and gone).
 
         Args:
             gm: Dynamo's graph of the frame.

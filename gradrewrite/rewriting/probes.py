@@ -64,7 +64,7 @@ def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
 
 
 def tap_module(x: Any) -> Any:
-    """What a pass-through module returns while it is traced; named by the module around it."""
+    """Return what a pass-through module was given, while it is traced; named by the module around it."""
     return x
 
 
@@ -92,7 +92,7 @@ fx.node.has_side_effect(_probe_outputs)
 
 
 class _Tracing:
-    """Tells which values are one tensor, and which outputs are views of which values, while AOTAutograd traces."""
+    """The values that are one tensor, and the outputs that are views of values, while AOTAutograd traces."""
 
     def __init__(self, values: Sequence[Value]) -> None:
         self._values = values

@@ -39,7 +39,7 @@ MANY = 64
 
 @dataclass(frozen=True, slots=True)
 class RewriteResult:
-    """What a rewrite did to a joint graph.
+    """The result of the rewrite of a joint graph.
 
     Attributes:
         sites: All sites.
@@ -169,7 +169,7 @@ class _Rewriter:
         return now, later
 
     def _measurement(self, point: InsertionPoint, action: Any) -> Measurement | None:
-        """What an action measures at a gradient, if that can be put off."""
+        """Return the measurement of an action at a gradient, if it can be put off."""
         value = value_of(point.node)
         if point.output is None or value.layout is not torch.strided or value.is_complex():
             return None
