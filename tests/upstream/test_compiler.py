@@ -17,7 +17,7 @@ from torch._dynamo.backends import common
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends, innermost_backend
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import get_metrics_context
+from torch._dynamo.utils import compilation_time_metrics, get_metrics_context
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -269,6 +269,22 @@ def test_an_exception_that_is_no_exception_ends_tracing_unwrapped() -> None:
 
     with pytest.raises(Stop), warnings.catch_warnings():
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+
+
+def test_compilations_are_timed_until_a_reset() -> None:
+    """The markers ``pure`` and ``inductor`` are held by these names (``tests/conftest.py``)."""
+    assert not compilation_time_metrics
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert compilation_time_metrics
+    assert "compile_fx_inner" not in compilation_time_metrics
+    torch.compiler.reset()
+    assert not compilation_time_metrics
+
+
+@pytest.mark.inductor
+def test_inductor_is_timed_by_name() -> None:
+    torch.compile(lambda x: x + 1)(torch.ones(1))
+    assert "compile_fx_inner" in compilation_time_metrics
 
 
 def test_8_recurrent_layers_break_the_graph() -> None:
