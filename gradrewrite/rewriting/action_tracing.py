@@ -24,7 +24,6 @@ class TracedAction:
     Attributes:
         graph: The graph.
         records: ModuleNames of the records in each tensor of records.
-        num_kept: How many tensors are kept.
         logs: Whether the last records are those of a log line.
         fails: What the finite check does whose count is the last record.
         bound: The bound of a clip if it is a number: the name of its record, and the bound.
@@ -33,7 +32,6 @@ class TracedAction:
 
     graph: fx.GraphModule
     records: tuple[tuple[str, ...], ...] = ()
-    num_kept: int = 0
     logs: bool = False
     fails: OnFailure | None = None
     bound: tuple[str, float] | None = None
@@ -124,7 +122,6 @@ def trace_function(
     return TracedAction(
         graph,
         tuple(reported.names),
-        num_kept=len(reported.kept),
         logs=reported.logs,
         fails=reported.fails,
         bound=reported.bound,

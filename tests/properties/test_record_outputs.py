@@ -75,9 +75,7 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
     rest = iter(inputs)
     for report, own in zip(all_reports, placeholders, strict=True):
         fails = "skip" if report.skips else None
-        traced = TracedAction(
-            fx.GraphModule({}, fx.Graph()), report.names, report.num_kept, fails=fails, bound=report.bound
-        )
+        traced = TracedAction(fx.GraphModule({}, fx.Graph()), report.names, fails=fails, bound=report.bound)
         got = found.add(str(report.site), report.site, traced, own)
         values = [float(v) for _ in report.names for v in next(rest).flatten()]
         kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
