@@ -127,15 +127,19 @@ def generated() -> int:
 
 def models() -> dict[str, Callable[[], Made]]:
     """The models that need nothing but torch."""
-    from models.faults import FaultyTransformer
     from models.gpt import Gpt, batch
     from models.zoo import CASES
 
     found: dict[str, Callable[[], Made]] = {f"zoo.{name}": partial(_of_case, case) for name, case in CASES.items()}
     found["gpt"] = lambda: (Gpt(layers=2), batch(), {}, lambda out: out, False)
-    inputs = torch.randn(2, 3, 16), torch.randn(2, 3, 1)
-    found["faults"] = lambda: (FaultyTransformer(0), inputs, {}, lambda out: out, False)
+    found["faults"] = _faulty
     return found
+
+
+def _faulty() -> Made:
+    from models.faults import FaultyTransformer
+
+    return FaultyTransformer(0), (torch.randn(2, 3, 16), torch.randn(2, 3, 1)), {}, lambda out: out, False
 
 
 def _of_case(case: Any) -> Made:
