@@ -61,7 +61,7 @@ class Comparison:
     """The comparison of ``assert_matches_eager``.
 
     Attributes:
-        acted: Sites at which actions stood, in the rewritten graph and in the eager model.
+        acted: Sites at which actions were inserted, in the rewritten graph and in the eager model.
         changed: Those of them at which the actions changed the gradient in the eager model; a clip that is loose
             everywhere compares nothing.
         refused: Sites at which the policy answered, and which the rewritten graph refused with a warning: their error,
@@ -88,7 +88,7 @@ def assert_matches_eager(
     """Compare a policy on a model with the same policy as hooks of eager autograd on the plain model.
 
     Both are run on copies, from the same parameters, buffers and random numbers. Outputs, buffers, all gradients and
-    what actions record at float64 errors and gradients have to agree, and the actions have to stand at the same sites.
+    what actions record at float64 errors and gradients have to agree, and the actions have to be at the same sites.
 
     Args:
         model: The model; it stays as it was.
@@ -292,7 +292,7 @@ class _Hooked:
         self._refused = refused
         self._order = {str(site): number for number, site in enumerate(known)}
         self.made: set[str] = set()  # every error site
-        self.acted: dict[str, None] = {}  # where a gradient came by and an action stood
+        self.acted: dict[str, None] = {}  # sites with an action whose gradient was computed
         self.records: dict[str, float] = {}  # what actions reported there, by address
         self._numbering = RecordNumbering()
         self.changed: dict[str, None] = {}  # where an action changed it
@@ -378,7 +378,7 @@ class _Hooked:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A parameter of a group: where the policy names the group, and where the parameter stands among the sites."""
+    """A parameter of a group: where the policy names the group, and the position of the parameter among the sites."""
 
     position: tuple[int, ...]
     order: int

@@ -17,7 +17,7 @@ from gradrewrite.sites import Kind, Site
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckFinite:
-    """Count the elements that are NaN or infinite, where the check stands in the order of its site.
+    """Count the elements that are NaN or infinite, at the position of the check in the order of its site.
 
     The tensor passes unchanged. A value clip before the check turns an infinity into its bound and ``NanToNum``
     hides everything; what counts is what the check sees. At an activation that the program itself fills with

@@ -73,7 +73,7 @@ class Zero:
 class NanToNum:
     """Replace NaN by 0 and infinities by the largest finite numbers of the dtype, as ``torch.nan_to_num``.
 
-    This hides faults from finite checks that stand after it.
+    This hides faults from finite checks after it.
 
     Example:
         >>> NanToNum()

@@ -22,7 +22,7 @@ _ENDINGS: dict[str, str] = {"model_explorer": "model_explorer.json"}
 def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
     """Return a rewritten graph as a networkx DiGraph; an edge goes from a value to its reader.
 
-    Nodes are named as in fx, and stand in execution order. Their attributes are numbers, strings and truth values:
+    Nodes are named as in fx, in execution order. Their attributes are numbers, strings and truth values:
     ``role`` (``"op"``, ``"placeholder"``, ``"constant"``), ``target`` (``"aten.mul.Tensor"``), ``lane`` (``"forward"``
     or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1 for what
     carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the

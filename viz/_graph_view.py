@@ -42,7 +42,7 @@ class Node:
         source: ``file:line "code"`` of the op; ``""`` where there is none.
         mark: ``"edit"`` if an edit inserted it, ``"records"`` if it packs records, else ``""``.
         edit: Number of the edit, -1 if there is none.
-        shape: Sizes as text, ``"4, 16"``; several values stand in brackets.
+        shape: Sizes as text, ``"4, 16"``; several values are in brackets.
         dtype: Element type, ``"float32"``.
         reshapes: Whether it only gives a tensor another shape, or takes a tuple apart.
     """

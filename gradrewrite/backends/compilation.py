@@ -103,7 +103,7 @@ class GraphCompilation:
         inputs: The tensor inputs of the Dynamo graph, by position.
         returned: Positions of the inputs that it returns.
         ranks: Name of the data parallelism around the model, and its number of ranks.
-        values: What the probes stand behind, by their number.
+        values: The values of the probes, by their number.
         result: The rewrite; None before it, and for a graph without gradients.
         forwards: PendingForwards whose backward has not run yet; None where nothing is checked.
     """

@@ -18,7 +18,7 @@ class _Clip:
     """The effect of one clip over a run.
 
     Attributes:
-        site: Where it stands.
+        site: The site.
         step: The first step in which it was recorded.
         acted: For each step whether it acted.
         sizes: Norms or largest absolute values before it; finite.
@@ -98,7 +98,7 @@ class Clip:
     """The records of one clip over a run.
 
     Attributes:
-        site: Where it stands.
+        site: The site.
         record: What it was measured by: ``norm`` or ``total_norm`` (clips by norm), ``max_abs`` (clips by value, where
             they log).
         steps: Numbers of the steps that it reported.

@@ -108,11 +108,11 @@ def _lane_name(is_forward: bool) -> Lane:
 def with_edits(
     provenance: Provenance, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], record_nodes: Iterable[fx.Node]
 ) -> Provenance:
-    """Add what a rewrite inserted: a node belongs where its site stands.
+    """Add what a rewrite inserted: an inserted node has the provenance of its site.
 
     Args:
         provenance: What the graph meant before.
-        anchors: Where sites stand; those of parameters and inputs, whose order is -1, belong where their node does.
+        anchors: The nodes of sites; those of parameters and inputs, whose order is -1, belong where their node does.
         edits: What was inserted.
         record_nodes: The inserted nodes that carry records.
     """

@@ -38,7 +38,7 @@ def splice(
         traced: Its placeholders stand for ``inputs``; its ``get_attr`` nodes for live tensors.
         graph: The joint graph.
         inputs: Nodes that the function reads.
-        before: The new nodes stand before this one.
+        before: The new nodes are inserted before this one.
         tag: ``partitioner_tag`` of the new nodes.
 
     Returns:

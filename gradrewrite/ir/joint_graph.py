@@ -29,7 +29,7 @@ class JointGraph:
         edits: What was inserted, by site in the same order; group actions last.
         record_nodes: Names of the inserted nodes that carry records out of the graph.
         before: The same graph without the rewrite; None for such a graph itself.
-        provenance: What its parts mean: lanes, ops and modules of nodes, where sites stand.
+        provenance: What its parts mean: lanes, ops and modules of nodes, the nodes of sites.
     """
 
     graph_module: fx.GraphModule = field(repr=False)

@@ -17,7 +17,7 @@ class MarkedJointGraph:
 
     Attributes:
         graph: The joint graph; a rewrite changes it in place.
-        values: The values that markers stand on, by the number of the marker.
+        values: The values, by the number of their markers.
         inputs: The tensor inputs of the Dynamo graph, by position.
         is_last: Whether the gradients of its outputs come from outside of the model, not from behind a graph break.
     """

@@ -89,7 +89,7 @@ def is_added(node: fx.Node) -> bool:
 
 
 def has_infinite_literal(node: fx.Node) -> bool:
-    """Whether an infinite number stands among the arguments of a node."""
+    """Return whether an infinite number is among the arguments of a node."""
     return any(isinstance(a, float) and math.isinf(a) for a in _leaves((node.args, node.kwargs)))
 
 

@@ -42,7 +42,7 @@ fx.node.has_side_effect(hold)
 
 
 def number_of(marker: fx.Node) -> int:
-    """Number of the value that a marker stands on."""
+    """Return the number of the value of a marker."""
     number = marker.args[1]
     assert isinstance(number, int)
     return number

@@ -58,7 +58,7 @@ class Provenance:
 
     Attributes:
         origins: By name of the node, inserted ones included.
-        anchors: Where the sites stand.
+        anchors: The nodes of the sites.
         outputs: What the graph returns, by position: ``output:0``, ``gradient:w``, ``input:x``.
     """
 

@@ -26,7 +26,7 @@ class RecordKey:
     Attributes:
         record: Name of the record, without ``@``.
         occurrence: Number of the record among those of this name at this site, from 1.
-        site: ``kind:name`` of the site, or what stands in its place (``group:default``, ``optimizer:0``, ``run``).
+        site: ``kind:name`` of the site, or what is in its place (``group:default``, ``optimizer:0``, ``run``).
 
     Raises:
         ValueError: The key could not be parsed back: ``record`` has an ``@``, ``occurrence`` is not in 1 to

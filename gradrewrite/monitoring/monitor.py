@@ -31,7 +31,7 @@ class Monitor:
     """The records of a rewritten model's backward passes.
 
     A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
-    (the model was called twice), counts of elements add up and of all else the last report stands. The last
+    (the model was called twice), counts of elements add up and of all else the last value is kept. The last
     ``capacity`` rows stay on their device; nothing waits for the device before the host asks, or the interval is over.
     Reading is safe from any thread.
 
@@ -131,7 +131,7 @@ class Monitor:
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a scalar of your own, such as the loss, to the row of the last backward; nothing waits for the device.
 
-        Its address is ``name@run``. Logged again before the next backward is over, the last value stands. NaN and
+        Its address is ``name@run``. Logged again before the next backward is over, the last value is kept. NaN and
         infinities are kept as they are. What is logged after ``flush`` or ``to_jsonl`` has written the row is in
         the monitor and not in the file; a warning says so once.
 
@@ -204,7 +204,7 @@ class Monitor:
         parameters are changed.
 
         Args:
-            anywhere: Take all that leaves the model for checked, not only where checks stand.
+            anywhere: Take all that leaves the model for checked, not only the sites of checks.
         """
         with self._lock:
             if not self._recorder.records:

@@ -96,7 +96,7 @@ class StepRecord:
     def values(self) -> dict[RecordKey, float]:
         """All records in the order of the sites of the forward; the copy is here.
 
-        Where a site reported several times, counts of elements add up; of all else the last report stands.
+        Where a site reported several times, counts of elements add up; of all else the last value is kept.
         """
         if self._values is None:
             # Behind a graph break the later graph's backward runs first.

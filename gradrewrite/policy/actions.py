@@ -23,7 +23,7 @@ class Action(Protocol):
     """An action at one site: a frozen value (internal until 1.0).
 
     Attributes:
-        kinds: The kinds of site at which the action may stand.
+        kinds: The kinds of site at which the action is allowed.
         has_units: Whether it means something else for a gradient that a loss scale multiplied; it is then
             given the unscaled gradient.
     """
@@ -65,7 +65,7 @@ class GroupAction(Protocol):
     """An action at several sites at once, after the actions of the single sites (internal until 1.0).
 
     Attributes:
-        kinds: The kinds of site at which the action may stand.
+        kinds: The kinds of site at which the action is allowed.
         has_units: As for an ``Action``.
         group: Sites whose actions have the same group are treated together.
     """
@@ -103,5 +103,5 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
 
 
 def kinds_of(action: Any) -> frozenset[Kind]:
-    """Kinds of site at which an action or a tensor function may stand."""
+    """Return the kinds of site at which an action or a tensor function is allowed."""
     return action.kinds if isinstance(action, Action | GroupAction) else BACKWARD

@@ -19,7 +19,7 @@ class Rule:
     action: Answer
 
     def __call__(self, site: Site, /) -> Answer:
-        """Answer with the action where the pattern matches and, if it names no kind, the action may stand."""
+        """Answer with the action where the pattern matches and, if it names no kind, the action is allowed."""
         pattern = Pattern.parse(self.pattern)
         if not pattern.matches(site):
             return None
@@ -37,7 +37,7 @@ def on(pattern: str, action: Answer) -> Rule:
 
     Args:
         pattern: ``[kind:]glob[#call]``, as in ``Site.matches``. Without a kind the rule holds at every
-            matching site at which the action may stand; with one, an action that may not stand there is
+            matching site at which the action is allowed; with one, an action that is not allowed there is
             a ``PolicyError`` when the graph is rewritten.
         action: An action, a tensor function, or a sequence of them (applied in order).
 
@@ -75,14 +75,14 @@ def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
     """Ask a policy about one site: all answers, flat, in list order.
 
     Raises:
-        PolicyError: An answer is no action, or may not stand at this kind of site; or the policy itself raised.
+        PolicyError: An answer is no action, or not allowed at this kind of site; or the policy itself raised.
     """
     return tuple(answered.action for answered in ask_in_order(policy, site))
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An action that a policy answered with, and where in the nested lists of the policy the callback stands."""
+    """An action that a policy answered with, and the position of the callback in the nested lists of the policy."""
 
     position: tuple[int, ...]
     action: Any

@@ -163,7 +163,7 @@ class _Reader:
         """Read one graph; ``outer`` maps the placeholders of a checkpoint's body to the nodes outside."""
         aliases = Aliases(gm.graph)
         for node in list(gm.graph.nodes):
-            if node.op == "output" and not is_body:  # what a body returns is used where the checkpoint stands
+            if node.op == "output" and not is_body:  # what a body returns is used at the checkpoint
                 for value in self._use(node, (), outer):
                     value.is_returned = True
                 with gm.graph.inserting_before(node):
