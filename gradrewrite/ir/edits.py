@@ -19,7 +19,7 @@ class Edit:
         site: Where.
         action: The action or tensor function, as the policy answered it.
         nodes: Names of the inserted fx nodes in execution order. What several sites share (the total norm of a
-            group, the one measurement of all gradients) is listed with the first of them. An action that inserts nothing
+            group, the one measurement of all gradients) is listed with the first. An action that inserts nothing
             (an identity) has none.
     """
 
