@@ -118,5 +118,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, and those that are there already."""
-    return sorted({*globals(), *__all__})
+    """List the public names."""
+    return sorted({*__all__, "__version__"})

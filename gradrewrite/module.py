@@ -242,6 +242,11 @@ class RewrittenModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute on the original, where its forward reads it."""
+        if name in ("original", "monitor") and name in self.__dict__:
+            raise AttributeError(
+                f"{name!r} of a transformed model cannot be set: what was compiled would keep the old one. Give "
+                "gr.transform(model, policy, monitor=...) the model and the monitor"
+            )
         if name in _OWN or "_modules" not in self.__dict__ or name in self.__dict__:
             object.__setattr__(self, name, value)
         else:

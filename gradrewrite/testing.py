@@ -93,14 +93,14 @@ def assert_matches_eager(
     Args:
         model: The model; it stays as it was.
         policy: Any policy. Actions at activations change no gradient and are not compared.
-        *args: InputNames of the model; leaves that require a gradient are compared too.
+        *args: Inputs of the model; leaves that require a gradient are compared too.
         compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
         loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,
             otherwise the sum of all differentiable outputs, each element weighted differently.
         steps: Steps of gradient descent after which gradients are compared again.
         rtol: Tolerance relative to the element, and to the largest gradient of the model. None: 1e-9 for float64, 1e-4
             for float32, 1e-2 for float16, 5e-2 for bfloat16. NaN equals NaN.
-        **kwargs: InputNames of the model.
+        **kwargs: Inputs of the model.
 
     Returns:
         What was compared.
@@ -160,12 +160,12 @@ def assert_inert(
 
     Args:
         model: The model; it stays as it was.
-        *args: InputNames of the model.
+        *args: Inputs of the model.
         compiled: Compare with plain torch.compile, whose number of generated kernels has to be the same too; False
             compares the graph that runs op by op with the eager model, or, where that differs, with plain
             torch.compile(backend="aot_eager"), for a traced model may compute otherwise than an eager one.
         loss_fn: As for ``assert_matches_eager``.
-        **kwargs: InputNames of the model.
+        **kwargs: Inputs of the model.
 
     Raises:
         AssertionError: Something differs; the message names it.

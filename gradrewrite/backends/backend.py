@@ -100,7 +100,7 @@ def _drop_unused(ref: weakref.ref[Backend]) -> None:
 def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
     """Make a torch.compile backend that rewrites the backward, for people who call torch.compile themselves.
 
-    ModuleNames are those of the module that is compiled; with several modules in one compiled function they begin
+    Names are those of the module that is compiled; with several modules in one compiled function they begin
     with the variable (``gen.x``). A rule that matches nothing raises ``NoSuchSiteError`` from the first backward.
     torch.compile itself ignores hooks that are registered after the first call; ``gr.transform`` honours them.
 

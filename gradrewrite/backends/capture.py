@@ -79,7 +79,7 @@ class _CaptureBackend:
 
 @dataclass
 class _CaptureHooks:
-    """HookWatch that stop at the joint graph."""
+    """Hooks that stop at the joint graph."""
 
     compilation: GraphCompilation
     is_cacheable: bool = False

@@ -105,7 +105,7 @@ class GraphCompilation:
         ranks: Name of the data parallelism around the model, and its number of ranks.
         values: The values of the probes, by their number.
         result: The rewrite; None before it, and for a graph without gradients.
-        forwards: PendingForwards whose backward has not run yet; None where nothing is checked.
+        forwards: Forwards whose backward has not run yet; None where nothing is checked.
     """
 
     session: Session

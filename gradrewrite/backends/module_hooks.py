@@ -1,4 +1,4 @@
-"""HookWatch of a model: whether they have changed, and those that show pass-through modules to the tracer."""
+"""Hooks of a model: whether they have changed, and those that show pass-through modules to the tracer."""
 
 from __future__ import annotations
 

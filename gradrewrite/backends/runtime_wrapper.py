@@ -31,14 +31,14 @@ class RewrittenBackward:
     Attributes:
         session: Whose policy it follows.
         compiled: The code.
-        names: ModuleNames of its inputs, without the live ones.
+        names: Names of its inputs, without the live ones.
         live: Tensors that it reads at every run, after its inputs.
         outputs: Its auxiliary outputs.
         num_outputs: How many of them there are.
         is_whole: Whether its graph holds all that one call of the model does.
         copies_packs: Whether the next run overwrites its outputs.
         ranks: Name of the data parallelism around the model, and its number of ranks.
-        forwards: PendingForwards whose backward has not run yet; None where nothing is checked.
+        forwards: Forwards whose backward has not run yet; None where nothing is checked.
         parameters: Those whose gradients it computes.
         accumulation: Watches the gradients of those that are clipped together.
     """

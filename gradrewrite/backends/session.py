@@ -39,8 +39,8 @@ class Session:
         recorder: Takes what backwards report.
         has_model: Whether it belongs to one model; it does not hold the model, for torch keeps backends for good.
         entry_name: Name of the compiled function around the model.
-        names: ModuleNames of modules, parameters and buffers.
-        inputs: ModuleNames of the model's inputs.
+        names: Names of modules, parameters and buffers.
+        inputs: Names of the model's inputs.
         graphs: Every compiled graph with a backward, in order.
         skipped: Lines of regions that the tracer skipped, in order.
         warnings: Warnings that wait for a safe moment.

@@ -1,4 +1,4 @@
-"""RootCause causes: from failed finite checks to the error that says where it began."""
+"""Root causes: from failed finite checks to the error that says where it began."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TracedAction:
 
     Attributes:
         graph: The graph.
-        records: ModuleNames of the records in each tensor of records.
+        records: Names of the records in each tensor of records.
         logs: Whether the last records are those of a log line.
         fails: What the finite check does whose count is the last record.
         bound: The bound of a clip if it is a number: the name of its record, and the bound.

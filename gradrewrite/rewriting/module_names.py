@@ -1,4 +1,4 @@
-"""ModuleNames of modules, parameters and inputs, found by object identity."""
+"""Names of modules, parameters and inputs, found by object identity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEP = re.compile(r"\.([^\W\d]\w*|\d+)|\[(\d+)\]|\[(['\"])(.+?)\3\]")
 
 
 class ModuleNames:
-    """ModuleNames known to one policy: those of its model, or of the modules that its frames have reached.
+    """Names known to one policy: those of its model, or of the modules that its frames have reached.
 
     With a model the names are those of ``model.named_modules()`` and ``model.named_parameters()``. Without
     one (``gr.backend``) the roots are found in the locals and globals of the compiled frame; several roots
@@ -136,7 +136,7 @@ class ModuleNames:
 
 
 class InputNames:
-    """ModuleNames of a model's inputs: those of its ``forward``'s arguments."""
+    """Names of a model's inputs: those of its ``forward``'s arguments."""
 
     def __init__(self, model: nn.Module | None) -> None:
         """Read the signature of ``model.forward``; without a model, variables keep their own names."""

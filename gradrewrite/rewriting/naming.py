@@ -1,4 +1,4 @@
-"""ModuleNames of values: sites from the module calls in which values are made."""
+"""Names of values: sites from the module calls in which values are made."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RecordNumbering:
         """Make the keys of what one action reports.
 
         Args:
-            named: ModuleNames of its records, in each of its tensors.
+            named: Names of its records, in each of its tensors.
             where: The site.
             bound: Name of a bound that is a number, and so no record; None if there is none.
 

@@ -44,7 +44,7 @@ class RewriteResult:
     Attributes:
         sites: All sites.
         edits: What was inserted.
-        record_nodes: ModuleNames of the nodes that carry records out of the graph.
+        record_nodes: Names of the nodes that carry records out of the graph.
         anchors: The nodes of the sites.
         outputs: The auxiliary outputs of the backward.
         live: The tensors that the graph reads at every backward, by name.

@@ -70,13 +70,15 @@ def test_missing_private_name_says_what_it_was_needed_for() -> None:
 
 @pytest.mark.pure
 def test_versions_of_torch() -> None:
-    with pytest.raises(ImportError, match=r"needs torch 2\.11 to 2\.15, and torch 2\.9\.1"):
-        versions.check_torch("2.9.1")
-    with pytest.warns(UserWarning, match=r"tested with torch 2\.11 to 2\.15, and torch 2\.16\.0"):
-        versions.check_torch("2.16.0+cu130")
+    (old_major, oldest), (new_major, newest) = versions.OLDEST, versions.NEWEST
+    tested = rf"{old_major}\.{oldest} to {new_major}\.{newest}"
+    with pytest.raises(ImportError, match=rf"needs torch {tested}, and torch 2\.1\.1"):
+        versions.check_torch("2.1.1")
+    with pytest.warns(UserWarning, match=rf"tested with torch {tested}, and torch {new_major}\.{newest + 1}\.0"):
+        versions.check_torch(f"{new_major}.{newest + 1}.0+cu130")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for version in ("2.11.0", "2.13.0+cpu", "2.15.1a0", "main"):
+        for version in (f"{old_major}.{oldest}.0", "2.13.0+cpu", f"{new_major}.{newest}.1a0", "main"):
             versions.check_torch(version)
 
 
