@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from gradrewrite.rewriting.probes import tap as tap
     from gradrewrite.sites import Site as Site
 
-check_torch()
+_untested = check_torch()
+if _untested:
+    from gradrewrite._warnings import warn
+
+    warn(_untested)
 
 # Public names and their modules, imported on first use: a command that only reads files needs no compiler.
 _MODULES = {
@@ -108,8 +112,13 @@ __all__ = [
 ]
 
 
+_SUBMODULES = ("errors", "passes", "policy", "sites", "testing", "viz")
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
@@ -119,4 +128,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names."""
-    return sorted({*__all__, "__version__"})
+    return sorted({*__all__, *_SUBMODULES, "__version__"})

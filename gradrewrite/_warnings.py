@@ -39,7 +39,7 @@ class PendingWarnings:
             warn(self._pending.pop(0))
 
 
-_LIBRARIES = ("torch", "gradrewrite", "")  # generated code has no module
+_LIBRARIES = ("torch", "gradrewrite", "importlib", "")  # generated code has no module
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:
@@ -70,9 +70,13 @@ def _caller() -> FrameType:
 
 
 def _first_outside(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+    while frame is not None and _is_library(str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
     return frame
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES and not module.startswith("gradrewrite.examples")
 
 
 def _running_backward(thread: int, frame: FrameType | None) -> FrameType | None:

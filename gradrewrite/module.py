@@ -25,7 +25,9 @@ from gradrewrite.policy.rules import check_policy
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.loss_scale import LossScale
 
-_OWN = frozenset(("__class__", "original", "monitor", "_options", "_engine", "_session", "_entry_point", "training"))
+_OWN = frozenset(
+    ("__class__", "original", "monitor", "_compile_options", "_engine", "_session", "_entry_point", "training")
+)
 
 
 def transform(
@@ -102,7 +104,7 @@ class RewrittenModule(nn.Module):
         model.training = training
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
-        self._options: Mapping[str, Any] = {}  # further arguments of torch.compile
+        self._compile_options: Mapping[str, Any] = {}  # further arguments of torch.compile
         self._engine: Engine = AotEager()
         self._session = Session(config, recorder_of(monitor), model)
         self.monitor = monitor
@@ -151,14 +153,14 @@ class RewrittenModule(nn.Module):
                 "model.compile() compiles with Inductor and takes no backend; to call torch.compile yourself, use "
                 "torch.compile(model, backend=gr.backend(policy))"
             )
-        previous = self._session.config, self._options, self._engine
+        previous = self._session.config, self._compile_options, self._engine
         given = {name: kwargs.pop(name) for name in ("fullgraph", "dynamic") if name in kwargs}
         self._session.config = replace(self._session.config, **given)
-        self._options, self._engine = {**self._options, **kwargs}, Inductor()
+        self._compile_options, self._engine = {**self._compile_options, **kwargs}, Inductor()
         try:
             self._restart()
         except Exception:
-            self._session.config, self._options, self._engine = previous
+            self._session.config, self._compile_options, self._engine = previous
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> JointGraph:
@@ -192,7 +194,7 @@ class RewrittenModule(nn.Module):
         session, engine = self._session, self._engine
         backend = Backend(session, engine, self.monitor)
         evaluating = Backend(session, engine, self.monitor, is_silent=True)
-        self._entry_point = EntryPoint(session, backend, evaluating, self.original, self._options)
+        self._entry_point = EntryPoint(session, backend, evaluating, self.original, self._compile_options)
         self._session.forget()
 
     def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
@@ -267,12 +269,12 @@ class RewrittenModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
         """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
         original = copy.deepcopy(self.original, memo)
-        return _rebuild(original, self._session.config, self._options, isinstance(self._engine, Inductor))
+        return _rebuild(original, self._session.config, self._compile_options, self._engine.name == "inductor")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the original, the policy and the settings; compiled code and records stay behind."""
-        is_compiled = isinstance(self._engine, Inductor)
-        return _rebuild, (self.original, self._session.config, self._options, is_compiled)
+        is_compiled = self._engine.name == "inductor"
+        return _rebuild, (self.original, self._session.config, self._compile_options, is_compiled)
 
 
 _run = dynamo.outside_of_graphs(

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from gradrewrite.diagnostics.clipping import Clip, clips_of
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities, is_bad
 from gradrewrite.diagnostics.run_log import Run, Series, as_executed, kind_of
-from gradrewrite.ir.record_layout import RecordKey
 
 Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -101,18 +100,18 @@ class Ratios:
 
 def losses(run: Run) -> list[Line]:
     """Return the records named ``loss``, else ``max`` of the value that ``gr.tap(loss, "loss")`` named."""
-    found = [one for one in run.series.values() if one.at.record == "loss"]
+    found = [one for one in run.series.values() if one.record == "loss"]
     if not found:
-        found = [one for one in run.series.values() if one.at.record == "max" and one.at.site == "activation:loss"]
+        found = [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
     return [Line(f"{one.at.name}@{one.at.site}", _ints(one.steps), np.array(one.values)) for one in found]
 
 
-def levels(run: Run, at: RecordKey, steps: Sequence[int], values: Sequence[float]) -> Array:
+def levels(run: Run, record: str, site: str, steps: Sequence[int], values: Sequence[float]) -> Array:
     """Return magnitudes: inf where a value is not finite, NaN for an empty tensor."""
     sizes = np.abs(np.array(values, dtype=np.float64))
     for n in np.flatnonzero(np.isnan(sizes)).tolist():
         row = run.steps[bisect_left(run.steps, steps[n], key=lambda step: step.step)]
-        if is_bad(at, math.nan, row.records):
+        if is_bad(record, site, math.nan, row.records):
             sizes[n] = math.inf
     return sizes
 
@@ -135,7 +134,7 @@ def _clipping(run: Run, clips: Sequence[Clip]) -> Clipping:
     acted, count = np.zeros(len(steps)), np.zeros(len(steps))
     for clip in clips:
         at = np.searchsorted(steps, clip.steps)
-        sizes = levels(run, RecordKey(clip.record, 1, clip.site), clip.steps, clip.sizes)
+        sizes = levels(run, clip.record, clip.site, clip.steps, clip.sizes)
         bounds = np.where(np.isfinite(clip.bounds), clip.bounds, math.nan)
         largest[at] = np.fmax(largest[at], sizes)
         low[at], high[at] = np.fmin(low[at], bounds), np.fmax(high[at], bounds)
@@ -168,7 +167,7 @@ def events(run: Run) -> Events:
     skipped = {
         step
         for one in run.series.values()
-        if one.at.record == "skipped" and one.at.kind == "optimizer"
+        if one.record == "skipped" and one.at.kind == "optimizer"
         for step, value in zip(one.steps, one.values, strict=True)
         if value > 0
     }
@@ -184,7 +183,7 @@ def _in_order(run: Run, sites: dict[str, list[int]]) -> list[str]:
 
 def update_ratios(run: Run) -> Ratios | None:
     """Return the update ratios (``gr.guard(..., update_ratios=True)``); None without records."""
-    found: list[Series] = [one for one in run.series.values() if one.at.record == "update_ratio"]
+    found: list[Series] = [one for one in run.series.values() if one.record == "update_ratio"]
     if not found:
         return None
     steps = _ints(sorted({step for one in found for step in one.steps}))

@@ -57,7 +57,7 @@ def heat_map(run: Run, kind: str) -> HeatMap | None:
     values = np.full((len(chosen), (last - first) // width + 1), math.nan)
     for row, one in enumerate(chosen):
         at = (np.array(one.steps) - first) // width
-        np.fmax.at(values[row], at, levels(run, one.at, one.steps, one.values))
+        np.fmax.at(values[row], at, levels(run, one.record, one.at.site, one.steps, one.values))
     groups = group([one.at.site.partition(":")[2] for one in chosen], MAX_ROWS)
     merged = np.stack([np.fmax.reduce(values[rows], axis=0) for _, rows in groups])
     known = {one.at.site for part in by_measure.values() for one in part}
@@ -69,7 +69,7 @@ def _series_of(run: Run, kind: str, measure: str) -> list[Series]:
     """Return one series per site: the one with the lowest number, recorded before the other actions."""
     found: dict[str, Series] = {}
     for one in run.series.values():
-        if one.at.kind == kind and one.at.record == measure:
+        if one.at.kind == kind and one.record == measure:
             known = found.setdefault(one.at.site, one)
             if _number(one) < _number(known):
                 found[one.at.site] = one

@@ -170,7 +170,7 @@ def _clip_rates(run: Run, graph_view: GraphView) -> dict[str, dict[int, float]]:
             members[f"group:{edit.action.group}"].append(str(edit.site))
     found: dict[str, dict[int, float]] = {}
     acted = [(clip.site, list(zip(clip.steps, clip.acted, strict=True))) for clip in clips_of(run)]
-    logged = [one for one in run.series.values() if one.at.record == "clipped"]
+    logged = [one for one in run.series.values() if one.record == "clipped"]
     acted += [(one.at.site, [(n, v > 0) for n, v in zip(one.steps, one.values, strict=True)]) for one in logged]
     for where, steps in acted:  # of several clips at a site any may have acted
         for site in members.get(where, [where]):
@@ -185,7 +185,7 @@ def _largest(run: Run) -> tuple[str, dict[str, dict[int, float]]]:
     for record, words in (("max_abs", "largest absolute value"), ("norm", "largest norm")):
         found: dict[str, Series] = {}
         for one in run.series.values():
-            if one.at.record == record and one.at.kind in ("error", "gradient", "input"):
+            if one.record == record and one.at.kind in ("error", "gradient", "input"):
                 known = found.get(one.at.site)
                 if known is None or _order(one) < _order(known):
                     found[one.at.site] = one
@@ -202,7 +202,7 @@ def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
     sizes = {str(site): _size(site) for site in sites}
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for one in run.series.values():
-        if one.at.record in COUNTS and one.at.site in sizes:
+        if one.record in COUNTS and one.at.site in sizes:
             for step, count in zip(one.steps, one.values, strict=True):
                 share = min(count / sizes[one.at.site], 1.0)
                 found[one.at.site][step] = max(share, found[one.at.site].get(step, 0.0))

@@ -206,7 +206,8 @@ def _compile(
     inference: Callable[..., Any],
     partition: Callable[..., Any] = min_cut_partition,
 ) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
+    with needed_for("AOTAutograd can be called with compilers and a partitioner of ours"):
+        from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(
         fw_compiler=forward,

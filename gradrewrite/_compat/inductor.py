@@ -9,12 +9,15 @@ import torch
 from torch import fx, nn
 
 from gradrewrite._compat.aot_autograd import CompilationHooks, min_cut_partition, no_autograd_cache
+from gradrewrite._compat.versions import needed_for
 
 
 def replace_random(gm: fx.GraphModule) -> None:
     """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
-    from torch._inductor import config
-    from torch._inductor.fx_passes.replace_random import replace_random_passes
+    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
+        from torch._inductor import config
+    with needed_for("Inductor draws the random numbers of a graph from seeds"):
+        from torch._inductor.fx_passes.replace_random import replace_random_passes
 
     if not config.fallback_random:
         replace_random_passes(gm)
@@ -22,7 +25,8 @@ def replace_random(gm: fx.GraphModule) -> None:
 
 def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor as it is."""
-    from torch._inductor.compile_fx import compile_fx
+    with needed_for("Inductor can be called with a compiler of ours around its own"):
+        from torch._inductor.compile_fx import compile_fx
 
     with no_autograd_cache():
         return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(settings) or None))
@@ -32,8 +36,10 @@ def compile_rewritten(
     gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], hooks: CompilationHooks
 ) -> Callable[..., Any]:
     """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
+        from torch._inductor import config
+    with needed_for("Inductor can be called with a compiler of ours around its own"):
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
@@ -64,7 +70,8 @@ _OURS = ("joint_custom_pre_pass", "custom_partitioner_fn", "joint_graph_constant
 
 def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any) -> Any:
     """Our pass, then those that the user asked for."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    with needed_for("Inductor takes a pass and a partitioner of ours"):
+        from torch._inductor.custom_graph_pass import CustomGraphPass
 
     others = tuple(asked) if isinstance(asked, (list, tuple)) else (() if asked is None else (asked,))
 
@@ -86,7 +93,8 @@ def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any) -> Any:
 
 def _inductor_partitioner(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], asked: Any) -> Any:
     """Our partitioner around the one that the user asked for, or around Inductor's."""
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    with needed_for("Inductor takes a pass and a partitioner of ours"):
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
@@ -117,21 +125,24 @@ def compiled_alone(model: nn.Module, backend: str = "inductor") -> Callable[...,
 
 def num_generated_kernels() -> int:
     """Return the number of kernels that Inductor has generated in this process."""
-    from torch._inductor import metrics
+    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
+        from torch._inductor import metrics
 
     return int(metrics.generated_kernel_count)
 
 
 def stop_folding() -> None:
     """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; for the joint pass."""
-    from torch._inductor import config
+    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
+        from torch._inductor import config
 
     config.joint_graph_constant_folding = False
 
 
 def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inductor settings of ``torch.compile(mode=..., options=...)``; unknown ones raise RuntimeError."""
-    from torch._inductor import config, list_mode_options
+    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
+        from torch._inductor import config, list_mode_options
 
     patches: dict[str, Any] = {}
     if mode is not None and mode != "default":
@@ -147,6 +158,7 @@ def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str
 
 def uses_cuda_graphs(settings: Mapping[str, Any]) -> bool:
     """Whether outputs will live in memory that the next replay of a CUDA graph overwrites."""
-    from torch._inductor import config
+    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
+        from torch._inductor import config
 
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))

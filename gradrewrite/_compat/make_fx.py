@@ -25,7 +25,8 @@ def is_tracing() -> bool:
 
 def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``."""
-    from torch._inductor.decomposition import select_decomp_table
+    with needed_for("Inductor's decompositions can be asked for"):
+        from torch._inductor.decomposition import select_decomp_table
 
     mode = fake_mode_of(inputs)
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True

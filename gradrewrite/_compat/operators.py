@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from gradrewrite._compat.versions import needed_for
+
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
@@ -42,7 +44,8 @@ def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
 
 def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random numbers as compiled code draws them: its generator exists only there."""
-    from torch._inductor.compile_fx import compile_fx
+    with needed_for("Inductor can be called with a compiler of ours around its own"):
+        from torch._inductor.compile_fx import compile_fx
 
     size, seed, mode = args
     graph = fx.Graph()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -12,16 +11,19 @@ import torch
 OLDEST, NEWEST = (2, 11), (2, 15)  # the suite runs on both, see tests/versions.sh
 
 
-def check_torch(version: str | None = None) -> None:
-    """Raise ImportError for a torch older than the tested range; warn of a newer one.
+def check_torch(version: str | None = None) -> str:
+    """Raise ImportError for a torch older than the tested range; return a warning of a newer one.
 
     Args:
         version: The version, as in ``torch.__version__``; the installed one if None.
+
+    Returns:
+        The text of the warning; ``""`` if there is none.
     """
     version = str(torch.__version__) if version is None else version
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        return  # a build without a number
+        return ""  # a build without a number
     number = int(found[1]), int(found[2])
     if number < OLDEST:
         raise ImportError(
@@ -29,12 +31,11 @@ def check_torch(version: str | None = None) -> None:
             f"pip install 'torch>={_text(OLDEST)}'"
         )
     if number > NEWEST:
-        warnings.warn(
+        return (
             f"gradrewrite was tested with torch {_text(OLDEST)} to {_text(NEWEST)}, and torch {version} is installed: "
-            "run its tests (pytest -m upstream) to see whether what it relies on still holds",
-            UserWarning,
-            stacklevel=2,
+            "run its tests (pytest -m upstream) to see whether what it relies on still holds"
         )
+    return ""
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -90,7 +90,7 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
         session.names.leave_frame()
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class GraphCompilation:
     """The hooks of one graph's compilation, and what is known of the graph.
 
@@ -105,7 +105,7 @@ class GraphCompilation:
         ranks: Name of the data parallelism around the model, and its number of ranks.
         values: The values of the probes, by their number.
         result: The rewrite; None before it, and for a graph without gradients.
-        forwards: Forwards whose backward has not run yet; None where nothing is checked.
+        forwards: The pending calls of the forward; None where nothing is checked.
     """
 
     session: Session
@@ -143,6 +143,7 @@ class GraphCompilation:
             if self.engine.draws_from_seeds and result.replay_graph.is_random:
                 inductor.replace_random(result.replay_graph.graph)
             self.forwards = PendingForwards(result.replay_graph)
+            self.result = replace(result, replay_graph=None)  # it lives as long as it can be used
         lost = tuple(site for site, _ in result.out_of_reach)
         self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits, lost))
         self._note_warnings(result)

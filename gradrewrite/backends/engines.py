@@ -47,21 +47,23 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inductor:
-    """Inductor, with settings by name."""
+    """Inductor.
+
+    Attributes:
+        settings: Its settings, by name.
+        overwrites_outputs: See ``Engine``; as it was when the compilation began.
+    """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
+    overwrites_outputs: bool = False
 
     name: ClassVar[str] = "inductor"
     draws_from_seeds: ClassVar[bool] = True
 
-    @property
-    def overwrites_outputs(self) -> bool:
-        """See ``Engine``."""
-        return inductor.uses_cuda_graphs(self.settings)
-
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Inductor:
         """See ``Engine``."""
-        return Inductor(inductor.settings_of(mode, options))
+        settings = inductor.settings_of(mode, options)
+        return Inductor(settings, inductor.uses_cuda_graphs(settings))
 
     def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``."""

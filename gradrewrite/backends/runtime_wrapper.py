@@ -24,7 +24,7 @@ _AGAIN = (
 )
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RewrittenBackward:
     """A compiled backward graph with live inputs and auxiliary outputs, both of which are taken off where it runs.
 
@@ -38,7 +38,7 @@ class RewrittenBackward:
         is_whole: Whether its graph holds all that one call of the model does.
         copies_packs: Whether the next run overwrites its outputs.
         ranks: Name of the data parallelism around the model, and its number of ranks.
-        forwards: Forwards whose backward has not run yet; None where nothing is checked.
+        forwards: The pending calls of the forward; None where nothing is checked.
         parameters: Those whose gradients it computes.
         accumulation: Watches the gradients of those that are clipped together.
     """

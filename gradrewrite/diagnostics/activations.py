@@ -43,7 +43,7 @@ def _high_shares(run: Run, limits: Mapping[tuple[str, str], float]) -> list[_Hig
     """Sites whose median share over the last steps is above a limit, by record and kind; the worst first."""
     found: dict[str, _High] = {}
     for one in run.series.values():
-        limit = limits.get((one.at.record, one.at.kind))
+        limit = limits.get((one.record, one.at.kind))
         rows = [(step, v) for step, v in zip(one.steps, one.values, strict=True) if math.isfinite(v)]
         late = [v for _, v in rows[-LAST_STEPS:]]
         if limit is None or len(late) < MIN_STEPS or median(late) <= limit:

@@ -118,10 +118,10 @@ class Clip:
 def clips_of(run: Run) -> list[Clip]:
     """Clips whose doings were recorded, those by norm first; a site with both kinds counts as the first."""
     series = [one for one in run.series.values() if one.at.kind in BACKWARD]
-    by_norm = [_norm_clip(run, one) for one in series if one.at.record == "bound"]
+    by_norm = [_norm_clip(run, one) for one in series if one.record == "bound"]
     found = [clip for clip in by_norm if clip is not None]
     known = {clip.site for clip in found}
-    return found + [_value_clip(run, one) for one in series if one.at.record == "clipped" and one.at.site not in known]
+    return found + [_value_clip(run, one) for one in series if one.record == "clipped" and one.at.site not in known]
 
 
 def _norm_clip(run: Run, bound: Series) -> Clip | None:
@@ -134,7 +134,7 @@ def _norm_clip(run: Run, bound: Series) -> Clip | None:
     known = dict(zip(bound.steps, bound.values, strict=True))
     bounds = [known.get(step, math.nan) for step in norms.steps]
     acted = [b < v < math.inf for v, b in zip(norms.values, bounds, strict=True)]
-    return Clip(site, norms.at.record, norms.steps, norms.values, bounds, acted)
+    return Clip(site, norms.record, norms.steps, norms.values, bounds, acted)
 
 
 def _value_clip(run: Run, clipped: Series) -> Clip:

@@ -71,8 +71,8 @@ def _non_finite(run: Run) -> Finding | None:
 def _bad_steps(run: Run) -> list[BadStep]:
     """Steps that are not finite, without the sites that are meant to be so."""
     bad = bad_steps(run)
-    meant = expected_infinities(run, bad)
-    return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in meant])]
+    expected = expected_infinities(run, bad)
+    return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
 def _count(records: Mapping[str, float], site: str) -> float | None:
@@ -102,7 +102,7 @@ def _cause(site: str, *, recovered: bool) -> tuple[str, str, str]:
 
 def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Finding | None:
     """A learning rate that is not finite or negative, up to a step; ``figures`` are those of the step that is not."""
-    rates = [one for one in run.series.values() if one.at.record == "lr" and one.at.kind == "optimizer"]
+    rates = [one for one in run.series.values() if one.record == "lr" and one.at.kind == "optimizer"]
     faulty = [
         (step, one.at.site, rate)
         for one in rates

@@ -51,7 +51,7 @@ def growth_over_steps(run: Run) -> Finding | None:
     measured = [
         one
         for one in run.series.values()
-        if one.at.record in MAGNITUDES and one.at.kind in BACKWARD and one.at.kind != "outside"
+        if one.record in MAGNITUDES and one.at.kind in BACKWARD and one.at.kind != "outside"
     ]
     found = [growth for one in measured if (growth := _growth(one)) is not None]
     if not found:

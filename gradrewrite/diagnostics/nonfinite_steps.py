@@ -1,4 +1,4 @@
-"""Steps of a run in which something was not finite, and what of it is meant to be so."""
+"""Steps of a run in which something was not finite, and the infinities that are expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from gradrewrite.diagnostics.run_log import (
     as_executed,
     kind_of,
 )
-from gradrewrite.ir.record_layout import RecordKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ def bad_steps(run: Run) -> list[BadStep]:
 
 
 def expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
-    """Sites that are meant to be infinite (a mask): they were so in 5 steps whose backward was finite."""
+    """Return the sites at which infinities are expected (a mask): they were so in 5 steps whose backward was finite."""
     harmless: Counter[str] = Counter()
     for one in bad:
         if _is_harmless(run, one):
@@ -42,25 +41,25 @@ def expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
     return {site for site, times in harmless.items() if times >= MIN_STEPS}
 
 
-def is_bad(at: RecordKey, value: float, records: Mapping[str, float]) -> bool:
+def is_bad(record: str, site: str, value: float, records: Mapping[str, float]) -> bool:
     """Whether a value says that its site is not finite; NaN beside a count or a norm of 0 is an empty tensor."""
-    if at.record in COUNTS:
+    if record in COUNTS:
         return value > 0
-    if at.record not in MAGNITUDES or math.isfinite(value):
+    if record not in MAGNITUDES or math.isfinite(value):
         return False
-    is_empty = any(records.get(f"{name}@{at.site}") == 0 for name in ("nonfinite", "nan", "norm"))
+    is_empty = any(records.get(f"{name}@{site}") == 0 for name in ("nonfinite", "nan", "norm"))
     return not (math.isnan(value) and is_empty)
 
 
 def _bad_sites(run: Run, step: Step) -> list[str]:
-    addresses = ((run.series[address].at, value) for address, value in step.records.items())
-    return as_executed(at.site for at, value in addresses if is_bad(at, value, step.records))
+    pairs = ((run.series[address], value) for address, value in step.records.items())
+    return as_executed(one.at.site for one, value in pairs if is_bad(one.record, one.at.site, value, step.records))
 
 
 def _is_harmless(run: Run, bad: BadStep) -> bool:
     """Whether the backward was recorded and is finite."""
-    addresses = [run.series[address].at for address in bad.step.records]
-    is_recorded = any(at.kind in BACKWARD and at.record in (*COUNTS, *MAGNITUDES) for at in addresses)
+    found = [run.series[address] for address in bad.step.records]
+    is_recorded = any(one.at.kind in BACKWARD and one.record in (*COUNTS, *MAGNITUDES) for one in found)
     return is_recorded and not any(kind_of(site) in BACKWARD for site in bad.sites)
 
 

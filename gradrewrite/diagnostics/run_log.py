@@ -6,11 +6,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_layout import BOUNDS, RecordKey
 
 MIN_STEPS = 5  # fewer values show no trend, and no habit
 LISTED = 5  # sites named in one finding
@@ -29,10 +29,19 @@ class Step:
         step: Number of the backward, from 0.
         records: Values by the text of their keys, ``record@site``, in the order of the sites: activations and errors
             in the order of the forward, then gradients; magnitudes in units of the unscaled loss.
+
+    Raises:
+        ValueError: A name has no ``@``.
     """
 
     step: int
     records: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        """Refuse names that are no keys."""
+        wrong = next((name for name in self.records if "@" not in name), None)
+        if wrong is not None:
+            raise ValueError(f"wanted record@site as the name of a record, got {wrong!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +83,14 @@ class Series:
 
     Attributes:
         at: Its key.
+        record: Name of the record: without its occurrence where there is a first one, or where it is a bound, which has
+            the occurrence of what it bounds; a user may give any name, and ``norm.2`` is then no second norm.
         steps: Numbers of the steps that have it.
         values: Its value in each of them.
     """
 
     at: RecordKey
+    record: str
     steps: list[int]
     values: list[float]
 
@@ -124,14 +136,27 @@ def last_run(steps: Sequence[Step]) -> Run:
     """The last run of several in one file: where the number of the step falls back, a new one begins."""
     begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
     last = steps[begins[-1] :] if begins else steps
+    known = {address for step in last for address in step.records}
     series: dict[str, Series] = {}
     for step in last:
         for address, value in step.records.items():
             if address not in series:
-                series[address] = Series(RecordKey.parse(address), [], [])
+                key = RecordKey.parse(address)
+                series[address] = Series(key, record_of(key, known), [], [])
             series[address].steps.append(step.step)
             series[address].values.append(value)
     return Run(last, series)
+
+
+def record_of(key: RecordKey, known: Collection[str]) -> str:
+    """Return the name of a record among others; see ``Series``.
+
+    Args:
+        key: Its key.
+        known: The texts of all keys.
+    """
+    is_numbered = key.record in BOUNDS or str(RecordKey.first(key.record, key.site)) in known
+    return key.record if key.occurrence == 1 or is_numbered else key.name
 
 
 def kind_of(site: str) -> str:

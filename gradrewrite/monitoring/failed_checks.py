@@ -27,6 +27,9 @@ class FailedCheckErrors:
             if error is not None:
                 raise error
 
+    def flush(self) -> None:
+        """Nothing waits here."""
+
 
 class FailedCheckWarnings:
     """Warns of checks that failed, step after step, when their figures have arrived.
@@ -43,13 +46,17 @@ class FailedCheckWarnings:
 
     def on_step(self, record: StepRecord) -> None:
         """Warn of the steps before; take a step and begin to copy its figures."""
-        self.flush(self.patience)
+        self._flush(self.patience)
         modes = ("warn",) if self.is_guarded() else ("warn", "skip")
         if record.has(lambda outputs: any(c.on_failure in modes for c in outputs.checks)):
             record.start_copy()
             self._waiting.append((record, modes))
 
-    def flush(self, patience: int = 0) -> None:
+    def flush(self) -> None:
+        """See ``_flush``; waits for all figures that are under way."""
+        self._flush(0)
+
+    def _flush(self, patience: int) -> None:
         """Warn of checks that failed; waits for the figures of steps beyond ``patience``."""
         while self._waiting and (len(self._waiting) > patience or self._waiting[0][0].is_here()):
             record, modes = self._waiting.popleft()

@@ -28,9 +28,13 @@ class ClipLog:
         if logger.isEnabledFor(logging.INFO) and record.has(lambda outputs: bool(outputs.logs)):
             record.start_copy()
             self._waiting.append(record)
-        self.flush(self.patience)
+        self._flush(self.patience)
 
-    def flush(self, patience: int = 0) -> None:
+    def flush(self) -> None:
+        """See ``_flush``; waits for all figures that are under way."""
+        self._flush(0)
+
+    def _flush(self, patience: int) -> None:
         """Log the clips that acted; waits for the figures of steps beyond ``patience``."""
         while self._waiting and (len(self._waiting) > patience or self._waiting[0].is_here()):
             record = self._waiting.popleft()

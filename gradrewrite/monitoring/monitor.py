@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
-import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -61,10 +58,9 @@ class Monitor:
         guards = recorder.guards
         self._warnings = FailedCheckWarnings(capacity, lambda: any(guard.is_alive for guard in guards))
         self._clip_log = ClipLog(capacity)
-        recorder.listeners += [self._writers, self._warnings, self._clip_log]
-        recorder.last_listeners.append(FailedCheckErrors())
-        recorder.late_listeners.append(self._writers.note_late)
-        _to_flush.add(self)
+        recorder.writer = self._writers
+        recorder.listeners += [self._warnings, self._clip_log]
+        recorder.raising.append(FailedCheckErrors())
 
     @property
     def dropped(self) -> int:
@@ -146,7 +142,7 @@ class Monitor:
             ValueError: ``name`` is empty or has an ``@``, or ``value`` has not exactly one element.
 
         Example:
-            >>> import gradrewrite as gr
+            >>> import torch, gradrewrite as gr
             >>> from gradrewrite.passes import Observe
             >>> model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:*", Observe("norm")))
             >>> loss = model(torch.ones(1, 2)).square().sum()
@@ -190,12 +186,8 @@ class Monitor:
     def flush(self) -> None:
         """Write the rows that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
-            self._writers.write(self._read())
-
-    def __del__(self) -> None:
-        """Write what is left: its model may be deleted long before the program ends."""
-        if self.__dict__.get("_writers") and self._recorder.num_steps and not sys.is_finalizing():
-            self.flush()
+            self._flush_messages()
+            self._writers.flush()
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
         """Return the failure of the last row as an error; None if nothing failed. Waits for the device.
@@ -238,14 +230,3 @@ class Monitor:
 def recorder_of(monitor: Monitor) -> StepRecorder:
     """Return what takes the records that a monitor reads."""
     return monitor._recorder
-
-
-_to_flush: weakref.WeakSet[Monitor] = weakref.WeakSet()
-
-
-@atexit.register
-def _flush() -> None:
-    """Write and say what is left when the program ends."""
-    for monitor in list(_to_flush):
-        _to_flush.discard(monitor)
-        monitor.flush()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,6 +27,22 @@ class StepListener(Protocol):
 
     def on_step(self, record: StepRecord) -> None:
         """React to a step whose backward is over; its figures may still be on their device."""
+        ...
+
+    def flush(self) -> None:
+        """React to what has waited for its figures; waits for the device."""
+        ...
+
+
+class RecordWriter(StepListener, Protocol):
+    """Writes records to files."""
+
+    def __bool__(self) -> bool:
+        """Whether there is a file."""
+        ...
+
+    def note_late(self, step: int, key: RecordKey) -> None:
+        """A record was added to a step after its backward."""
         ...
 
 
@@ -55,12 +73,12 @@ class StepRecorder:
 
     Attributes:
         capacity: How many records are kept.
-        lock: VersionedRef while records, listeners or guards change; reentrant.
+        lock: Held while records, listeners or guards change; reentrant.
         records: The records of the last steps, oldest first.
         num_steps: How many steps there were.
-        listeners: Told of each step before its record joins the others, with the lock held.
-        last_listeners: Told after that, without the lock; what they raise leaves the backward.
-        late_listeners: Told of records that are added to a step after its backward.
+        writer: Told of each step before its record joins the others, for the oldest may leave them then.
+        listeners: Told of each step after that; both with the lock held.
+        raising: Told last, without the lock; what they raise leaves the backward.
         guards: Guards of optimizers.
         last_skip: The check that skips of the last graph that has one.
     """
@@ -70,13 +88,27 @@ class StepRecorder:
         self.lock = threading.RLock()
         self.records: deque[StepRecord] = deque()
         self.num_steps = 0
+        self.writer: RecordWriter | None = None
         self.listeners: list[StepListener] = []
-        self.last_listeners: list[StepListener] = []
-        self.late_listeners: list[Callable[[int, RecordKey], None]] = []
+        self.raising: list[StepListener] = []
         self.guards: list[SkipGuard] = []
         self.last_skip: Check | None = None
         self._num_groups = 0
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
+        _to_flush.add(self)
+
+    def flush(self) -> None:
+        """Log, warn and write what has waited for its figures; waits for the device."""
+        with self.lock:
+            for listener in self.listeners:
+                listener.flush()
+            if self.writer is not None:
+                self.writer.flush()
+
+    def __del__(self) -> None:
+        """Flush where there is a file: the last backward may be over long before the program is."""
+        if self.__dict__.get("writer") and self.num_steps and not sys.is_finalizing():
+            self.flush()
 
     @property
     def live_guards(self) -> list[SkipGuard]:
@@ -152,8 +184,8 @@ class StepRecorder:
             if not self.records:
                 return False
             self.records[-1].late[keys] = LateRecord(keys, pack)
-            for listener in () if is_own else self.late_listeners:
-                listener(self.records[-1].step, keys[0])
+            if self.writer is not None and not is_own:
+                self.writer.note_late(self.records[-1].step, keys[0])
             return True
 
     def _finish(self, task: int) -> None:
@@ -165,12 +197,25 @@ class StepRecorder:
                 self.records[-1].drop_snapshots()
                 self.records[-1].kept = {}
             try:
-                for listener in self.listeners:
-                    listener.on_step(record)
+                if self.writer is not None:
+                    self.writer.on_step(record)
             finally:
                 if len(self.records) == self.capacity:
                     self.records.popleft()
                 self.records.append(record)
                 self.num_steps += 1
-        for listener in self.last_listeners:
+            for listener in self.listeners:
+                listener.on_step(record)
+        for listener in self.raising:
             listener.on_step(record)
+
+
+_to_flush: weakref.WeakSet[StepRecorder] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_all() -> None:
+    """Log, warn and write what is left when the program ends."""
+    for recorder in list(_to_flush):
+        _to_flush.discard(recorder)
+        recorder.flush()

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,12 +60,12 @@ class Writers:
             if self.num_dropped == 1 and self._sinks:
                 warn(f"the monitor's buffer ({self._capacity} rows) was full before its rows were written")
 
-    def __del__(self) -> None:
-        """Write what is left: a backward may end after its model and monitor are gone."""
-        if self.__dict__.get("_sinks") and self._records and not sys.is_finalizing():
-            for record in self._records:
-                record.fetch()
-            self.write(list(self._records))
+    def flush(self) -> None:
+        """Write the records that are still missing; waits for the device."""
+        for record in self._records:
+            record.fetch()
+            record.was_read = True
+        self.write(list(self._records))
 
     @property
     def num_written(self) -> int:

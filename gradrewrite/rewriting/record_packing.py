@@ -38,16 +38,16 @@ class RecordNumbering:
     """
 
     def __init__(self) -> None:
-        self._taken: set[RecordKey] = set()
+        self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
         self.counts: set[RecordKey] = set()
 
     def new(self, names: Iterable[str], where: str, *, occurrence: int = 1) -> list[RecordKey]:
         """Make the keys of new records: each with this occurrence if it is free, else with the first that is."""
         found = []
         for name in names:
-            wanted = (_key(name, n, where) for n in itertools.chain([occurrence], itertools.count(1)))
-            key = next(k for k in wanted if k not in self._taken)
-            self._taken.add(key)
+            wanted = ((_key(name, n, where), n) for n in itertools.chain([occurrence], itertools.count(1)))
+            key, number = next((k, n) for k, n in wanted if k not in self._number)
+            self._number[key] = number
             found.append(key)
             if name in COUNTS:
                 self.counts.add(key)
@@ -67,7 +67,7 @@ class RecordNumbering:
             The keys, and that of the bound; bounds are numbered like what they bound.
         """
         plain = self.new((name for names in named for name in names if name not in BOUNDS), where)
-        occurrence = plain[0].occurrence if plain else 1
+        occurrence = self._number[plain[0]] if plain else 1
         rest = iter(plain)
         keys = [
             [self.new([name], where, occurrence=occurrence)[0] if name in BOUNDS else next(rest) for name in names]

@@ -37,3 +37,10 @@ def test_numbered_keys_are_unique(asked: list[tuple[str, str]]) -> None:
 
     assert len({str(key) for key in keys}) == len(keys)
     assert [key.site for key in keys] == [site for _, site in asked]
+
+
+def test_a_bound_has_the_number_of_the_occurrence_not_of_a_name() -> None:
+    keys, bound = RecordNumbering().of_action([["expert.3"], ["limit"]], "gradient:w", "bound")
+
+    assert [str(key) for names in keys for key in names] == ["expert.3@gradient:w", "limit@gradient:w"]
+    assert str(bound) == "bound@gradient:w"

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradrewrite.diagnostics.run_log import COUNTS, Run, Step
+from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, record_of
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.record_layout import RecordKey
 from gradrewrite.monitoring.writers import plain_number
@@ -228,7 +228,8 @@ def _sample(run: Run) -> list[Step]:
 
 
 def _is_bad(step: Step) -> bool:
-    return any(not math.isfinite(v) or (v > 0 and RecordKey.parse(a).record in COUNTS) for a, v in step.records.items())
+    records = ((record_of(RecordKey.parse(text), step.records), value) for text, value in step.records.items())
+    return any(not math.isfinite(value) or (value > 0 and record in COUNTS) for record, value in records)
 
 
 def _number(value: float | None) -> float | str | None:

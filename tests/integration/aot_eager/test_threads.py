@@ -134,7 +134,7 @@ def test_guards_that_the_user_filters_stay_filtered(during_trace: list[Callable[
         return [True] * len(guards)
 
     model = gr.transform(Net(), gr.on("error:here", ClipByValue(0.5)))
-    model._options = {"options": {"guard_filter_fn": keep_all}}
+    model._compile_options = {"options": {"guard_filter_fn": keep_all}}
     for number in (1, 2):  # torch.compile takes the entry out of the dictionary that it is given
         model._restart()
         for _ in range(3):

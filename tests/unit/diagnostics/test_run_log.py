@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_jsonl
 from gradrewrite.ir.record_layout import RecordKey
 from gradrewrite.monitoring.writers import JsonLines
@@ -127,3 +128,18 @@ def test_finding_as_json() -> None:
         "figures": {"rate": "NaN", "low": "-Infinity", "high": "Infinity", "share": 0.5, "steps": 20},
         "suggestion": "Wake it.",
     }
+
+
+@pytest.mark.pure
+def test_a_name_that_ends_in_a_number_is_no_second_norm() -> None:
+    own = [Step(n, {"norm.2@gradient:w": 10.0**n, "nonfinite.3@gradient:w": 1.0}) for n in range(9)]
+    assert diagnose(own) == ()
+
+    second = [Step(n, {"norm@gradient:w": 1.0, "norm.2@gradient:w": 10.0**n}) for n in range(9)]
+    assert [finding.kind for finding in diagnose(second)] == ["exploding"]
+
+
+@pytest.mark.pure
+def test_step_refuses_names_that_are_no_keys() -> None:
+    with pytest.raises(ValueError, match=r"wanted record@site as the name of a record, got 'loss'"):
+        Step(0, {"loss": 1.0})

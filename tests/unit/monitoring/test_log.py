@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +194,44 @@ def test_nothing_waits_for_the_device(tmp_path: Path) -> None:
 
     assert [r["loss@run"] for r in records] == [float(loss) for loss in losses]
     assert all(0 < r["update_ratio@gradient:weight"] < 1 for r in records)
+
+
+def test_a_handler_of_log_lines_sees_the_step_that_it_is_told_of() -> None:
+    model = gr.transform(nn.Linear(2, 1, bias=False), gr.on("gradient:*", ClipByValue(0.1, log=True)))
+    seen: list[float] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(model.monitor.latest()["max_abs@gradient:weight"])
+            model.monitor.log("seen", 1.0)
+
+    logger, handler = logging.getLogger("gradrewrite.monitor"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for factor in (1.0, 2.0):
+            model.zero_grad()
+            (model(torch.ones(1, 2)) * factor).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert seen == [1.0, 2.0]
+    assert [step.records.get("seen@run") for step in model.monitor.steps()] == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_a_backward_that_outlives_its_model_is_written_and_warned_of(tmp_path: Path) -> None:
+    program = f"""
+import torch, gradrewrite as gr
+from gradrewrite.passes import CheckFinite
+def loss():
+    model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:*", CheckFinite("warn")))
+    model.monitor.to_jsonl({str(tmp_path / "run.jsonl")!r})
+    return model(torch.full((1, 2), torch.inf)).sum()
+loss().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert len(gr.read_jsonl(tmp_path / "run.jsonl")) == 1
+    assert "RewriteWarning: step 0: first non-finite: gradient:weight" in done.stderr
