@@ -36,7 +36,7 @@ from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.rewriting.module_names import InputNames
 from gradrewrite.rewriting.naming import name_values
 from gradrewrite.rewriting.probes import listen_to_taps
-from gradrewrite.rewriting.record_packing import RecordNumbering
+from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Kind, Site
 

@@ -15,7 +15,7 @@ from gradrewrite._compat import aot_autograd, make_fx
 from gradrewrite.ir import editing
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.ops import measure
-from gradrewrite.rewriting.record_packing import RecordNode, RecordNumbering
+from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 
 
 def insert_boundary_counters(

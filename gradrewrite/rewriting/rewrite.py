@@ -30,7 +30,8 @@ from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.group_actions import groups_of, share_nodes
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
-from gradrewrite.rewriting.record_packing import RecordNode, RecordPacking
+from gradrewrite.rewriting.record_nodes import RecordNode
+from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Kind, Site
 
 # From this many measured errors and activations on, their statistics are opaque too: see docs/design.md.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrewrite.ir.record_layout import RecordKey
-from gradrewrite.rewriting.record_packing import RecordNumbering
+from gradrewrite.rewriting.record_nodes import RecordNumbering
 
 pytestmark = pytest.mark.pure
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,30 @@ sys.exit(", ".join(m for m in sys.modules if m.startswith(compiler)) or 0)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.pure
+def test_import_levels_of_the_core() -> None:
+    """The longest chain of imports between modules of the core has at most 12 of them."""
+    edge = ("__init__", "__main__", "cli", "_cli_loading", "_demo", "testing")
+    sources = {path: path.relative_to(ROOT).with_suffix("") for path in (ROOT / "gradrewrite").rglob("*.py")}
+    modules = {".".join(name.parts): path for path, name in sources.items() if name.name not in edge}
+    imported = {name: imports(path) & modules.keys() for name, path in modules.items()}
+
+    @functools.cache
+    def level(name: str) -> int:
+        return 1 + max(map(level, imported[name]), default=0)
+
+    assert len(modules) > 60
+    assert max(map(level, modules)) <= 12
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, and names that may be modules."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {str(node.module) for node in nodes} | {
+        f"{node.module}.{name.name}" for node in nodes for name in node.names
+    }
 
 
 @pytest.mark.pure

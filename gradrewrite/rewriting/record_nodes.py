@@ -1,0 +1,72 @@
+"""Nodes that carry records, and the numbering of their keys."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from gradrewrite.ir.record_layout import BOUNDS, RecordKey
+from gradrewrite.ir.statistics import COUNTS
+
+
+@dataclass(frozen=True, slots=True)
+class RecordNode:
+    """A node with one or more records; ``skips`` if all of them are counts of checks that skip."""
+
+    keys: tuple[RecordKey, ...]
+    node: fx.Node
+    is_forward: bool
+    skips: bool = False
+
+
+class RecordNumbering:
+    """The keys of the records of a graph; the only place that numbers occurrences.
+
+    Attributes:
+        counts: Keys of counts of elements.
+    """
+
+    def __init__(self) -> None:
+        self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
+        self.counts: set[RecordKey] = set()
+
+    def new(self, names: Iterable[str], where: str, *, occurrence: int = 1) -> list[RecordKey]:
+        """Make the keys of new records: each with this occurrence if it is free, else with the first that is."""
+        found = []
+        for name in names:
+            wanted = ((_key(name, n, where), n) for n in itertools.chain([occurrence], itertools.count(1)))
+            key, number = next((k, n) for k, n in wanted if k not in self._number)
+            self._number[key] = number
+            found.append(key)
+            if name in COUNTS:
+                self.counts.add(key)
+        return found
+
+    def of_action(
+        self, named: Sequence[Sequence[str]], where: str, bound: str | None
+    ) -> tuple[list[list[RecordKey]], RecordKey | None]:
+        """Make the keys of what one action reports.
+
+        Args:
+            named: Names of its records, in each of its tensors.
+            where: The site.
+            bound: Name of a bound that is a number, and so no record; None if there is none.
+
+        Returns:
+            The keys, and that of the bound; bounds are numbered like what they bound.
+        """
+        plain = self.new((name for names in named for name in names if name not in BOUNDS), where)
+        occurrence = self._number[plain[0]] if plain else 1
+        rest = iter(plain)
+        keys = [
+            [self.new([name], where, occurrence=occurrence)[0] if name in BOUNDS else next(rest) for name in names]
+            for names in named
+        ]
+        return keys, self.new([bound], where, occurrence=occurrence)[0] if bound is not None else None
+
+
+def _key(name: str, occurrence: int, where: str) -> RecordKey:
+    return RecordKey.first(name, where) if occurrence == 1 else RecordKey(name, occurrence, where)
