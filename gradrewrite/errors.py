@@ -55,7 +55,8 @@ class NoSuchSiteError(RewriteError, LookupError):
     def __str__(self) -> str:
         """Name the pattern, the nearest sites, and where all of them are listed."""
         nearest = ", ".join(self.known) or "there are none"
-        return f"no site matches {self.pattern!r}; nearest sites: {nearest} (print(model.trace(...)) lists all of them)"
+        everything = "gr.transform(model, []).trace(...).sites has all of them"
+        return f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
 
 
 class GraphBreakError(RewriteError, RuntimeError):

@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def observed_in(checkout: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What the gradrewrite of a checkout does, in a process of its own."""
+    """Return the observations of a checkout's gradrewrite, made in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "gradrewrite"
         shutil.copytree(checkout / "gradrewrite", package)
@@ -90,7 +90,7 @@ def observed(*, kernels: bool, architectures: bool) -> Iterator[tuple[str, Any]]
 
 
 def of_model(make: Callable[[], Made], policy: Any, *, kernels: bool) -> dict[str, Any]:
-    """What one model does under one policy."""
+    """Return the observations of one model under one policy."""
     import gradrewrite as gr
 
     plain, args, kwargs, loss, autocast = make()

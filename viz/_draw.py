@@ -284,7 +284,7 @@ def _first_failure(graph_view: _graph_view.GraphView, monitor: object, run: Run 
         if found:
             return found[0], ()
     known = "nothing non-finite was recorded" if run is not None else "there is no monitor"
-    raise ValueError(f"view='site' needs a site: {known}; give site='error:...' (print(graph) lists them)")
+    raise ValueError(f"view='site' needs a site: {known}; give site='error:...' (graph.sites has all of them)")
 
 
 def _finish(scene: Scene, form: str) -> bytes:

@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 @dataclass
 class Outcome:
-    """What a run found.
+    """The outcome of a run.
 
     Attributes:
         threads: How many threads ran.
@@ -85,7 +85,7 @@ class Outcome:
         self.resident.append(round(resident(), 1))
 
     def growth(self) -> dict[str, float]:
-        """What stays of each model, from the second measurement to the last."""
+        """Return the growth for each model, from the second measurement to the last."""
         models = max(1, self.made[-1] - self.made[1])
         grown = {name: (getattr(self, name)[-1] - getattr(self, name)[1]) / models for name in COUNTED}
         return {name: round(value, 3) for name, value in grown.items()}
@@ -158,7 +158,7 @@ def train_plain(kind: int, *, compiled: bool) -> None:
 
 
 def measure_plain(models: int, *, compiled: bool) -> Outcome:
-    """What torch.compile alone leaves of each model, on one thread."""
+    """Measure the growth for each model under torch.compile alone, on one thread."""
     outcome = Outcome(threads=1, seconds=0.0)
     for _ in range(3):
         for kind in range(models):

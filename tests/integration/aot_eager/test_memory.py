@@ -1,4 +1,4 @@
-"""What belongs to a model is freed with it; torch.compiler.reset() is not needed."""
+"""Memory: objects of a deleted model are freed; torch.compiler.reset() is not needed."""
 
 from __future__ import annotations
 

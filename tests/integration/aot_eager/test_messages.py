@@ -1,4 +1,4 @@
-"""What goes wrong is said by the right side: the model's own errors, and ours where torch has none."""
+"""Errors: the model's own stay as they are; ours appear where torch has none."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def run_all(rank: int, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """What each part did in each of two processes."""
+    """The outcome of each part in each of two processes."""
     path = tmp_path_factory.mktemp("two")
     folders = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}  # as conftest.py does
