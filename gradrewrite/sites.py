@@ -1,4 +1,4 @@
-"""Sites: the places in a backward graph where nodes may be inserted, and patterns that name them."""
+"""Sites: the insertion points of a backward graph, and patterns that name them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One place in a joint forward/backward graph where nodes may be inserted.
+    """One insertion point of a joint forward/backward graph.
 
     Attributes:
         kind: ``"error"`` for dL/d(activation), summed over all uses; ``"gradient"`` for
@@ -25,7 +25,7 @@ class Site:
         module: Name of the innermost module that ran the op (``""`` is the root).
         op: Name of the op as the user called it (``"softmax"``); ``""`` for gradients and inputs.
         output_of: Names of the modules whose output this value is, innermost first.
-        call: Which run of the module (or which call of the op in its module), from 0.
+        call: Which call of the module (or of the op in its module), from 0.
         shape: Sizes in elements; ``None`` for a symbolic size.
         dtype: Element type.
         device: Device of the value.
@@ -98,7 +98,7 @@ class Pattern:
         if not sharp:
             return cls(kind, text, None)
         if not number.isdecimal():
-            raise ValueError(f"pattern {text!r}: after '#' stands the number of a call, got {number!r}")
+            raise ValueError(f"pattern {text!r}: '#' is followed by the number of a call, got {number!r}")
         return cls(kind, glob, int(number))
 
     def matches(self, site: Site) -> bool:

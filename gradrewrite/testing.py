@@ -430,7 +430,7 @@ class _Op:
     """The op that wrote to a piece of memory last: it makes every alias of it a new value."""
 
     name: str
-    runs: tuple[ModuleCall, ...]
+    calls: tuple[ModuleCall, ...]
     source: str
     number: int
 
@@ -473,9 +473,9 @@ class _Observer(TorchFunctionMode):
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if self._is_watching and module is not self._model:
-                run = self._stack.pop()
+                call = self._stack.pop()
                 if type(module) is nn.Identity and isinstance(output, Tensor):
-                    self._value_of(output, _Op("tap", (*self._stack, run), "", self._num_ops)).value.identities.append(
+                    self._value_of(output, _Op("tap", (*self._stack, call), "", self._num_ops)).value.identities.append(
                         name
                     )
 
@@ -500,7 +500,7 @@ class _Observer(TorchFunctionMode):
             if tensor._version != version and tensor.layout is torch.strided:
                 self._writers[fake_tensors.storage_key(tensor)] = op
                 if not tensor.requires_grad:  # no autograd node tells it from its older self
-                    value = Value(op.name, op.runs, op.source, tensor)
+                    value = Value(op.name, op.calls, op.source, tensor)
                     self._seen.append(_Seen(value, tensor, (tensor, 0), (op.number, len(self._seen))))
             if _key_of(tensor) != key:
                 self._value_of(tensor, op)
@@ -554,12 +554,12 @@ class _Observer(TorchFunctionMode):
         if inside is None:
             return None
         made = inside.value
-        return self._value_of(tensor, _Op("apply", made.runs, made.source, inside.order[0]))
+        return self._value_of(tensor, _Op("apply", made.calls, made.source, inside.order[0]))
 
     def _value_of(self, tensor: Tensor, op: _Op) -> _Seen:
         key = _key_of(tensor)
         if key not in self._by_key:
-            value = Value(op.name, op.runs, op.source, tensor)
+            value = Value(op.name, op.calls, op.source, tensor)
             self._by_key[key] = _Seen(value, tensor, key, (op.number, len(self._seen)))
             self._seen.append(self._by_key[key])
         return self._by_key[key]

@@ -242,7 +242,7 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
         target=target,
         lane=origin.lane,
         order=origin.order,
-        calls=origin.runs,
+        calls=origin.calls,
         op=origin.op,
         argument=origin.name,
         source=origin.source,

@@ -94,7 +94,7 @@ def _heights(ladder: LadderLayout) -> tuple[list[float], list[Frame], float]:
         x = 8 + 5 * min(band.depth, 6)
         height = ends[band.last] - closed[band.last] * FOOT - begins[band] - 2
         closed[band.last] += 1
-        key = "/".join(call_name(run) for run in band.path)
+        key = "/".join(call_name(call) for call in band.path)
         frames.append(Frame(key, x, begins[band], TOTAL - 2 * x, height, shorten(call_name(band.path[-1]), 120), key))
     return tops, frames, y
 

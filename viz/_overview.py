@@ -194,7 +194,7 @@ def _label(group: _Group) -> str:
     if len({_template(key) for key in group.keys}) > 1:
         return f"{_name(group.keys[0])} ... {_name(group.keys[-1])} ({len(group.keys)})"
     calls, stretch = group.keys[0]
-    names = [run[0] for key in group.keys for run in key[0][-1:]]
+    names = [call[0] for key in group.keys for call in key[0][-1:]]
     if len(group.keys) == 1:
         name = call_name(calls[-1]) if calls else ""
     elif len(set(names)) == 1:
@@ -236,13 +236,13 @@ def _pattern(names: Sequence[str]) -> str:
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ``0-3,5`` for 0, 1, 2, 3, 5."""
     ordered = sorted(numbers)
-    runs = [[ordered[0], ordered[0]]]
+    spans = [[ordered[0], ordered[0]]]
     for before, after in pairwise(ordered):
         if after == before + 1:
-            runs[-1][1] = after
+            spans[-1][1] = after
         else:
-            runs.append([after, after])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+            spans.append([after, after])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _ops(group: _Group) -> str:

@@ -184,7 +184,7 @@ class GraphCompilation:
         return forward, backward
 
     def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile the forward; where something is checked, remember what each run was given."""
+        """Compile the forward; where something is checked, note the inputs of each call."""
         if self.forwards is not None and not self.forwards.fits(gm):
             self.forwards = None  # torch gave the forward inputs of its own: what fails is said by the checks alone
         forwards = self.forwards

@@ -29,7 +29,7 @@ class Engine(Protocol):
 
     @property
     def overwrites_outputs(self) -> bool:
-        """Whether the next run overwrites the memory of outputs (CUDA graphs)."""
+        """Whether the next call overwrites the memory of outputs (CUDA graphs)."""
         ...
 
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Engine:

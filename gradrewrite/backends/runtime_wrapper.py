@@ -19,8 +19,8 @@ _ACCUMULATED = (
     "by itself, not on their sum"
 )
 _AGAIN = (
-    "{}: the model ran several times before this backward; the global clip acts on the gradients of each run by "
-    "itself, not on their sum"
+    "{}: the model was called several times before this backward; the global clip acts on the gradients of each call "
+    "by itself, not on their sum"
 )
 
 
@@ -32,11 +32,11 @@ class RewrittenBackward:
         session: Whose policy it follows.
         compiled: The code.
         names: Names of its inputs, without the live ones.
-        live: Tensors that it reads at every run, after its inputs.
+        live: Tensors that it reads at every call, after its inputs.
         outputs: Its auxiliary outputs.
         num_outputs: How many of them there are.
         is_whole: Whether its graph holds all that one call of the model does.
-        copies_packs: Whether the next run overwrites its outputs.
+        copies_packs: Whether the next call overwrites its outputs.
         ranks: Name of the data parallelism around the model, and its number of ranks.
         forwards: The pending calls of the forward; None where nothing is checked.
         parameters: Those whose gradients it computes.

@@ -236,6 +236,6 @@ def _vanishing(run: Run, profile: _Profile, factor: float) -> Finding:
     advice = "Add residual connections or normalisation, or use units that do not saturate."
     if low == 0:
         advice = (
-            f"Look at what stands behind {gone[0][0]}: dead units, a detach, a Zero(), or underflow in half precision."
+            f"Look at what comes after {gone[0][0]}: dead units, a detach, a Zero(), or underflow in half precision."
         )
     return Finding("vanishing", gone[0][0], begin, text, figures, advice)

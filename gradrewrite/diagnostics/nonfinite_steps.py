@@ -21,7 +21,12 @@ from gradrewrite.diagnostics.run_log import (
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """A step that is not finite, with its bad sites in the order of execution."""
+    """A step that is not finite.
+
+    Attributes:
+        step: The step.
+        sites: Its non-finite sites, in the order of execution.
+    """
 
     step: Step
     sites: list[str]
@@ -42,7 +47,7 @@ def expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
 
 
 def is_bad(record: str, site: str, value: float, records: Mapping[str, float]) -> bool:
-    """Whether a value says that its site is not finite; NaN beside a count or a norm of 0 is an empty tensor."""
+    """Whether a value shows that its site is not finite; NaN beside a count or a norm of 0 is an empty tensor."""
     if record in COUNTS:
         return value > 0
     if record not in MAGNITUDES or math.isfinite(value):

@@ -247,7 +247,7 @@ def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         for kind in {"cpu", *("cuda" for _ in devices)}:
             stack.enter_context(torch.autocast(kind, enabled=False))  # the graph has its casts
-        warnings.simplefilter("ignore")  # torch said them when the step ran
+        warnings.simplefilter("ignore")  # torch gave them when the step ran
         if snapshot.random is not None:
             snapshot.random.restore()
         yield
@@ -275,9 +275,9 @@ class SiteObservation:
 
     Attributes:
         site: The site.
-        order: Place in the order of execution.
+        order: Position in the order of execution.
         is_forward: Whether it belongs to the forward.
-        percent: Share of elements that are not finite, in percent; intended infinities are not counted.
+        percent: Share of elements that are not finite, in percent; expected infinities are not counted.
         smallest: Smallest absolute value; NaN if it is empty.
         largest: Largest absolute value of the finite elements; NaN if there are none.
         node: Name of the value.
@@ -297,7 +297,7 @@ class RootCause:
     """A root cause of non-finite values: an op, or a value that came into the graph.
 
     Attributes:
-        order: Place in the order of execution.
+        order: Position in the order of execution.
         is_forward: Whether it belongs to the forward.
         op: ``module/op`` of the op that was run, forward or backward; ``""`` for what came in.
         source: Line of that op.
@@ -319,7 +319,13 @@ class RootCause:
 
 @dataclass
 class ReplayResult:
-    """The observations of one replay in order, and an input that was overwritten since (``""`` if none)."""
+    """The observations of one replay.
+
+    Attributes:
+        seen: The values of sites, in the order of execution.
+        roots: The root causes, in that order.
+        overwritten: An input that was overwritten since; ``""`` if there is none.
+    """
 
     seen: list[SiteObservation] = field(default_factory=list)
     roots: list[RootCause] = field(default_factory=list)

@@ -155,7 +155,7 @@ def record_of(key: RecordKey, known: Collection[str]) -> str:
         key: Its key.
         known: The texts of all keys.
     """
-    is_numbered = key.record in BOUNDS or str(RecordKey.first(key.record, key.site)) in known
+    is_numbered = key.record in BOUNDS or str(RecordKey.of(key.record, key.site)) in known
     return key.record if key.occurrence == 1 or is_numbered else key.name
 
 

@@ -15,7 +15,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
 from gradrewrite.ir.replay_graph import ReplayGraph
 
 _KEYS = 4
-_MOST_RUNS = 16  # forwards of one graph before a backward; a run that saved only parameters never looks over
+_MAX_PENDING = 16  # forwards of one graph before a backward; one that saved only parameters never seems to be over
 _LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
 
 
@@ -72,7 +72,7 @@ class _Key(NamedTuple):
     """The identity of a tensor, without keeping it alive."""
 
     storage: StorageWeakRef
-    place: tuple[int, torch.Size]
+    extent: tuple[int, torch.Size]
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Key:
@@ -80,12 +80,18 @@ class _Key(NamedTuple):
 
     def is_of(self, tensor: Tensor) -> bool:
         other = _Key.of(tensor)
-        return self.storage.cdata == other.storage.cdata and self.place == other.place
+        return self.storage.cdata == other.storage.cdata and self.extent == other.extent
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardCall:
-    """One run of a forward graph: its inputs, and by what its backward will know it."""
+    """One call of a forward graph.
+
+    Attributes:
+        inputs: Its inputs.
+        random: The random state before it; None if it draws no random numbers.
+        keys: The storages of its last outputs, by the name of the node: they identify its backward.
+    """
 
     inputs: tuple[VersionedRef, ...]
     random: RandomState | None
@@ -119,12 +125,12 @@ _Begun = tuple[tuple[VersionedRef, ...], RandomState | None]
 
 
 class PendingForwards:
-    """The runs of one forward graph whose backward has not run yet."""
+    """The calls of one forward graph whose backward has not run yet."""
 
     def __init__(self, replay_graph: ReplayGraph) -> None:
         """Create it empty."""
         self._replay_graph = replay_graph
-        self._runs: list[ForwardCall] = []
+        self._calls: list[ForwardCall] = []
         placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
         names = [name for name in placeholders if name not in replay_graph.tangents]
         known = [replay_graph.inputs.get(name) for name in names]
@@ -141,25 +147,25 @@ class PendingForwards:
         return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
 
     def begin(self, args: Sequence[Any]) -> _Begun:
-        """Note the inputs of a run, before it begins."""
-        self._runs = [run for run in self._runs if not run.is_over(self._saved)][1 - _MOST_RUNS :]
+        """Note the inputs of a call, before it begins."""
+        self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
         random = RandomState.now(args) if self._replay_graph.is_random else None
         return tuple(VersionedRef.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
-        """Note what a run returned: by its storage the backward is known."""
+        """Note what a call returned, whose storage identifies the backward."""
         keys: dict[str, _Key] = {}
         for name, value in zip(reversed(names), reversed(outputs), strict=False):
             if isinstance(value, Tensor) and len(keys) < _KEYS:
                 keys[name] = _Key.of(value)
             elif len(keys) == _KEYS:
                 break
-        self._runs.append(ForwardCall(*begun, keys))
+        self._calls.append(ForwardCall(*begun, keys))
 
     def snapshot(self, args: Mapping[str, Any]) -> StepSnapshot:
         """Return the snapshot of the step whose backward is given these arguments, by placeholder."""
-        run = self._find(args)
-        if run is None:
+        call = self._find(args)
+        if call is None:
             return StepSnapshot(
                 self._replay_graph, missing="its forward is not known (a second backward through one graph?)"
             )
@@ -170,23 +176,29 @@ class PendingForwards:
             )
             return StepSnapshot(self._replay_graph, missing=f"{missing} the model, or call gr.locate")
         held = {name: VersionedRef.of(t) for name, t in tangents.items()}
-        return StepSnapshot(self._replay_graph, run.inputs, held, run.random)
+        return StepSnapshot(self._replay_graph, call.inputs, held, call.random)
 
     def _find(self, args: Mapping[str, Any]) -> ForwardCall | None:
-        for run in reversed(self._runs):
-            known = [n for n in run.keys if isinstance(args.get(n), Tensor)]
-            if known and all(run.keys[n].is_of(args[n]) for n in known):
-                self._runs.remove(run)
-                return run
-        unknown = [run for run in self._runs if not any(isinstance(args.get(n), Tensor) for n in run.keys)]
-        if len(unknown) == len(self._runs) == 1:  # it saved nothing but inputs
-            return self._runs.pop()
+        for call in reversed(self._calls):
+            known = [n for n in call.keys if isinstance(args.get(n), Tensor)]
+            if known and all(call.keys[n].is_of(args[n]) for n in known):
+                self._calls.remove(call)
+                return call
+        unknown = [call for call in self._calls if not any(isinstance(args.get(n), Tensor) for n in call.keys)]
+        if len(unknown) == len(self._calls) == 1:  # it saved nothing but inputs
+            return self._calls.pop()
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedGraph:
-    """One backward graph of a step: its outputs, the values of its records, and what a replay needs."""
+    """One backward graph of a step.
+
+    Attributes:
+        outputs: Its auxiliary outputs.
+        values: The values of its records.
+        snapshot: The inputs of a replay; None where nothing is checked, or they were let go.
+    """
 
     outputs: BackwardOutputs
     values: Mapping[RecordKey, float]

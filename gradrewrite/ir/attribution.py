@@ -136,21 +136,21 @@ def _lane(node: fx.Node) -> Lane:
 
 
 def _ops(values: Sequence[Value]) -> dict[int, Origin]:
-    """The torch-level ops by the number of their value; runs of a module are counted."""
+    """The torch-level ops by the number of their value; calls of a module are counted."""
     numbers: dict[tuple[str, str, str], int] = {}
     counts: Counter[str] = Counter()
     ops = {}
     for number, value in enumerate(values):
         if value.same_as is not None:
             continue
-        runs = []
-        for run in value.runs:
-            if run not in numbers:
-                numbers[run] = counts[run[0]]
-                counts[run[0]] += 1
-            if run[0]:
-                runs.append((run[0], numbers[run]))
-        ops[number] = Origin("forward", number, tuple(runs), value.op, source=value.source)
+        calls = []
+        for call in value.calls:
+            if call not in numbers:
+                numbers[call] = counts[call[0]]
+                counts[call[0]] += 1
+            if call[0]:
+                calls.append((call[0], numbers[call]))
+        ops[number] = Origin("forward", number, tuple(calls), value.op, source=value.source)
     return ops
 
 

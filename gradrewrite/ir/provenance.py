@@ -19,7 +19,7 @@ class Origin:
         lane: Whether it runs in the forward or in the backward.
         order: Number of the torch-level op in the order of the forward; the nodes of its backward share it. A
             placeholder has that of its first use, what carries records has -1.
-        runs: The module runs around the op, outermost first: each a module's name and the number of the run.
+        calls: The module calls around the op, outermost first: each a module's name and the number of the call.
         op: Name of the op as the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``,
             ``"value"`` (from before a graph break) or ``"outside"`` (the gradient of an output).
         name: What a placeholder stands for: a parameter's name; ``""`` for ops.
@@ -28,7 +28,7 @@ class Origin:
 
     lane: Lane
     order: int
-    runs: tuple[tuple[str, int], ...] = ()
+    calls: tuple[tuple[str, int], ...] = ()
     op: str = ""
     name: str = ""
     source: str = ""
@@ -36,7 +36,7 @@ class Origin:
     @property
     def module(self) -> str:
         """Name of the innermost module; ``""`` is the root."""
-        return self.runs[-1][0] if self.runs else ""
+        return self.calls[-1][0] if self.calls else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ class RecordKey:
     Attributes:
         record: Name of the record, without ``@``.
         occurrence: Number of the record among those of this name at this site, from 1.
-        site: ``kind:name`` of the site, or what is in its place (``group:default``, ``optimizer:0``, ``run``).
+        site: ``kind:name`` of the site; for what has none ``group:default``, ``optimizer:0``, ``run``.
 
     Raises:
         ValueError: The key could not be parsed back: ``record`` has an ``@``, ``occurrence`` is not in 1 to
-            999,999,999, or it is 1 and ``record`` ends in a number (see ``first``).
+            999,999,999, or it is 1 and ``record`` ends in a number (see ``of``).
     """
 
     record: str
@@ -44,7 +44,7 @@ class RecordKey:
         if not 1 <= self.occurrence <= 999_999_999:
             raise ValueError(f"the occurrence of {self.record!r} is in 1 to 999,999,999, got {self.occurrence!r}")
         if self.occurrence == 1 and _NUMBERED.fullmatch(self.record) is not None:
-            raise ValueError(f"{self.record!r} ends in an occurrence; use RecordKey.first")
+            raise ValueError(f"{self.record!r} ends in an occurrence; use RecordKey.of")
 
     @property
     def kind(self) -> str:
@@ -61,7 +61,7 @@ class RecordKey:
         return f"{self.name}@{self.site}"
 
     @classmethod
-    def first(cls, name: str, site: str) -> RecordKey:
+    def of(cls, name: str, site: str) -> RecordKey:
         """Make the key whose text is ``name@site``; ValueError if ``name`` has an ``@``."""
         numbered = _NUMBERED.fullmatch(name)
         return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
@@ -76,12 +76,19 @@ class RecordKey:
         name, at, site = text.partition("@")
         if not at:
             raise ValueError(f"wanted record@site as the name of a record, got {text!r}")
-        return cls.first(name, site)
+        return cls.of(name, site)
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """The records of one log line of a clip."""
+    """The records of one log line of a clip.
+
+    Attributes:
+        site: Site of the clip.
+        max_abs: Largest absolute value before the clip.
+        mean_abs: Mean absolute value before the clip.
+        clipped: 1 if the clip acted, else 0.
+    """
 
     site: Site
     max_abs: RecordKey

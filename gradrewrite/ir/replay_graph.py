@@ -1,4 +1,4 @@
-"""Replay graphs: what a replay of a step needs to know of its graph."""
+"""Replay graphs: rewritten joint graphs with their markers, from which steps are replayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplayGraph:
         graph: The graph: edits made, markers still there, nothing packed.
         activations: Sites of forward values, by the number of their marker.
         errors: Sites of errors, by the number of their marker.
-        gradients: Sites of gradients of parameters and inputs, by their place among the outputs.
+        gradients: Sites of gradients of parameters and inputs, by their position among the outputs.
         actions: The edit that made a node, by the node's name.
         inputs: The inputs, by the name of their placeholder.
         tangents: Names of the placeholders of gradients that come from outside.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-ModuleCall = tuple[str, str, str]  # a module's name, and the two strings that tell its runs apart
+ModuleCall = tuple[str, str, str]  # a module's name, and the two strings that tell its calls apart
 
 
 @dataclass(eq=False)
@@ -15,10 +15,10 @@ class Value:
 
     Attributes:
         op: Name of the op as the user called it.
-        runs: The module runs in which it was made, outermost first.
+        calls: The module calls in which it was made, outermost first.
         source: The user's line that made it.
         fake: Its fake tensor.
-        used_in: The module runs around each use.
+        used_in: The module calls around each use.
         taps: Names given to it by ``gr.tap``.
         identities: Pass-through modules that returned it.
         is_returned: Whether the graph returns it.
@@ -32,7 +32,7 @@ class Value:
     """
 
     op: str
-    runs: tuple[ModuleCall, ...]
+    calls: tuple[ModuleCall, ...]
     source: str
     fake: Tensor
     used_in: list[tuple[ModuleCall, ...]] = field(default_factory=list)

@@ -27,14 +27,14 @@ from gradrewrite.sites import Site
 class Monitor:
     """The records of a rewritten model's backward passes.
 
-    A row is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
+    A step is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
     (the model was called twice), counts of elements add up and of all else the last value is kept. The last
-    ``capacity`` rows stay on their device; nothing waits for the device before the host asks, or the interval is over.
+    ``capacity`` steps stay on their device; nothing waits for the device before the host asks, or the interval is over.
     Reading is safe from any thread.
 
     Attributes:
-        capacity: How many rows are kept.
-        every: After how many rows they are copied to the host, without waiting, and written to files; None: only when
+        capacity: How many steps are kept.
+        every: After how many steps they are copied to the host, without waiting, and written to files; None: only when
             something is read.
     """
 
@@ -48,7 +48,7 @@ class Monitor:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"Monitor: {name} is a whole number >= 1, got {value!r}")
         if every is not None and every > capacity:
-            raise ValueError(f"Monitor: every={every} rows would not fit into capacity={capacity}")
+            raise ValueError(f"Monitor: every={every} steps would not fit into capacity={capacity}")
         self.capacity = capacity
         self.every = every
         recorder = StepRecorder(capacity)
@@ -64,7 +64,7 @@ class Monitor:
 
     @property
     def dropped(self) -> int:
-        """Number of rows that left the buffer before the host had read them."""
+        """Number of steps that left the buffer before the host had read them."""
         return self._writers.num_dropped
 
     @property
@@ -87,10 +87,10 @@ class Monitor:
         return dict(rows[-1]) if rows else {}
 
     def history(self, address: str) -> list[float]:
-        """One record over the rows in the buffer, oldest first; NaN where a row lacks it. Waits for the device.
+        """One record over the steps in the buffer, oldest first; NaN where a step lacks it. Waits for the device.
 
         Raises:
-            KeyError: There are rows, and none has that record.
+            KeyError: There are steps, and none has that record.
         """
         rows = self._values()
         if rows and not any(address in row for row in rows):
@@ -106,7 +106,7 @@ class Monitor:
             return dict(records[-1].kept) if records else {}
 
     def table(self) -> Table:
-        """All records over the rows in the buffer; ``print`` shows it. Waits for the device."""
+        """All records over the steps in the buffer; ``print`` shows it. Waits for the device."""
         rows = self._values()
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
         if self.dropped:
@@ -116,20 +116,20 @@ class Monitor:
         return table_of(rows, ", ".join(parts))
 
     def diagnose(self) -> tuple[Finding, ...]:
-        """Plain answers from the rows in the buffer, the gravest first; ``()`` if nothing is found."""
+        """Plain answers from the steps in the buffer, the gravest first; ``()`` if nothing is found."""
         return diagnose(self.steps())
 
     def steps(self) -> list[Step]:
-        """The rows in the buffer, oldest first, with the bounds of clips. Waits for the device."""
+        """The steps in the buffer, oldest first, with the bounds of clips. Waits for the device."""
         with self._lock:
             return [Step(record.step, record.texts()) for record in self._read()]
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Add a scalar of your own, such as the loss, to the row of the last backward; nothing waits for the device.
+        """Add a scalar of your own, such as the loss, to the step of the last backward; nothing waits for the device.
 
         Its address is ``name@run``. Logged again before the next backward is over, the last value is kept. NaN and
-        infinities are kept as they are. What is logged after ``flush`` or ``to_jsonl`` has written the row is in
-        the monitor and not in the file; a warning says so once.
+        infinities are kept as they are. What is logged after ``flush`` or ``to_jsonl`` has written the step is
+        in the monitor and not in the file; a warning tells once.
 
         Args:
             name: Any text without ``@``.
@@ -152,18 +152,18 @@ class Monitor:
             True
         """
         pack = pack_of(name, value)
-        if not self._recorder.add_late((RecordKey.first(name, "run"),), pack):
+        if not self._recorder.add_late((RecordKey.of(name, "run"),), pack):
             raise RuntimeError(
                 f"monitor.log({name!r}, ...) adds to the last backward, and none has been recorded yet: call it after "
                 "loss.backward(), with a policy that records something (Observe, CheckFinite, a clip by norm)"
             )
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Append the rows to a file, one JSON object a line, and the later ones as they come.
+        """Append the steps to a file, one JSON object a line, and the later ones as they come.
 
-        Later rows are written every ``every`` rows (100 if None, at most half of ``capacity``), by ``flush``, and when
-        the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
-        ``"-Infinity"``. If a later row cannot be written (a full disk), a warning says so and training goes on
+        Later steps are written every ``every`` steps (100 if None, at most half of ``capacity``), by ``flush``, and
+        when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
+        ``"-Infinity"``. If a later step cannot be written (a full disk), a warning says so and training goes on
         without the file.
 
         Raises:
@@ -173,7 +173,7 @@ class Monitor:
             self._writers.attach(self._writers.find(os.path.abspath(path)) or JsonLines(path), self._read())
 
     def to_tensorboard(self, writer: Any) -> None:
-        """Write the rows with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
+        """Write the steps with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
 
         Raises:
             TypeError: ``writer`` has no ``add_scalar``.
@@ -184,13 +184,13 @@ class Monitor:
             self._writers.attach(self._writers.find(id(writer)) or TensorBoard(writer), self._read())
 
     def flush(self) -> None:
-        """Write the rows that are still missing to the files that are attached. Waits for the device."""
+        """Write the steps that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
             self._flush_messages()
             self._writers.flush()
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
-        """Return the failure of the last row as an error; None if nothing failed. Waits for the device.
+        """Return the failure of the last step as an error; None if nothing failed. Waits for the device.
 
         The step is replayed op by op if it still can be: until the next backward, and until its inputs or the
         parameters are changed.

@@ -58,7 +58,7 @@ class Writers:
         if lost.step >= self.num_written if self._sinks else not lost.was_read:
             self.num_dropped += 1
             if self.num_dropped == 1 and self._sinks:
-                warn(f"the monitor's buffer ({self._capacity} rows) was full before its rows were written")
+                warn(f"the monitor's buffer ({self._capacity} steps) was full before its steps were written")
 
     def flush(self) -> None:
         """Write the records that are still missing; waits for the device."""
@@ -114,7 +114,7 @@ class Writers:
                     raise OSError(err.errno, text) from err
                 if raises:
                     raise
-                warn(f"{text}. Mend that and attach it again: rows still in the buffer are written then")
+                warn(f"{text}. Mend that and attach it again: steps still in the buffer are written then")
 
 
 _BEGIN = b'{"step"'
@@ -130,7 +130,7 @@ class Sink(Protocol):
         ...
 
     def write(self, step: int, records: Mapping[str, float]) -> None:
-        """Write one row; OSError if that fails."""
+        """Write one step; OSError if that fails."""
         ...
 
 

@@ -36,7 +36,7 @@ def guard(
 
     A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
     device, through ``found_inf``, and nothing waits; any other costs one host read a step. A failed micro-batch spoils
-    the whole step, whatever came after it; ``optimizer.zero_grad`` begins anew. A GradScaler's own ``found_inf`` and
+    the whole step, whatever came after it; ``optimizer.zero_grad`` clears it. A GradScaler's own ``found_inf`` and
     ``grad_scale`` hold beside it; an update that it does not ask for counts as skipped too. Learning rates become
     records ``lr@optimizer:<group>`` of the last backward (tensors on a device excepted); groups of several guarded
     optimizers are numbered through. ``skipped@optimizer:<first group>`` is 1 where the update after the last backward
@@ -49,11 +49,11 @@ def guard(
         max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step`` (with
             a fused optimizer on a GPU as soon as the count has arrived).
         update_ratios: Record ``update_ratio@gradient:<name>``, the L2 length of the update over that of the parameter,
-            ``||w_after - w_before|| / ||w_before||``, in the row of the last backward: for each parameter of the
+            ``||w_after - w_before|| / ||w_before||``, in the record of the last backward: for each parameter of the
             optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
             a parameter was 0 before, NaN where it is not finite; complex numbers count by modulus. Nothing waits for
             the device; each step copies the parameters (in float32 at least) and reads them three times. A policy
-            that records nothing has no rows: a warning says so once.
+            that records nothing has nothing to add them to: a warning tells once.
 
     Returns:
         The same optimizer.
@@ -128,14 +128,14 @@ class Guard:
         """Watch an optimizer of which nothing was skipped yet."""
         self._optimizer = weakref.ref(optimizer)
         self._recorder = recorder_of(monitor)
-        self._most = max_consecutive_skips
+        self._max_consecutive_skips = max_consecutive_skips
         self._ratios = ratios
-        self._said_no_row = False
-        self._bad: dict[torch.device, Tensor] = {}
+        self._warned_of_no_step = False
+        self._verdicts: dict[torch.device, Tensor] = {}
         self._counts: Tensor | None = None  # [in all, in a row], float64
         self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
         self._reported = 0
-        self._spoiled: dict[int, weakref.ref[Tensor]] = {}  # parameters of the graphs that the verdict is about
+        self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
         self._first_group = self._recorder.add_guard(self, len(optimizer.param_groups))
 
     @property
@@ -150,8 +150,8 @@ class Guard:
 
     def begin(self) -> None:
         """A backward begins: where none of the gradients is left, no verdict on them is left either."""
-        left = (ref() for ref in self._spoiled.values())
-        if self._bad and self._spoiled and all(p is None or p.grad is None for p in left):
+        left = (ref() for ref in self._judged.values())
+        if self._verdicts and self._judged and all(p is None or p.grad is None for p in left):
             self._give_up()
 
     def _give_up(self) -> None:
@@ -169,13 +169,13 @@ class Guard:
         refs = {id(p): ref for ref in parameters if (p := ref()) is not None and id(p) in own}
         if parameters and not refs:
             return
-        self._spoiled |= refs
-        known = self._bad.get(bad.device)
-        self._bad[bad.device] = bad if known is None else torch.maximum(known, bad)
+        self._judged |= refs
+        known = self._verdicts.get(bad.device)
+        self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict with them."""
-        if self._bad:
+        if self._verdicts:
             self._give_up()
             self._look_at_counts()
         return inner(*args, **kwargs)
@@ -203,24 +203,26 @@ class Guard:
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
         for keys, ratios in packs_of(before):
-            if not self._recorder.add_late(keys, ratios) and not self._said_no_row:
-                self._said_no_row = True
+            if not self._recorder.add_late(keys, ratios) and not self._warned_of_no_step:
+                self._warned_of_no_step = True
                 warn(
-                    "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no row "
-                    'to go to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
+                    "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
+                    'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
                 )
 
     def _verdict(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
-        if not self._bad:
+        if not self._verdicts:
             return None
-        device = next((p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._bad), None)
-        device = device or next(iter(self._bad))
+        device = next(
+            (p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._verdicts), None
+        )
+        device = device or next(iter(self._verdicts))
         if self._counts is not None:
             device = self._counts.device
-        verdicts = [bad.to(device, non_blocking=True) for bad in self._bad.values()]
-        self._bad.clear()
-        self._spoiled.clear()
+        verdicts = [bad.to(device, non_blocking=True) for bad in self._verdicts.values()]
+        self._verdicts.clear()
+        self._judged.clear()
         return torch.stack(verdicts).amax()
 
     def _count(self, bad: Tensor) -> None:
@@ -267,7 +269,7 @@ class Guard:
         if total // _REPORT_EVERY > self._reported:
             self._reported = total // _REPORT_EVERY
             logger.warning("%d updates skipped so far, because a finite check failed", total)
-        if in_a_row >= self._most:
+        if in_a_row >= self._max_consecutive_skips:
             raise _skip_error(self._recorder, f"{in_a_row} updates in a row were skipped, so training does not go on")
 
 
@@ -314,5 +316,5 @@ def _skip_error(recorder: StepRecorder, reason: str) -> NonFiniteError:
             if error is not None:
                 return error
         assert recorder.last_skip is not None
-        note = f"the row that says where is not in the buffer (capacity {recorder.capacity}); this is the first check"
+        note = f"the step that failed is not in the buffer (capacity {recorder.capacity}); this is the first check"
         return NonFiniteError(recorder.last_skip.site, step=recorder.num_steps - 1, note=f"{reason}; {note}")

@@ -93,7 +93,9 @@ def record(name: str, value: Tensor | float) -> None:
             f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
         )
     if "@" in str(name):
-        raise CallbackError(f"gr.record({name!r}, ...): the name of a record has no '@', which stands before its site")
+        raise CallbackError(
+            f"gr.record({name!r}, ...): the name of a record has no '@', which separates it from its site"
+        )
     recording.add([str(name)], tensor.reshape(()) if tensor.dim() else tensor)
 
 

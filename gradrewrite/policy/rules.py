@@ -107,7 +107,7 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     for action in actions:
         if site.kind not in kinds_of(action):
             allowed = ", ".join(sorted(kinds_of(action)))
-            raise PolicyError(f"{site}: {action!r} cannot stand at this kind of site; it may stand at {allowed}")
+            raise PolicyError(f"{site}: {action!r} does not apply to this kind of site; it applies to {allowed}")
     return actions
 
 

@@ -27,33 +27,35 @@ def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
 
 
 class _Namer:
-    """Gives values their names: first all runs and calls are counted, then sites are made."""
+    """Gives values their names: first the calls of modules and ops are counted, then sites are made."""
 
     def __init__(self, values: Sequence[Value]) -> None:
         self._values = values
         self._outputs: dict[ModuleCall, list[Value]] = defaultdict(list)
-        self._run_number: dict[ModuleCall, int] = {}
+        self._call_number: dict[ModuleCall, int] = {}
         self._address: dict[int, list[tuple[str, int]]] = {}
-        runs: Counter[str] = Counter()
-        calls: Counter[str] = Counter()
+        module_calls: Counter[str] = Counter()
+        op_calls: Counter[str] = Counter()
         taps: Counter[str] = Counter()
         for value in values:
-            for run in value.runs:
-                if run not in self._run_number:
-                    self._run_number[run] = runs[run[0]]
-                    runs[run[0]] += 1
-                if any(run not in use for use in value.used_in):
-                    self._outputs[run].append(value)
+            for call in value.calls:
+                if call not in self._call_number:
+                    self._call_number[call] = module_calls[call[0]]
+                    module_calls[call[0]] += 1
+                if any(call not in use for use in value.used_in):
+                    self._outputs[call].append(value)
         taken: set[tuple[str, int]] = set()
         for value in values:
-            module = value.runs[-1][0] if value.runs else ""
-            op = (f"{module}/{value.op}", calls[f"{module}/{value.op}"])
-            calls[op[0]] += 1
+            module = value.calls[-1][0] if value.calls else ""
+            op = (f"{module}/{value.op}", op_calls[f"{module}/{value.op}"])
+            op_calls[op[0]] += 1
             given = []
             for name in value.taps + value.identities:
                 given.append((name, taps[name]))
                 taps[name] += 1
-            produced = [(run[0], self._run_number[run]) for run in reversed(value.runs) if self._is_output(value, run)]
+            produced = [
+                (call[0], self._call_number[call]) for call in reversed(value.calls) if self._is_output(value, call)
+            ]
             first = [*given, *([] if self._shares_module(value) else produced[:1]), op]
             chosen = next(a for a in first if a not in taken)
             taken.add(chosen)
@@ -62,11 +64,11 @@ class _Namer:
     def site(self, value: Value, kind: Kind) -> Site:
         """The site of one value."""
         addresses = self._address[id(value)]
-        outputs = [run[0] for run in reversed(value.runs) if self._is_output(value, run)]
+        outputs = [call[0] for call in reversed(value.calls) if self._is_output(value, call)]
         return Site(
             kind=kind,
             name=addresses[0][0],
-            module=value.runs[-1][0] if value.runs else "",
+            module=value.calls[-1][0] if value.calls else "",
             op=value.op,
             output_of=tuple(dict.fromkeys([*value.identities, *outputs])),
             call=addresses[0][1],
@@ -78,10 +80,10 @@ class _Namer:
             addresses=tuple(addresses),
         )
 
-    def _is_output(self, value: Value, run: ModuleCall) -> bool:
-        return bool(run[0]) and any(value is other for other in self._outputs[run])
+    def _is_output(self, value: Value, call: ModuleCall) -> bool:
+        return bool(call[0]) and any(value is other for other in self._outputs[call])
 
     def _shares_module(self, value: Value) -> bool:
         """Whether the innermost module that returns the value returns others too."""
-        run = next((r for r in reversed(value.runs) if self._is_output(value, r)), None)
-        return run is not None and len(self._outputs[run]) > 1
+        call = next((r for r in reversed(value.calls) if self._is_output(value, r)), None)
+        return call is not None and len(self._outputs[call]) > 1

@@ -180,8 +180,8 @@ class _Reader:
         if node.target in (tap, tap_module):
             self._tap(node, outer)
             return
-        runs = self._runs(node)
-        self._use(node, runs, outer)
+        calls = self._calls(node)
+        self._use(node, calls, outer)
         changed = changed_in_place(node)
         writes_infinity = propagates_infinity(op_name(node), node, self._infinite)
         last = node
@@ -192,7 +192,7 @@ class _Reader:
             may_be_infinite = writes_infinity or (bool(changed) and made in self._infinite)
             if may_be_infinite:
                 self._infinite |= {node, made}
-            value = Value(op_name(node), runs, source_of(node), fake, may_be_infinite=may_be_infinite)
+            value = Value(op_name(node), calls, source_of(node), fake, may_be_infinite=may_be_infinite)
             value.is_selection = node.target is operator.getitem
             value.replaces = self._current.get(id(fake))
             last = self._add(value, made, after=last)
@@ -212,8 +212,8 @@ class _Reader:
         if node.target is tap:
             name = str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
         else:
-            runs = self._runs(node)
-            name = runs[-1][0] if runs else ""
+            calls = self._calls(node)
+            name = calls[-1][0] if calls else ""
         if node.target is tap and (not name or set(name) & set(":#/*?[]")):
             raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]")
         assert isinstance(target, fx.Node)
@@ -235,16 +235,16 @@ class _Reader:
         self.values.append(value)
         return probe
 
-    def _use(self, node: fx.Node, runs: tuple[ModuleCall, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
+    def _use(self, node: fx.Node, calls: tuple[ModuleCall, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
         used = []
         for read in node.all_input_nodes:
             fake = fake_of(outer.get(read, read))
             value = self._current.get(id(fake)) if fake is not None else None
             if value is not None:
-                value.used_in.append(runs)
+                value.used_in.append(calls)
                 used.append(value)
         return used
 
-    def _runs(self, node: fx.Node) -> tuple[ModuleCall, ...]:
+    def _calls(self, node: fx.Node) -> tuple[ModuleCall, ...]:
         stack = node.meta.get("nn_module_stack", {})
         return tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())

@@ -69,4 +69,4 @@ class RecordNumbering:
 
 
 def _key(name: str, occurrence: int, where: str) -> RecordKey:
-    return RecordKey.first(name, where) if occurrence == 1 else RecordKey(name, occurrence, where)
+    return RecordKey.of(name, where) if occurrence == 1 else RecordKey(name, occurrence, where)

@@ -25,7 +25,7 @@ def test_a_key_is_parsed_back(name: str, occurrence: int, site: str) -> None:
 
 @given(NAMES, SITES)
 def test_a_name_that_a_user_gave_is_its_text(name: str, site: str) -> None:
-    key = RecordKey.first(name, site)
+    key = RecordKey.of(name, site)
     assert str(key) == f"{name}@{site}"
     assert RecordKey.parse(str(key)) == key
 

@@ -53,7 +53,7 @@ def test_the_forward_is_in_order_and_keeps_torch_s_modules(make: Make) -> None:
     assert orders == sorted(orders)
     stacks = [n.meta["nn_module_stack"] for n in forward]
     depths = [len([path for path, _ in stack.values() if "." in path or "_modules" in path]) for stack in stacks]
-    assert [len(origins[n.name].runs) for n in forward] == depths
+    assert [len(origins[n.name].calls) for n in forward] == depths
     assert all("fwd_nn_module_stack" not in n.meta for n in forward)
 
 
@@ -110,8 +110,8 @@ def test_a_sum_of_errors_belongs_to_the_one_that_comes_last() -> None:
 def test_runs_of_one_module_are_counted() -> None:
     origins = recurrent().provenance.origins.values()
 
-    assert {run for o in origins for run in o.runs if run[0] == "step"} == {("step", n) for n in range(40)}
-    assert {o.runs for o in origins if ("step.read", 7) in o.runs} == {(("step", 7), ("step.read", 7))}
+    assert {call for o in origins for call in o.calls if call[0] == "step"} == {("step", n) for n in range(40)}
+    assert {o.calls for o in origins if ("step.read", 7) in o.calls} == {(("step", 7), ("step.read", 7))}
 
 
 def test_placeholders_say_what_they_are() -> None:
@@ -122,7 +122,7 @@ def test_placeholders_say_what_they_are() -> None:
     assert ("input", "x") in comes_in
     assert ("outside", "") in comes_in
     first = next(o for o in origins.values() if o.name == "third.weight")
-    assert first.runs == (("third", 0),)
+    assert first.calls == (("third", 0),)
 
 
 def test_buffers_checkpoints_and_checks() -> None:
@@ -141,7 +141,7 @@ def test_buffers_checkpoints_and_checks() -> None:
     origins = graph.provenance.origins
 
     assert ("buffer", "norm.running_mean") in {(o.op, o.name) for o in origins.values()}
-    assert ("inner", 0) in {run for o in origins.values() for run in o.runs}
+    assert ("inner", 0) in {call for o in origins.values() for call in o.calls}
     counters = [name for name in graph.record_nodes if name.startswith("measure")]
     assert len(counters) >= 3  # what comes in, goes out, and comes from outside
     assert set(counters) <= set(names(graph))

@@ -59,7 +59,7 @@ def test_buffer_forgets_the_oldest_and_says_so() -> None:
     assert model.monitor.dropped == 2
     assert "2 were dropped unread (capacity 3)" in str(model.monitor.table())
     run_probe(model, 5.0)
-    assert model.monitor.dropped == 2  # the row that left had been read
+    assert model.monitor.dropped == 2  # the step that left had been read
 
 
 def test_table_sums_up() -> None:
