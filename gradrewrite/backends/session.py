@@ -121,18 +121,38 @@ class Session:
             pattern = Pattern.parse(rule.pattern)
             if any(pattern.matches(site) for site in sites):
                 continue
-            names = {*self.names.modules.values(), *self.names.parameters.values()}
-            silent = sorted(n for n in names if n and pattern.matches(Site(pattern.kind or "error", n, output_of=(n,))))
+            silent = sorted(self._names_without_site(pattern))
             if not silent:
-                shared = self.names.first_names(pattern)
-                known = [str(s) for s in sites if s.name in shared]
-                known += nearest(rule.pattern, [str(s) for s in sites if s.name not in shared])
+                meant = self._likely_sites(pattern, sites)
+                known = [*meant, *nearest(rule.pattern, [str(s) for s in sites if str(s) not in meant])]
                 raise NoSuchSiteError(rule.pattern, known[:5])
             self.warnings.warn_once(
                 rule.pattern,
                 f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "
                 f"(unused, frozen, or not a tensor): the rule does nothing{self._advice(silent)}",
             )
+
+    def _names_without_site(self, pattern: Pattern) -> set[str]:
+        """Return what a pattern without sites matches: modules, parameters or inputs that have a name and no site."""
+        names: set[str] = set()
+        if pattern.kind in (None, "error", "activation"):
+            names.update(self.names.modules.values())
+        if pattern.kind in (None, "gradient"):
+            names.update(self.names.parameters.values())
+        if pattern.kind == "input":
+            names.update(self.inputs.known)
+        return {
+            name for name in names if name and pattern.matches(Site(pattern.kind or "error", name, output_of=(name,)))
+        }
+
+    def _likely_sites(self, pattern: Pattern, sites: Sequence[Site] | Mapping[Site, None]) -> list[str]:
+        """Return sites that a pattern without sites may mean: under a first name, or the parameters of a module."""
+        shared = self.names.first_names(pattern)
+        found = [str(s) for s in sites if s.name in shared and pattern.kind in (None, s.kind)]
+        if pattern.kind == "gradient":
+            modules = {m for m in self.names.modules.values() if m and pattern.matches(Site("gradient", m))}
+            found += [str(s) for s in sites if s.kind == "gradient" and s.name.rpartition(".")[0] in modules]
+        return found
 
     def _advice(self, silent: Sequence[str]) -> str:
         """Return the advice to use ``gr.tap``, if one of these names is an ``nn.Identity`` that names no value."""

@@ -136,21 +136,33 @@ class ModuleNames:
 
 
 class InputNames:
-    """Names of a model's inputs: those of its ``forward``'s arguments."""
+    """Names of a model's inputs: those of its ``forward``'s arguments.
+
+    Attributes:
+        known: The arguments, and all inputs that were named.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
         """Read the signature of ``model.forward``; without a model, variables keep their own names."""
         self._arguments: list[str] = []
         self._rest: str | None = None
+        self.known: set[str] = set()
         if model is not None:
             for parameter in inspect.signature(model.forward).parameters.values():
                 if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                     self._arguments.append(parameter.name)
                 elif parameter.kind == parameter.VAR_POSITIONAL:
                     self._rest = parameter.name
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    self.known.add(parameter.name)
 
     def name(self, path: str) -> str:
-        """Name of the input at a Dynamo path: ``x``, ``batch.mask``, ``xs.0``."""
+        """Return the name of the input at a Dynamo path: ``x``, ``batch.mask``, ``xs.0``."""
+        name = self._name(path)
+        self.known.add(name)
+        return name
+
+    def _name(self, path: str) -> str:
         _, steps = _steps(path)
         if not self._arguments and self._rest is None:
             return ".".join(steps)

@@ -120,6 +120,36 @@ def test_module_without_a_value_warns() -> None:
         model(torch.randn(3, 4))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [("gradient:encoder", "gradient:encoder.weight, gradient:encoder.bias"), ("input:decoder", ""), ("input:z", "")],
+)
+def test_name_of_another_kind_is_no_site(pattern: str, nearest: str) -> None:
+    model = gr.transform(Net(), gr.on(pattern, ClipByValue(1.0)))
+
+    with pytest.raises(gr.NoSuchSiteError, match=f"'{pattern}'; nearest sites: {nearest}"):
+        model.trace(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("pattern", ["input:x", "input:*"])
+def test_input_that_needs_no_gradient_warns(pattern: str) -> None:
+    model = gr.transform(Net(), gr.on(pattern, ClipByValue(1.0)))
+
+    with pytest.warns(gr.RewriteWarning, match="matches x, which made no differentiable value"):
+        model.trace(torch.randn(3, 4))
+    assert model.trace(torch.randn(3, 4, requires_grad=True)).edits
+
+
+def test_frozen_parameter_warns() -> None:
+    net = Net()
+    net.decoder = nn.Linear(4, 2, bias=False)
+    net.encoder.bias.requires_grad_(False)
+    model = gr.transform(net, gr.on("gradient:*.bias", ClipByValue(1.0)))
+
+    with pytest.warns(gr.RewriteWarning, match=r"'gradient:\*\.bias' matches encoder.bias"):
+        model.trace(torch.randn(3, 4))
+
+
 def test_rules_are_not_checked_without_a_backward() -> None:
     model = gr.transform(Net(), gr.on("error:nonsense", ClipByValue(1.0)))
     with torch.no_grad():
