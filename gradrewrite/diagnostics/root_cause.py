@@ -1,9 +1,10 @@
-"""Root causes: from failed finite checks to the error that says where it began."""
+"""Root causes: from failed finite checks to the site and the op where it began."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from gradrewrite.diagnostics.replay import ReplayResult, RootCause, SiteObservation, replay
@@ -18,38 +19,83 @@ _DID_NOT_FAIL = (
 )
 
 
-def find_failure(
-    step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], *, replays: bool, reason: str = ""
-) -> NonFiniteError | None:
-    """Return the error for a step; None if no check of these kinds failed.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The analysis of a failed step; its attributes are those of ``NonFiniteError``, which it makes."""
+
+    site: Site
+    step: int
+    percent: float = math.nan
+    op: str = ""
+    source: str = ""
+    others: tuple[Site, ...] = ()
+    window: tuple[PrecedingSite, ...] = ()
+    cause: str = ""
+    note: str = ""
+
+    def error(self, reason: str = "") -> NonFiniteError:
+        """Return a new error; ``reason``, why it is raised if not for the failed check alone, begins its note."""
+        return NonFiniteError(
+            self.site,
+            percent=self.percent,
+            op=self.op,
+            source=self.source,
+            step=self.step,
+            others=self.others,
+            window=self.window,
+            cause=self.cause,
+            note="; ".join(part for part in (reason, self.note) if part),
+        )
+
+
+def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str = "") -> Failure:
+    """Return the failure that the checks alone tell: the first of them, in the order of execution.
 
     Args:
         step: Number of the backward.
         graphs: Its graphs, in the order in which their backwards ran.
-        modes: Which checks count.
-        replays: Whether to replay the step op by op, or to say what the checks alone say.
-        reason: Why the error is raised, if not for the failed check alone; the first part of its note.
+        modes: The kinds of checks that count.
+        note: Why nothing more is known.
+
+    Raises:
+        RuntimeError: No check of these kinds failed.
     """
-    if not any(graph.failed(modes) for graph in graphs):
-        return None
-    error = _analyse(step, graphs, modes, replays=replays)
-    error.note = "; ".join(part for part in (reason, error.note) if part)
-    return error
+    forward = [(graph, c) for graph in reversed(graphs) for c in graph.failed(modes) if c.site.kind == "activation"]
+    backward = [(graph, c) for graph in graphs for c in graph.failed(modes) if c.site.kind != "activation"]
+    if not forward and not backward:
+        raise RuntimeError(note or "the op at fault leads to no site")
+    (graph, check), *rest = forward + backward
+    size = math.prod(math.nan if s is None else s for s in check.site.shape)
+    is_activation = check.site.kind == "activation"
+    return Failure(
+        check.site,
+        step,
+        percent=100.0 * graph.values[check.key] / size,
+        op=_name(check.site) if is_activation else "",
+        source=check.site.source if is_activation else "",
+        others=tuple(c.site for _, c in rest),
+        note=note,
+    )
 
 
-def _analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], *, replays: bool) -> NonFiniteError:
-    if not replays:
-        return _from_checks(step, graphs, modes, "")
+def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -> Failure:
+    """Return the failure of a step by a replay; by the checks alone where it cannot be replayed, and why in its note.
+
+    Args:
+        step: Number of the backward.
+        graphs: Its graphs, in the order in which their backwards ran.
+        modes: The kinds of checks that count; one of these failed.
+    """
     try:
         results = [_replay(graph, {c.node: c.site for c in graph.failed(modes)}) for graph in graphs]
         return _from_replays(step, graphs, modes, results)
     except Exception as err:  # whatever stops a replay, the failed check has to be reported
         reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
-        return _from_checks(step, graphs, modes, f"the step could not be replayed: {reason}")
+        return analyse_checks(step, graphs, modes, f"the step could not be replayed: {reason}")
 
 
-def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> NonFiniteError | None:
-    """The error that a check at all that leaves the graphs would give; None if all of it is finite.
+def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> Failure | None:
+    """Return the failure that a check at all that leaves the graphs would find; None if all of it is finite.
 
     Raises:
         RuntimeError: The step cannot be replayed.
@@ -68,29 +114,9 @@ def _replay(graph: CheckedGraph, failed: Mapping[str, Site]) -> ReplayResult:
     return replay(graph.snapshot, failed)
 
 
-def _from_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str) -> NonFiniteError:
-    """Only what the checks say: the first that failed."""
-    forward = [(graph, c) for graph in reversed(graphs) for c in graph.failed(modes) if c.site.kind == "activation"]
-    backward = [(graph, c) for graph in graphs for c in graph.failed(modes) if c.site.kind != "activation"]
-    if not forward and not backward:  # only find_anywhere asks without a failed check
-        raise RuntimeError(note or "the op at fault leads to no site")
-    (graph, check), *rest = forward + backward
-    size = math.prod(math.nan if s is None else s for s in check.site.shape)
-    is_activation = check.site.kind == "activation"
-    return NonFiniteError(
-        check.site,
-        percent=100.0 * graph.values[check.key] / size,
-        op=_name(check.site) if is_activation else "",
-        source=check.site.source if is_activation else "",
-        step=step,
-        others=[c.site for _, c in rest],
-        note=note,
-    )
-
-
 def _from_replays(
     step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], results: Sequence[ReplayResult]
-) -> NonFiniteError:
+) -> Failure:
     last = len(graphs) - 1
 
     def position(number: int, item: RootCause | SiteObservation) -> tuple[bool, int, int]:
@@ -104,27 +130,25 @@ def _from_replays(
         overwritten = next((e.overwritten for e in results if e.overwritten), "")
     if overwritten:
         note = f"the step could not be replayed: {overwritten} was overwritten since the forward"
-        return _from_checks(step, graphs, modes, note)
+        return analyse_checks(step, graphs, modes, note)
     if not roots:
-        return _from_checks(step, graphs, modes, _DID_NOT_FAIL)
+        return analyse_checks(step, graphs, modes, _DID_NOT_FAIL)
     _, number, root = roots[0]
     seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
     first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), None)
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
-        error = _from_checks(step, graphs, modes, "")
-        error.op, error.source, error.cause = root.op, root.source, root.came_in
-        return error
+        return replace(analyse_checks(step, graphs, modes), op=root.op, source=root.source, cause=root.came_in)
     before = [s for _, n, s in seen if position(n, s) < position(*first)]
     stale = next((e.overwritten for e in results if e.overwritten), "")
-    return NonFiniteError(
+    return Failure(
         first[1].site,
+        step,
         percent=first[1].percent,
         op=root.op,
         source=root.source,
-        step=step,
-        others=[s.site for n, s in bad if s is not first[1]],
-        window=[PrecedingSite(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
+        others=tuple(s.site for n, s in bad if s is not first[1]),
+        window=tuple(PrecedingSite(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]),
         cause=root.came_in,
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
     )
@@ -138,7 +162,7 @@ def _counts(root: RootCause, number: int, last: int) -> bool:
 
 
 def _changed_unseen(root: RootCause, graph: CheckedGraph) -> str:
-    """An input that was finite when the step ran and is not now, though its version says nothing (numpy)."""
+    """An input that was finite when the step ran and is not now, though its version is the same (numpy)."""
     if root.given is None or root.given.role != "input":
         return ""
     was_finite = graph.values.get(RecordKey("nonfinite", 1, f"data:{root.given.name}")) == 0

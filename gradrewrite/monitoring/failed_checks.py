@@ -6,15 +6,29 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from gradrewrite._warnings import warn
-from gradrewrite.diagnostics.root_cause import find_failure
+from gradrewrite.diagnostics.root_cause import analyse, analyse_checks
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.monitoring.step_record import StepRecord
 
 
 def failure_of(record: StepRecord, modes: Collection[str], *, reason: str = "") -> NonFiniteError | None:
-    """Return the error for a step, by a replay if it can be replayed; None if no check of these kinds failed."""
+    """Return the error for a step, by a replay if it can be replayed; None if no check of these kinds failed.
+
+    A step is analysed once for the checks that failed.
+
+    Args:
+        record: The step.
+        modes: The kinds of checks that count.
+        reason: Why the error is raised, if not for the failed check alone.
+    """
     record.fetch()
-    return find_failure(record.step, record.checked_graphs(), modes, replays=True, reason=reason)
+    graphs = record.checked_graphs()
+    failed = tuple(tuple(check.key for check in graph.failed(modes)) for graph in graphs)
+    if not any(failed):
+        return None
+    if failed not in record.failures:
+        record.failures[failed] = analyse(record.step, graphs, modes)
+    return record.failures[failed].error(reason)
 
 
 class FailedCheckErrors:
@@ -53,18 +67,17 @@ class FailedCheckWarnings:
             self._waiting.append((record, modes))
 
     def flush(self) -> None:
-        """See ``_flush``; waits for all figures that are under way."""
+        """Warn of all checks that failed; waits for the figures that are under way."""
         self._flush(0)
 
     def _flush(self, patience: int) -> None:
-        """Warn of checks that failed; waits for the figures of steps beyond ``patience``."""
+        """Warn of checks that failed; waits for the figures of the steps beyond ``patience``."""
         while self._waiting and (len(self._waiting) > patience or self._waiting[0][0].is_here()):
             record, modes = self._waiting.popleft()
             record.fetch()
             graphs = record.checked_graphs()
-            error = find_failure(record.step, graphs, ("warn",), replays=False)
-            if error is not None:
-                warn(str(error))
-            unheard = None if error is not None else find_failure(record.step, graphs, modes, replays=False)
-            if unheard is not None:
+            if any(graph.failed(("warn",)) for graph in graphs):
+                warn(str(analyse_checks(record.step, graphs, ("warn",)).error()))
+            elif any(graph.failed(modes) for graph in graphs):
+                unheard = analyse_checks(record.step, graphs, modes).error()
                 warn(f"{unheard}; CheckFinite('skip') skips nothing without gr.guard(optimizer, model)")

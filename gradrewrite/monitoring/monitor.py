@@ -205,7 +205,8 @@ class Monitor:
             if not anywhere:
                 return failure_of(record, get_args(OnFailure))
             record.fetch()
-            return find_anywhere(record.step, record.checked_graphs())
+            found = find_anywhere(record.step, record.checked_graphs())
+            return None if found is None else found.error()
 
     def _flush_messages(self) -> None:
         self._clip_log.flush()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradrewrite.diagnostics.root_cause import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.ir.record_layout import BackwardOutputs, RecordKey
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of
@@ -16,12 +17,19 @@ from gradrewrite.sites import Site
 
 @dataclass
 class GraphRecord:
-    """The records of one backward graph; tensors stay on their device until they are copied."""
+    """The records of one backward graph; tensors stay on their device until they are copied.
+
+    Attributes:
+        outputs: What the tensors are.
+        packs: The packed records.
+        snapshot: The inputs of a replay; None where nothing is checked, or they were let go.
+        on_device: The sources of copies under way, kept alive.
+    """
 
     outputs: BackwardOutputs
     packs: list[Tensor]
     snapshot: StepSnapshot | None = None
-    on_device: list[Tensor] = field(default_factory=list)  # sources of copies under way, kept alive
+    on_device: list[Tensor] = field(default_factory=list)
 
     def values(self) -> dict[RecordKey, float]:
         """All records; the packs are on the host."""
@@ -40,7 +48,8 @@ class StepRecord:
         groups: Groups that were clipped.
         host_values: Records that the host knows (learning rates).
         late: Records that came after the backward, by their keys.
-        was_read: Whether somebody has asked for it.
+        failures: The analyses of the step, by the checks that failed in each of its graphs.
+        was_read: Whether it has been read.
     """
 
     step: int = -1
@@ -49,6 +58,7 @@ class StepRecord:
     groups: list[str] = field(default_factory=list)
     host_values: dict[RecordKey, float] = field(default_factory=dict)
     late: dict[tuple[RecordKey, ...], LateRecord] = field(default_factory=dict)
+    failures: dict[tuple[tuple[RecordKey, ...], ...], Failure] = field(default_factory=dict)
     was_read: bool = False
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None

@@ -221,7 +221,7 @@ class _Reader:
         if fake is not None:
             value = self._current.get(id(fake))
             if value is None:
-                value = Value("tap", self._runs(node), source_of(node), fake)
+                value = Value("tap", self._calls(node), source_of(node), fake)
                 self._add(value, target, after=node)
             if name:  # the model itself may be an Identity, or call one that is no submodule
                 (value.taps if node.target is tap else value.identities).append(name)

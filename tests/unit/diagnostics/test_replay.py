@@ -351,3 +351,24 @@ def test_locate_with_a_buffer_that_the_step_updates() -> None:
     assert err is not None
     assert "buffer scale was overwritten" in err.note
     assert err.site.kind == "gradient"
+
+
+def test_a_failed_step_is_analysed_once() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * x).sqrt().sum()
+
+    model = gr.transform(Root(), gr.on("gradient:*", CheckFinite()))
+    raised = failure(lambda: model(torch.ones(2)).backward())
+    with torch.no_grad():
+        model.w += 1  # a replay would be one of other numbers
+
+    again = model.monitor.failure()
+
+    assert again is not None
+    assert again is not raised
+    assert (str(again), again.window, raised.op, raised.note) == (str(raised), raised.window, "/sqrt", "")
