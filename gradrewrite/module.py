@@ -26,7 +26,17 @@ from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.loss_scale import LossScale
 
 _OWN = frozenset(
-    ("__class__", "original", "monitor", "_compile_options", "_engine", "_session", "_entry_point", "training")
+    (
+        "__class__",
+        "original",
+        "monitor",
+        "training",
+        "_config",
+        "_compile_options",
+        "_engine",
+        "_session",
+        "_entry_point",
+    )
 )
 
 
@@ -104,7 +114,8 @@ class RewrittenModule(nn.Module):
         model.training = training
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(model, shared)
-        self._compile_options: Mapping[str, Any] = {}  # further arguments of torch.compile
+        self._config = config
+        self._compile_options: Mapping[str, Any] = {}  # arguments of compile()
         self._engine: Engine = AotEager()
         self._session = Session(config, recorder_of(monitor), model)
         self.monitor = monitor
@@ -135,7 +146,7 @@ class RewrittenModule(nn.Module):
         return result
 
     def compile(self, **kwargs: Any) -> None:
-        """Compile with Inductor from the next call on, in place.
+        """Compile with Inductor from the next call on, in place; compiled again, only the new arguments hold.
 
         Args:
             **kwargs: What ``torch.compile`` takes, except ``backend``; ``fullgraph`` and ``dynamic`` win over those
@@ -143,6 +154,8 @@ class RewrittenModule(nn.Module):
 
         Raises:
             TypeError: ``backend`` is given, or something that ``torch.compile`` does not take.
+            RuntimeError: ``mode`` or one of ``options`` is unknown to Inductor, or both are given. The model stays as
+                it was.
 
         Example:
             >>> model = transform(nn.Linear(2, 2), [])
@@ -153,15 +166,14 @@ class RewrittenModule(nn.Module):
                 "model.compile() compiles with Inductor and takes no backend; to call torch.compile yourself, use "
                 "torch.compile(model, backend=gr.backend(policy))"
             )
-        previous = self._session.config, self._compile_options, self._engine
-        given = {name: kwargs.pop(name) for name in ("fullgraph", "dynamic") if name in kwargs}
-        self._session.config = replace(self._session.config, **given)
-        self._compile_options, self._engine = {**self._compile_options, **kwargs}, Inductor()
-        try:
-            self._restart()
-        except Exception:
-            self._session.config, self._compile_options, self._engine = previous
-            raise
+        options = dict(kwargs.get("options") or {})
+        options.pop("guard_filter_fn", None)  # Dynamo's, all others are Inductor's
+        Inductor().configured(kwargs.get("mode"), options)
+        given = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
+        session = Session(replace(self._config, **given), recorder_of(self.monitor), self.original)
+        entry_point = _entry_point(session, self, Inductor(), kwargs)
+        self._session, self._entry_point = session, entry_point
+        self._compile_options, self._engine = kwargs, Inductor()
 
     def trace(self, *args: Any, **kwargs: Any) -> JointGraph:
         """Show the rewritten joint graph for these inputs; nothing runs and nothing changes.
@@ -191,10 +203,7 @@ class RewrittenModule(nn.Module):
 
     def _restart(self) -> None:
         """Drop what was compiled; the next call traces again."""
-        session, engine = self._session, self._engine
-        backend = Backend(session, engine, self.monitor)
-        evaluating = Backend(session, engine, self.monitor, is_silent=True)
-        self._entry_point = EntryPoint(session, backend, evaluating, self.original, self._compile_options)
+        self._entry_point = _entry_point(self._session, self, self._engine, self._compile_options)
         self._session.forget()
 
     def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
@@ -269,17 +278,23 @@ class RewrittenModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
         """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
         original = copy.deepcopy(self.original, memo)
-        return _rebuild(original, self._session.config, self._compile_options, self._engine.name == "inductor")
+        return _rebuild(original, self._config, self._compile_options, self._engine.name == "inductor")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the original, the policy and the settings; compiled code and records stay behind."""
         is_compiled = self._engine.name == "inductor"
-        return _rebuild, (self.original, self._session.config, self._compile_options, is_compiled)
+        return _rebuild, (self.original, self._config, self._compile_options, is_compiled)
 
 
 _run = dynamo.outside_of_graphs(
     RewrittenModule._run, "gradrewrite compiles the model by itself; an outer graph would lose the policy"
 )
+
+
+def _entry_point(session: Session, model: RewrittenModule, engine: Engine, options: Mapping[str, Any]) -> EntryPoint:
+    backend = Backend(session, engine, model.monitor)
+    evaluating = Backend(session, engine, model.monitor, is_silent=True)
+    return EntryPoint(session, backend, evaluating, model.original, options)
 
 
 def _rebuild(

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +247,30 @@ def test_compile_takes_no_backend(plain: nn.Module) -> None:
         gr.transform(plain, []).compile(backend="inductor")
     with pytest.raises(TypeError):
         gr.transform(plain, []).compile(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"options": {"nonsense": 1}}, {"mode": "nonsense"}, {"mode": "default", "options": {"max_autotune": 1}}],
+)
+def test_compile_refuses_at_once(arguments: dict[str, Any], plain: nn.Module, x: Tensor) -> None:
+    model = gr.transform(plain, gr.on("gradient:*", Zero()))
+    with pytest.raises(RuntimeError):
+        model.compile(**arguments)
+
+    assert not gradient(model, x).any()  # op by op, as before
+
+
+@pytest.mark.pure
+def test_compile_again_takes_the_new_arguments_alone(plain: nn.Module) -> None:
+    model = gr.transform(plain, [], fullgraph=True)
+    model.compile(fullgraph=False, dynamic=True, options={"max_fusion_size": 2})
+    model.compile(mode="reduce-overhead")
+    copied = copy.deepcopy(model)
+
+    for one in (model, copied):
+        assert (one._session.config.fullgraph, one._session.config.dynamic) == (True, None)
+        assert one._compile_options == {"mode": "reduce-overhead"}
 
 
 @pytest.mark.pure
