@@ -76,7 +76,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed pattern: an optional kind, a glob, an optional call."""
+    """A parsed pattern.
+
+    Attributes:
+        kind: Kind of the sites; None for every kind.
+        glob: Shell-style pattern of names.
+        call: Number of the call, from 0; None for every call.
+    """
 
     kind: Kind | None
     glob: str

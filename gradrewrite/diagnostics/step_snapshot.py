@@ -50,7 +50,12 @@ def _version(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of the generators of the CPU and of CUDA devices."""
+    """The states of random number generators.
+
+    Attributes:
+        cpu: That of the CPU.
+        cuda: Those of CUDA devices, by the index of the device.
+    """
 
     cpu: Tensor
     cuda: Mapping[int, Tensor]

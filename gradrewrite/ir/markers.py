@@ -13,7 +13,12 @@ from gradrewrite.ir.ops import number_of
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The markers of a joint graph, by the number of the value."""
+    """The markers of a joint graph, by the number of the value.
+
+    Attributes:
+        activations: Nodes of the values of the forward.
+        errors: Nodes of their errors.
+    """
 
     activations: dict[int, fx.Node]
     errors: dict[int, fx.Node]

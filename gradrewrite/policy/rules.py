@@ -13,7 +13,12 @@ from gradrewrite.sites import Pattern, Site
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A ready-made policy: take ``action`` at every site that ``pattern`` names; made by ``on``."""
+    """A policy that answers with one action at every site that a pattern matches; made by ``on``.
+
+    Attributes:
+        pattern: Text of the pattern.
+        action: The answer.
+    """
 
     pattern: str
     action: Answer
@@ -82,7 +87,12 @@ def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An action that a policy answered with, and the position of the callback in the nested lists of the policy."""
+    """An action that a policy answered with.
+
+    Attributes:
+        position: Position of the callback in the nested lists of the policy.
+        action: The action.
+    """
 
     position: tuple[int, ...]
     action: Any

@@ -40,7 +40,12 @@ class TracedAction:
 
 @dataclass(frozen=True, slots=True)
 class TraceMode:
-    """The mode of tracing an action: with opaque statistics, and through which loss scale."""
+    """The mode of tracing an action.
+
+    Attributes:
+        is_opaque: Whether statistics are custom ops, which Inductor does not look into.
+        scale: The loss scale, 0-d, that gradients are divided by for the action; None if there is none.
+    """
 
     is_opaque: bool = False
     scale: Tensor | None = None

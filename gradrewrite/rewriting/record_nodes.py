@@ -14,7 +14,14 @@ from gradrewrite.ir.statistics import COUNTS
 
 @dataclass(frozen=True, slots=True)
 class RecordNode:
-    """A node with one or more records; ``skips`` if all of them are counts of checks that skip."""
+    """A node with one or more records.
+
+    Attributes:
+        keys: Their keys.
+        node: The node, flat: one element a record.
+        is_forward: Whether the records are of activations.
+        skips: Whether all of them are counts of checks that skip.
+    """
 
     keys: tuple[RecordKey, ...]
     node: fx.Node

@@ -21,7 +21,17 @@ from gradrewrite.sites import Site
 
 @dataclass
 class RecordPacking:
-    """Nodes that have to leave the graph."""
+    """The nodes that become auxiliary outputs of the backward.
+
+    Attributes:
+        records: Nodes of records.
+        checks: The finite checks.
+        kept: Nodes that ``Keep`` keeps, by their site.
+        logs: Log lines of clips.
+        groups: Names of the groups that are clipped together.
+        bounds: Bounds of clips that are numbers.
+        numbering: Makes the keys of records.
+    """
 
     records: list[RecordNode] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
