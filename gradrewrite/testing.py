@@ -306,7 +306,7 @@ class _Hooked:
         observer.note_returned(out)
         for value, site in observer.sites():
             self.made.add(str(site))
-            if 0 not in site.shape:  # eager ops may hand on an empty tensor where traced ones make another
+            if 0 not in site.shape:  # eager ops may return the same empty tensor where traced ones make another
                 self._hook(site, value.register)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:

@@ -21,7 +21,7 @@ class Item:
         text: First line.
         small: Second line.
         badge: A mark beside it: the number of inserted nodes.
-        classes: ``inserted``, ``records``, ``blamed``.
+        classes: ``inserted``, ``records``, ``root_cause``.
         title: What a pointer on it shows.
         data: ``data-`` attributes.
         fill: Color, if not that of its classes.

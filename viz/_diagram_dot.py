@@ -128,7 +128,7 @@ def _label(item: Item, box: Box | None = None) -> str:
 def _attributes(item: Item, label: str) -> dict[str, str]:
     is_inserted = "inserted" in item.classes or "records" in item.classes
     fill = item.fill or (RECORDS if "records" in item.classes else INSERTED if "inserted" in item.classes else PAPER)
-    edge = CUT if "blamed" in item.classes else INSERTED_EDGE if is_inserted or item.badge else LINE
+    edge = CUT if "root_cause" in item.classes else INSERTED_EDGE if is_inserted or item.badge else LINE
     return {
         "label": label,
         "id": item.key,

@@ -56,7 +56,7 @@ class Drawing:
         hops: How far its neighborhood goes, in edges.
         run: What was recorded, for colors and curves; None without a monitor.
         color_by: What colors say; None if they say nothing.
-        blamed: Nodes of the op that made the first non-finite value.
+        root_cause: Nodes of the op that made the first non-finite value.
         title: Title above the drawing.
         reshapes: Whether the ladder and the page show ops that only reshape.
     """
@@ -67,7 +67,7 @@ class Drawing:
     hops: int = _HOPS
     run: Run | None = None
     color_by: Metric | None = None
-    blamed: Collection[str] = ()
+    root_cause: Collection[str] = ()
     title: str = "joint graph"
     reshapes: bool = False
 
@@ -155,7 +155,7 @@ class Drawing:
             self._rewritten,
             self.site,
             self.hops,
-            blamed=self.blamed,
+            root_cause=self.root_cause,
             records=self._records(),
             colors=self._node_colors,
         )
@@ -244,17 +244,17 @@ def draw(
     run = last_run(steps) if steps else None
     chosen = choose_metric(site_metrics(run, graph_view), color_by) if run is not None else choose_metric((), color_by)
     found: Site | None = None
-    blamed: Collection[str] = ()
+    root_cause: Collection[str] = ()
     if view == "site":
         if site is not None:
             found = find_site(list(graph_view.anchors), site)
         else:
-            found, blamed = _first_failure(graph_view, monitor, run)
+            found, root_cause = _first_failure(graph_view, monitor, run)
     elif site is not None:
         raise ValueError(f"site={str(site)!r} belongs to view='site', got view={view!r}")
     metric = chosen.metric if chosen is not None else None
     name = title or (str(found) if found is not None else "joint graph")
-    return Drawing(graph, view, found, hops, run, metric, blamed, name, reshapes)
+    return Drawing(graph, view, found, hops, run, metric, root_cause, name, reshapes)
 
 
 def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
@@ -275,12 +275,12 @@ def _first_failure(graph_view: _graph_view.GraphView, monitor: object, run: Run 
         lane = "forward" if error.site.kind == "activation" else "backward"
         module, _, op = error.op.rpartition("/")
         nodes = graph_view.nodes.values()
-        blamed = [n.name for n in nodes if (n.module, n.op, n.lane) == (module, op, lane)]
-        return by_name[str(error.site)], blamed
+        root_cause = [n.name for n in nodes if (n.module, n.op, n.lane) == (module, op, lane)]
+        return by_name[str(error.site)], root_cause
     bad = bad_steps(run) if run is not None else []
-    meant = expected_infinities(run, bad) if run is not None else set()
+    expected = expected_infinities(run, bad) if run is not None else set()
     for one in bad:  # sites in the order of execution
-        found = [by_name[site] for site in one.sites if site in by_name and site not in meant]
+        found = [by_name[site] for site in one.sites if site in by_name and site not in expected]
         if found:
             return found[0], ()
     known = "nothing non-finite was recorded" if run is not None else "there is no monitor"

@@ -78,7 +78,7 @@ def _draw(axes: Any, scene: Scene) -> None:
     for edged in (False, True):
         boxes = [b for b in scene.boxes if _is_edged(b) == edged]
         patches = [Rectangle((b.x, b.y), b.width, b.height) for b in boxes]
-        edges = [CUT if "blamed" in b.classes else INSERTED_EDGE if edged else LINE for b in boxes]
+        edges = [CUT if "root_cause" in b.classes else INSERTED_EDGE if edged else LINE for b in boxes]
         fills = [_fill(b) for b in boxes]
         width = 1.6 if edged else 0.8
         axes.add_collection(PatchCollection(patches, facecolors=fills, edgecolors=edges, linewidth=width))
@@ -116,7 +116,7 @@ def _write(axes: Any, scene: Scene) -> None:
 
 
 def _is_edged(box: Box) -> bool:
-    return bool({"inserted", "records", "blamed", "badged"} & set(box.classes))
+    return bool({"inserted", "records", "root_cause", "badged"} & set(box.classes))
 
 
 def _fill(box: Box) -> str:

@@ -35,7 +35,7 @@ text {{ font-size: 10px; fill: {INK}; }} .small, .frame text {{ font-size: 8px; 
 .inserted rect {{ fill: {INSERTED}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
 .badged rect {{ stroke: {INSERTED_EDGE}; stroke-width: 2; }}
 .records rect {{ fill: {RECORDS}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
-.blamed rect {{ stroke: {CUT}; stroke-width: 3; }}
+.root_cause rect {{ stroke: {CUT}; stroke-width: 3; }}
 path {{ fill: none; stroke: {LINE}; }} .saved {{ stroke: {SAVED}; stroke-dasharray: 3 2; }} .far {{ opacity: 0.35; }}
 .carried, .fan {{ opacity: 0.12; }}
 .cut {{ stroke: {CUT}; stroke-width: 2; stroke-dasharray: 4 3; }} .cross {{ stroke: {CUT}; stroke-width: 3; }}

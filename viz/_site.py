@@ -64,7 +64,7 @@ def site_diagram(
     site: Site,
     hops: int,
     *,
-    blamed: Collection[str],
+    root_cause: Collection[str],
     records: Mapping[str, float],
     colors: Mapping[str, ColorSample],
 ) -> Diagram:
@@ -75,7 +75,7 @@ def site_diagram(
         after: The rewritten graph.
         site: The site.
         hops: How many edges away.
-        blamed: Nodes of the op that made the first non-finite value.
+        root_cause: Nodes of the op that made the first non-finite value.
         records: What the site reported last, by name.
         colors: By node; the rewritten graph has them.
     """
@@ -88,7 +88,7 @@ def site_diagram(
     items: list[Item] = []
     links: list[Link] = []
     for side in sides:
-        items += _items(side, anchor, blamed, colors if side.name == "after" else {})
+        items += _items(side, anchor, root_cause, colors if side.name == "after" else {})
         shown = set(side.names)
         pairs = [edge for edge in side.edges if edge[0] in shown and edge[1] in shown]
         for a, b in pairs:
@@ -121,15 +121,15 @@ def _side(name: str, graph_view: GraphView, seeds: Sequence[str], hops: int) -> 
     return _Side(name, graph_view, edges, sorted(names, key=order.__getitem__), max(0, len(others) - MOST))
 
 
-def _items(side: _Side, anchor: str, blamed: Collection[str], colors: Mapping[str, ColorSample]) -> list[Item]:
+def _items(side: _Side, anchor: str, root_cause: Collection[str], colors: Mapping[str, ColorSample]) -> list[Item]:
     rows = _depths(side)
     items = []
     for name in side.names:
         item = _item(side, name, rows[name])
         if name == anchor:
             item = replace(item, badge="the value of the site", classes=("anchor", *item.classes))
-        if name in blamed:
-            item = replace(item, classes=(*item.classes, "blamed"))
+        if name in root_cause:
+            item = replace(item, classes=(*item.classes, "root_cause"))
         if name in colors:
             item = replace(item, fill=colors[name].color, title=f"{item.title}\n{colors[name].text}")
         items.append(item)

@@ -241,7 +241,7 @@ def _raising(error: RewriteError) -> Runnable:
 
 def _compiled_autograd() -> NotRewrittenError:
     return NotRewrittenError(
-        "compiled autograd takes the backward graph apart and compiles it anew: checks, guards, records and live "
+        "compiled autograd takes the backward graph apart and compiles it again: checks, guards, records and live "
         "thresholds of the policy would be lost. Switch it off for this backward: torch._dynamo.config."
         "compiled_autograd = False, or call backward() outside of torch._dynamo.compiled_autograd's context manager"
     )

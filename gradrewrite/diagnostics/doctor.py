@@ -16,11 +16,11 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
     """Return what is wrong with a run, the gravest first; ``()`` if nothing is found.
 
     Where the number of the step falls back, a new run begins: the last run is looked at. Trends need 5 steps, clips
-    20. An input or an activation that was infinite in 5 steps whose backward was finite (a mask) is meant to be so; so
-    is such an input with NaN. NaN beside a count of 0 or a norm of 0 is an empty tensor.
+    20. An input or an activation that was infinite in 5 steps whose backward was finite (a mask) is expected to be
+    so; so is such an input with NaN. NaN beside a count of 0 or a norm of 0 is an empty tensor.
 
     Args:
-        steps: The rows of a run, oldest first.
+        steps: The steps of a run, oldest first.
     """
     run = last_run(steps)
     found = [rule(run) for rule in _RULES]
@@ -69,7 +69,7 @@ def _non_finite(run: Run) -> Finding | None:
 
 
 def _bad_steps(run: Run) -> list[BadStep]:
-    """Steps that are not finite, without the sites that are meant to be so."""
+    """Steps that are not finite, without the sites where infinities are expected."""
     bad = bad_steps(run)
     expected = expected_infinities(run, bad)
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from gradrewrite.ir.record_layout import BOUNDS, RecordKey
 
-MIN_STEPS = 5  # fewer values show no trend, and no habit
+MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding
 
 COUNTS = ("nonfinite", "nan", "inf")

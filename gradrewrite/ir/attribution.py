@@ -111,7 +111,7 @@ def with_edits(
     """Add what a rewrite inserted: an inserted node has the provenance of its site.
 
     Args:
-        provenance: What the graph meant before.
+        provenance: The provenance of the nodes of the graph before.
         anchors: The nodes of sites; those of parameters and inputs, whose order is -1, belong where their node does.
         edits: What was inserted.
         record_nodes: The inserted nodes that carry records.

@@ -36,7 +36,7 @@ def read_markers(graph: fx.Graph) -> Markers:
 
 
 def value_of(node: fx.Node) -> Tensor:
-    """The fake tensor that a node stands for."""
+    """Return the fake tensor of a node."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     return value

@@ -1,4 +1,4 @@
-"""The verbs that edit a graph, on random small graphs: lint passes, values are as intended, inverses undo."""
+"""The functions that edit a graph, on random small graphs: lint passes, values are right, inverses undo."""
 
 from __future__ import annotations
 

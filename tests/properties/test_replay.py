@@ -49,13 +49,13 @@ def leads_out(chain: Chain, bad: set[int]) -> set[int]:
 def test_values_and_roots_are_those_of_eager_execution(chain: Chain, seed: int) -> None:
     inputs = inputs_of(chain, seed)
     values = chain.values(inputs)
-    recipe, _ = marked(chain)
+    replay_graph, _ = marked(chain)
     state = torch.get_rng_state()
-    evidence = replay(StepSnapshot(recipe, tuple(VersionedRef.of(t) for t in inputs)), {})
+    result = replay(StepSnapshot(replay_graph, tuple(VersionedRef.of(t) for t in inputs)), {})
 
     assert torch.equal(torch.get_rng_state(), state)
-    assert [int(seen.site.source) for seen in evidence.seen] == list(range(chain.num_inputs, chain.num_values))
-    for seen in evidence.seen:
+    assert [int(seen.site.source) for seen in result.seen] == list(range(chain.num_inputs, chain.num_values))
+    for seen in result.seen:
         value = values[int(seen.site.source)]
         finite = value[value.isfinite()].abs()
         assert seen.percent == pytest.approx(100.0 * (~value.isfinite()).sum().item() / value.numel())
@@ -66,6 +66,6 @@ def test_values_and_roots_are_those_of_eager_execution(chain: Chain, seed: int) 
         n for n in leads_out(chain, bad) if not any(read in bad for read in chain.ops[n - chain.num_inputs].operands)
     }
     event(f"{min(len(roots), 3)} roots")
-    assert [(root.op, root.source) for root in evidence.roots] == [
+    assert [(root.op, root.source) for root in result.roots] == [
         (f"/{chain.ops[n - chain.num_inputs].name}", str(n)) for n in sorted(roots)
     ]

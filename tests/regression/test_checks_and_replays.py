@@ -100,7 +100,7 @@ def test_masks_that_are_arguments_or_attributes(policy: gr.Policy) -> None:
     assert (err.op, str(err.site), err.percent) == ("/softmax", "activation:/softmax", 25.0)
 
 
-def test_overflow_among_masked_scores_is_blamed_where_it_is() -> None:
+def test_overflow_among_masked_scores_is_found_where_it_is() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,6 +1,6 @@
 """Tiny models of transformers, compared with hooks of eager autograd; the table in docs/architectures.md.
 
-``python tests/integration/aot_eager/test_architectures.py --write`` makes the table anew.
+``python tests/integration/aot_eager/test_architectures.py --write`` writes the table.
 """
 
 from __future__ import annotations

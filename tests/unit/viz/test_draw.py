@@ -227,7 +227,7 @@ def test_the_first_failure_is_found_without_naming_a_site() -> None:
     assert failure is not None
     assert drawing.site == failure.site
     origins = graph.provenance.origins
-    assert {(origins[n].op, origins[n].lane) for n in drawing.blamed} == {("sqrt", "backward")}
+    assert {(origins[n].op, origins[n].lane) for n in drawing.root_cause} == {("sqrt", "backward")}
     assert "nonfinite, step 0 = 8" in drawing._repr_svg_()
     # from records alone, as of a file
     assert viz.draw(graph, "site", monitor=model.monitor.steps()).site is not None
