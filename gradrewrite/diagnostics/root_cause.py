@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
+from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.replay import ReplayResult, RootCause, SiteObservation, replay
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph
-from gradrewrite.errors import NonFiniteError, PrecedingSite
+from gradrewrite.errors import PrecedingSite
 from gradrewrite.ir.record_layout import OnFailure, RecordKey
 from gradrewrite.sites import Site
 
@@ -17,35 +18,6 @@ _WINDOW = 5
 _DID_NOT_FAIL = (
     "a replay op by op did not fail: compiled code may round elsewhere, or something that the step read has changed"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The analysis of a failed step; its attributes are those of ``NonFiniteError``, which it makes."""
-
-    site: Site
-    step: int
-    percent: float = math.nan
-    op: str = ""
-    source: str = ""
-    others: tuple[Site, ...] = ()
-    window: tuple[PrecedingSite, ...] = ()
-    cause: str = ""
-    note: str = ""
-
-    def error(self, reason: str = "") -> NonFiniteError:
-        """Return a new error; ``reason``, why it is raised if not for the failed check alone, begins its note."""
-        return NonFiniteError(
-            self.site,
-            percent=self.percent,
-            op=self.op,
-            source=self.source,
-            step=self.step,
-            others=self.others,
-            window=self.window,
-            cause=self.cause,
-            note="; ".join(part for part in (reason, self.note) if part),
-        )
 
 
 def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str = "") -> Failure:

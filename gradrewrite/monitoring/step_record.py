@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradrewrite.diagnostics.root_cause import Failure
+from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.ir.record_layout import BackwardOutputs, RecordKey
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of

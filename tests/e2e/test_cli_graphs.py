@@ -149,7 +149,7 @@ def test_sites_without_a_match(shell: Shell) -> None:
         err = shell.refused("sites", *words)
         assert "no site matches 'error:3'; nearest: error:0, error:1, error:2" in err
     assert "got ''" in shell.refused("sites", "m:make", "", "--input", "m:inputs")
-    assert "stands the number of a call, got 'x'" in shell.refused("sites", *MODEL, "error:0#x")
+    assert "is followed by the number of a call, got 'x'" in shell.refused("sites", *MODEL, "error:0#x")
 
 
 @pytest.mark.pure
