@@ -50,6 +50,16 @@ def refuse_compiled_autograd(backward: fx.GraphModule, make_error: Callable[[], 
     kind.graph = property(untraced, plain.__set__)  # type: ignore[assignment, method-assign]
 
 
+def refuse_cached(backward: fx.GraphModule, refuse: Callable[[], fx.GraphModule]) -> None:
+    """Let AOTAutograd's cache store a call of ``refuse`` in place of a backward graph, for compiled autograd alone.
+
+    Args:
+        backward: The graph that the partitioner returned; it is compiled already.
+        refuse: A function of a module; raises an error.
+    """
+    type(backward).__reduce__ = lambda self: (refuse, ())  # type: ignore[method-assign]
+
+
 def is_backward(node: fx.Node) -> bool:
     """Whether AOTAutograd made a node in its backward."""
     return node.meta.get("partitioner_tag") != "is_forward"
@@ -135,12 +145,47 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
+class CodeStore(Protocol):
+    """What AOTAutograd's cache gets and gives back for one joint graph."""
+
+    @property
+    def identity(self) -> str:
+        """What the key of the cache has for the policy."""
+        ...
+
+    @property
+    def probes(self) -> Sequence[str]:
+        """Names of the functions of ours in the Dynamo graph."""
+        ...
+
+    def forward_payload(self) -> Any:
+        """Return what ``restore_forward`` needs; None if the graph is not to be stored."""
+        ...
+
+    def backward_payload(self) -> Any:
+        """Return what ``restore_backward`` needs; None if the graph is not to be stored."""
+        ...
+
+    def restore_forward(self, compiled: Callable[[list[Any]], Any], payload: Any) -> Callable[[list[Any]], Any]:
+        """Wrap a forward that comes out of the cache; an error if it was not made for this compilation."""
+        ...
+
+    def restore_backward(self, compiled: Callable[[list[Any]], Any], payload: Any) -> Callable[[list[Any]], Any]:
+        """Wrap the backward that comes out of the cache beside it."""
+        ...
+
+
 class CompilationHooks(Protocol):
     """The functions that a compiler calls on the way of one joint graph."""
 
     @property
     def is_cacheable(self) -> bool:
         """Whether the compiler may store the code of this graph in its caches."""
+        ...
+
+    @property
+    def store(self) -> CodeStore | None:
+        """What AOTAutograd's cache gets and gives back; None if that cache is not to be used."""
         ...
 
     def rewrite(self, graph: fx.Graph) -> None:

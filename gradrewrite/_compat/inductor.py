@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from gradrewrite._compat.aot_autograd import CompilationHooks, min_cut_partition, no_autograd_cache
+from gradrewrite._compat.aot_autograd import CodeStore, CompilationHooks, min_cut_partition, no_autograd_cache
 from gradrewrite._compat.versions import needed_for
 
 
@@ -35,40 +36,58 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[s
 def compile_rewritten(
     gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], hooks: CompilationHooks
 ) -> Callable[..., Any]:
-    """Inductor with our pass before its joint passes, our partitioner, and our view of the backward graph."""
+    """Compile with our pass before Inductor's joint passes, our partitioner, and our view of the backward graph.
+
+    With ``hooks.store`` AOTAutograd's cache is on, and its key has the store's identity.
+    """
+    from gradrewrite._compat import autograd_cache
+
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
     with needed_for("Inductor can be called with a compiler of ours around its own"):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
-            if hooks.is_cacheable:
-                return compile_fx_inner(g, xs, **kwargs)
-            with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
-                return compile_fx_inner(g, xs, **kwargs)
+    store = hooks.store
 
-        if kwargs.get("is_backward", False):
-            return hooks.compile_backward(compile_graph, graph, example_inputs)
+    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        made: list[Any] = []
+
+        def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
+            stores = contextlib.nullcontext() if hooks.is_cacheable else config.patch(_NOT_STORED)
+            with stores:
+                made.append(compile_fx_inner(g, xs, **kwargs))
+            return made[-1]
+
         if kwargs.get("is_inference", False):
             return compile_graph(graph, example_inputs)
-        return hooks.compile_forward(compile_graph, graph, example_inputs)
+        is_backward = bool(kwargs.get("is_backward", False))
+        compile_wrapped = hooks.compile_backward if is_backward else hooks.compile_forward
+        run = compile_wrapped(compile_graph, graph, example_inputs)
+        if store is None:
+            return run
+        payload = store.backward_payload() if is_backward else store.forward_payload()
+        return autograd_cache.CachedCode(made[0], payload, is_backward).bound(run)
 
     patches = dict(settings)
     asked = {name: settings.get(name, getattr(config, name)) for name in _OURS}
-    patches["joint_custom_pre_pass"] = _inductor_pass(hooks.rewrite, asked["joint_custom_pre_pass"])
+    patches["joint_custom_pre_pass"] = _inductor_pass(hooks.rewrite, asked["joint_custom_pre_pass"], store)
     patches["custom_partitioner_fn"] = _inductor_partitioner(hooks.partition, asked["custom_partitioner_fn"])
     # Named here so that what stop_folding sets is undone with the rest.
     patches["joint_graph_constant_folding"] = asked["joint_graph_constant_folding"]
-    with no_autograd_cache():
+    if store is not None:
+        marked = settings.get(_CACHEABLE, getattr(config, _CACHEABLE))
+        patches[_CACHEABLE] = {**marked, **dict.fromkeys(store.probes, "gradrewrite")}
+    with no_autograd_cache() if store is None else autograd_cache.caching(store):
         compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
 
+_NOT_STORED = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+_CACHEABLE = "unsafe_marked_cacheable_functions"
 _OURS = ("joint_custom_pre_pass", "custom_partitioner_fn", "joint_graph_constant_folding")
 
 
-def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any) -> Any:
+def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any, store: CodeStore | None = None) -> Any:
     """Our pass, then those that the user asked for."""
     with needed_for("Inductor takes a pass and a partitioner of ours"):
         from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -82,8 +101,8 @@ def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any) -> Any:
                 other(graph)
 
         def uuid(self) -> Any:
-            # Inductor's cache keys on the rewritten graph itself; only the user's passes add to the key.
-            return ("gradrewrite", *(other.uuid() for other in others))
+            # Inductor's cache keys on the rewritten graph itself, AOTAutograd's on the graph before.
+            return ("gradrewrite", store.identity if store is not None else "", *(other.uuid() for other in others))
 
         def __reduce__(self) -> Any:  # the cache pickles settings to hash them
             return _hashed, self.uuid()
@@ -154,6 +173,18 @@ def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str
             raise RuntimeError(f"Unexpected optimization option {key!r}; known options: {sorted(known)}")
         patches[name] = value
     return patches
+
+
+def cache_folder(settings: Mapping[str, Any]) -> str:
+    """Return the folder of Inductor's caches; ``""`` where AOTAutograd's cache is off, or unknown to us."""
+    if torch.__version__.split(".")[:2] != _KNOWN_CACHE:
+        return ""
+    from gradrewrite._compat import autograd_cache
+
+    return autograd_cache.folder() if autograd_cache.is_enabled(settings) else ""
+
+
+_KNOWN_CACHE = ["2", "13"]  # it is private in all its parts
 
 
 def uses_cuda_graphs(settings: Mapping[str, Any]) -> bool:

@@ -83,6 +83,7 @@ class _CaptureHooks:
 
     compilation: GraphCompilation
     is_cacheable: bool = False
+    store: None = None
 
     def rewrite(self, graph: fx.Graph) -> None:
         if not aot_autograd.gradient_outputs(graph):

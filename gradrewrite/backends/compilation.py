@@ -6,12 +6,13 @@ import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, fake_tensors, inductor, nn_modules
+from gradrewrite.backends.code_cache import CachedRewrite, StoredCompilation, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.runtime_wrapper import Accumulation, RewrittenBackward
@@ -19,14 +20,17 @@ from gradrewrite.backends.session import Session
 from gradrewrite.diagnostics.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError, TraceError
 from gradrewrite.ir import editing
+from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
 from gradrewrite.policy.actions import GroupAction
+from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.dynamo_nodes import returned_inputs
 from gradrewrite.rewriting.probes import insert_probes, tracing
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
+from gradrewrite.sites import Site
 
 
 def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
@@ -45,7 +49,10 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
         return _raising(GraphBreakError(_SPLIT))
     try:
         with marking(session, gm, inputs, engine) as compilation:
+            compilation.store = _store_of(compilation, gm, inputs)
             run = engine.compile_rewritten(gm, inputs, compilation)
+            if compilation.store is not None:
+                compilation.store.save_key()
         if compilation.is_whole and session.has_model:
             session.check_rules()  # before anything runs, so that the model stays as it was
         return run
@@ -106,6 +113,7 @@ class GraphCompilation:
         values: The values of the probes, by their number.
         result: The rewrite; None before it, and for a graph without gradients.
         forwards: The pending calls of the forward; None where nothing is checked.
+        store: Its side of AOTAutograd's cache; None if that is not used.
     """
 
     session: Session
@@ -119,6 +127,7 @@ class GraphCompilation:
     values: Sequence[Value] = ()
     result: RewriteResult | None = None
     forwards: PendingForwards | None = field(default=None, repr=False)
+    store: StoredCompilation | None = None
 
     @property
     def is_cacheable(self) -> bool:
@@ -134,7 +143,8 @@ class GraphCompilation:
         if not aot_autograd.gradient_outputs(graph):
             editing.erase_markers(graph)  # no backward, or the body of a higher-order op
             return
-        result = rewrite_joint_graph(self.marked(graph), self.session.config)
+        asked = self.store.answers if self.store is not None else {}
+        result = rewrite_joint_graph(self.marked(graph), self.session.config, asked)
         self.result = result
         assert graph.owning_module is not None
         shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
@@ -144,9 +154,67 @@ class GraphCompilation:
                 inductor.replace_random(result.replay_graph.graph)
             self.forwards = PendingForwards(result.replay_graph)
             self.result = replace(result, replay_graph=None)  # it lives as long as it can be used
-        lost = tuple(site for site, _ in result.out_of_reach)
-        self.session.graphs.append(GraphReport(self.frame, self.is_whole, result.sites, result.edits, lost))
-        self._note_warnings(result)
+        self.report()
+
+    def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
+        """Return what the disk cache keeps of the rewrite; None where it is not the same in other processes."""
+        result, replay_graph = self.result, self.forwards.replay_graph if self.forwards is not None else None
+        answers = hash_of_answers(result.answers) if result is not None else None
+        if result is None or answers is None or result.live or result.assumes:
+            return None
+        code = b""
+        if replay_graph is not None:
+            from gradrewrite._compat import autograd_cache
+
+            if replay_graph.graph.graph.find_nodes(op="get_attr"):
+                return None
+            code = autograd_cache.dump_graph(replay_graph.graph)
+            inputs = {name: replace(given, parameter=None) for name, given in replay_graph.inputs.items()}
+            replay_graph = replace(replay_graph, graph=fx.GraphModule({}, fx.Graph()), inputs=inputs)
+        lost = {site for site, _ in result.out_of_reach}
+        return CachedRewrite(
+            sites=result.sites,
+            answers=answers,
+            edits=result.edits,
+            record_nodes=result.record_nodes,
+            outputs=result.outputs,
+            out_of_reach=tuple(site for site in result.sites if site in lost),
+            replay_graph=replay_graph,
+            replay_code=code,
+            names=names,
+        )
+
+    def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
+        """Take the rewrite out of the cache, with the actions that the policy answered now."""
+
+        def answered(edit: Edit) -> Edit:
+            return replace(edit, action=next(a.action for a in answers[edit.site] if a.action == edit.action))
+
+        self.result = RewriteResult(
+            sites=cached.sites,
+            answers=tuple(answers[site] for site in cached.sites),
+            edits=tuple(map(answered, cached.edits)),
+            record_nodes=cached.record_nodes,
+            anchors={},
+            outputs=cached.outputs,
+            live={},
+            out_of_reach=tuple((site, tuple(a.action for a in answers[site])) for site in cached.out_of_reach),
+            replay_graph=None,
+            assumes=False,
+        )
+        if cached.replay_graph is not None:
+            from gradrewrite._compat import autograd_cache
+
+            graph = autograd_cache.load_graph(cached.replay_code)
+            self.forwards = PendingForwards(replace(cached.replay_graph, graph=graph))
+
+    def report(self) -> None:
+        """List the graph among those of the session, with warnings of what its rewrite could not do."""
+        assert self.result is not None
+        lost = tuple(site for site, _ in self.result.out_of_reach)
+        report = GraphReport(self.frame, self.is_whole, self.result.sites, self.result.edits, lost)
+        self.session.graphs.append(report)
+        self._note_warnings(self.result)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
@@ -181,17 +249,24 @@ class GraphCompilation:
             editing.hold_last(backward.graph, count)
             backward.recompile()
         aot_autograd.refuse_compiled_autograd(backward, _compiled_autograd)
+        if self.store is not None:
+            self.store.backward = backward
         return forward, backward
 
     def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile the forward; where something is checked, note the inputs of each call."""
         if self.forwards is not None and not self.forwards.fits(gm):
             self.forwards = None  # torch gave the forward inputs of its own: what fails is said by the checks alone
-        forwards = self.forwards
         names = names_of_outputs(gm)
-        compiled = compile_graph(gm, inputs)
+        if self.store is not None:
+            self.store.forward_names = tuple(names)
+        return self.wrap_forward(compile_graph(gm, inputs), names)
+
+    def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
+        """Let a compiled forward, with outputs of these names, note the inputs of each call, if they are needed."""
+        forwards = self.forwards
         if forwards is None:
-            return cast(Runnable, compiled)
+            return compiled
 
         def run(args: list[Any]) -> Any:
             begun = forwards.begin(args)
@@ -209,13 +284,22 @@ class GraphCompilation:
         lifted = editing.lift_live(gm)
         gm.recompile()
         compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
+        if self.store is not None:
+            self.store.backward_interface = (tuple(names), num_outputs)
+        return self.wrap_backward(compiled, names, num_outputs, [self.result.live[name] for name, _ in lifted])
+
+    def wrap_backward(
+        self, compiled: Runnable, names: Sequence[str], num_outputs: int, live: Sequence[Tensor] = ()
+    ) -> Runnable:
+        """Take the auxiliary outputs off a compiled backward with inputs of these names, and add its live inputs."""
+        assert self.result is not None
         if self.forwards is not None:
             self.forwards.note_saved(names)
         run = RewrittenBackward(
             self.session,
             compiled,
             names,
-            [self.result.live[name] for name, _ in lifted],
+            live,
             self.result.outputs,
             num_outputs,
             self.is_whole,
@@ -226,6 +310,28 @@ class GraphCompilation:
             Accumulation(self._grouped()),
         )
         return aot_autograd.boxed(run)
+
+
+def _store_of(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> StoredCompilation | None:
+    """Return a compilation's side of AOTAutograd's cache; None if it cannot be used."""
+    engine, config = compilation.engine, compilation.session.config
+    folder = engine.cache_folder() if torch.is_grad_enabled() and config.loss_scale is None else ""
+    if not folder:
+        return None
+    further = (compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs)
+    key = find_key(
+        *(folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy), *further
+    )
+    return (
+        None
+        if key is None or (key.sites and key.hash is None)
+        else StoredCompilation(key, compilation, refuse_cached_backward)
+    )
+
+
+def refuse_cached_backward() -> fx.GraphModule:
+    """Raise NotRewrittenError in place of the backward graph that compiled autograd asks AOTAutograd's cache for."""
+    raise _compiled_autograd()
 
 
 def _is_resumed(frame: str) -> bool:

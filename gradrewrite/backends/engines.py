@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch import fx
@@ -30,6 +31,15 @@ class Engine(Protocol):
     @property
     def overwrites_outputs(self) -> bool:
         """Whether the next call overwrites the memory of outputs (CUDA graphs)."""
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the compiler, by name."""
+        ...
+
+    def cache_folder(self) -> str:
+        """Return the folder of the caches of the compiler; ``""`` if rewritten code is not to be stored."""
         ...
 
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Engine:
@@ -60,6 +70,10 @@ class Inductor:
     name: ClassVar[str] = "inductor"
     draws_from_seeds: ClassVar[bool] = True
 
+    def cache_folder(self) -> str:
+        """See ``Engine``."""
+        return inductor.cache_folder(self.settings)
+
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Inductor:
         """See ``Engine``."""
         settings = inductor.settings_of(mode, options)
@@ -81,6 +95,11 @@ class AotEager:
     name: ClassVar[str] = "aot_eager"
     draws_from_seeds: ClassVar[bool] = False
     overwrites_outputs: ClassVar[bool] = False
+    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    def cache_folder(self) -> str:
+        """See ``Engine``; there are none."""
+        return ""
 
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> AotEager:
         """See ``Engine``; all settings are Inductor's, and ignored."""

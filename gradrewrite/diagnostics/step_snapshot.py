@@ -130,11 +130,15 @@ _Begun = tuple[tuple[VersionedRef, ...], RandomState | None]
 
 
 class PendingForwards:
-    """The calls of one forward graph whose backward has not run yet."""
+    """The calls of one forward graph whose backward has not run yet.
+
+    Attributes:
+        replay_graph: The graph that a replay runs.
+    """
 
     def __init__(self, replay_graph: ReplayGraph) -> None:
         """Create it empty."""
-        self._replay_graph = replay_graph
+        self.replay_graph = replay_graph
         self._calls: list[ForwardCall] = []
         placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
         names = [name for name in placeholders if name not in replay_graph.tangents]
@@ -154,7 +158,7 @@ class PendingForwards:
     def begin(self, args: Sequence[Any]) -> _Begun:
         """Note the inputs of a call, before it begins."""
         self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
-        random = RandomState.now(args) if self._replay_graph.is_random else None
+        random = RandomState.now(args) if self.replay_graph.is_random else None
         return tuple(VersionedRef.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
@@ -172,16 +176,16 @@ class PendingForwards:
         call = self._find(args)
         if call is None:
             return StepSnapshot(
-                self._replay_graph, missing="its forward is not known (a second backward through one graph?)"
+                self.replay_graph, missing="its forward is not known (a second backward through one graph?)"
             )
-        tangents = {n: args[n] for n in self._replay_graph.tangents if n in args}
+        tangents = {n: args[n] for n in self.replay_graph.tangents if n in args}
         if any(t.numel() * t.element_size() > _LARGEST_KEPT for t in tangents.values()):
             missing = (
                 "a gradient from outside the model is larger than 64 MiB and was not kept; compute the loss inside"
             )
-            return StepSnapshot(self._replay_graph, missing=f"{missing} the model, or call gr.locate")
+            return StepSnapshot(self.replay_graph, missing=f"{missing} the model, or call gr.locate")
         held = {name: VersionedRef.of(t) for name, t in tangents.items()}
-        return StepSnapshot(self._replay_graph, call.inputs, held, call.random)
+        return StepSnapshot(self.replay_graph, call.inputs, held, call.random)
 
     def _find(self, args: Mapping[str, Any]) -> ForwardCall | None:
         for call in reversed(self._calls):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.statistics import IN_UNITS
 from gradrewrite.policy.actions import GroupAction, Measurement, SpecializingAction
-from gradrewrite.policy.rules import Answered, ask, ask_in_order
+from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.config import RewriteConfig
@@ -44,6 +45,7 @@ class RewriteResult:
 
     Attributes:
         sites: All sites.
+        answers: The answers of the policy, site by site.
         edits: What was inserted.
         record_nodes: Names of the nodes that carry records out of the graph.
         anchors: The nodes of the sites.
@@ -56,6 +58,7 @@ class RewriteResult:
     """
 
     sites: tuple[Site, ...]
+    answers: tuple[tuple[Answered, ...], ...]
     edits: tuple[Edit, ...]
     record_nodes: tuple[str, ...]
     anchors: Mapping[Site, Anchor]
@@ -66,12 +69,15 @@ class RewriteResult:
     assumes: bool
 
 
-def rewrite_joint_graph(marked: MarkedJointGraph, config: RewriteConfig) -> RewriteResult:
+def rewrite_joint_graph(
+    marked: MarkedJointGraph, config: RewriteConfig, asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({})
+) -> RewriteResult:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
     Args:
         marked: The joint graph; changed in place.
         config: The policy, and the loss scale.
+        asked: Sites at which the policy was asked already, with its answers.
 
     Returns:
         The sites, the edits, and the auxiliary outputs of the backward.
@@ -85,7 +91,11 @@ def rewrite_joint_graph(marked: MarkedJointGraph, config: RewriteConfig) -> Rewr
     assumed = fake_tensors.assumptions(graph)
     points, out_of_reach = find_insertion_points(marked)
     anchors = {point.site: _anchor(point) for point in points}
-    answers = [(point, ask_in_order(config.policy, point.site)) for point in points]
+
+    def ask(site: Site) -> tuple[Answered, ...]:
+        return asked[site] if site in asked else ask_in_order(config.policy, site)
+
+    answers = [(point, ask(point.site)) for point in points]
     rewriter.num_measured = sum(point.output is None and _is_measured(found) for point, found in answers)
     for point, found in answers:
         rewriter.insert(point, [a.action for a in found if not isinstance(a.action, GroupAction)])
@@ -98,15 +108,16 @@ def rewrite_joint_graph(marked: MarkedJointGraph, config: RewriteConfig) -> Rewr
     live = editing.live_tensors(graph)
     if live or replay_graph is not None:
         inductor.stop_folding()
-    lost = [(site, ask(config.policy, site)) for site in out_of_reach]
+    lost = [(site, ask(site)) for site in out_of_reach]
     return RewriteResult(
         sites=(*(point.site for point in points), *out_of_reach),
+        answers=(*(found for _, found in answers), *(found for _, found in lost)),
         edits=tuple(rewriter.edits),
         record_nodes=(*rewriter.counters, *(node.name for node in record_nodes)),
         anchors=anchors,
         outputs=outputs,
         live=live,
-        out_of_reach=tuple((site, actions) for site, actions in lost if actions),
+        out_of_reach=tuple((site, tuple(a.action for a in found)) for site, found in lost if found),
         replay_graph=replay_graph,
         assumes=fake_tensors.assumptions(graph) != assumed,
     )
