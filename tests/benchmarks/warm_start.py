@@ -3,7 +3,8 @@
     python tests/benchmarks/warm_start.py [--layers 4] [--width 256] [--repeat 5] [--out FILE.json]
 
 Each start is a process of its own, on one thread. Measured is its processor time from ``compile()`` to the end of the
-third step, without the import of torch and gradrewrite. Policies take turns; the first round fills the caches and is cold.
+third step, without the import of torch and gradrewrite. Policies take turns; the first round fills the caches and
+is cold.
 """
 
 from __future__ import annotations
