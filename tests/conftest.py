@@ -6,16 +6,25 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
-from torch import Tensor, nn
-from torch._dynamo.utils import compilation_time_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gpu.session import GPU, reason_to_skip  # registers the simulated GPU, before torch is imported
+
+# isort: split
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import compilation_time_metrics
+
 from models.shell import NUMBERS, SOURCE, Shell
+
+if TYPE_CHECKING:
+    from gpu.log import SimulatedGpu
+    from gpu.shim import Mode
 
 TESTS = Path(__file__).parent
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
@@ -23,6 +32,7 @@ FOLDERS = {
     "integration/inductor": ("inductor",),
     "integration/cuda": ("inductor", "cuda"),
     "integration/distributed": ("distributed",),
+    "integration/launches": ("inductor", "launches"),
     "upstream": ("upstream",),
 }
 
@@ -46,6 +56,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("aot_eager")
         if "inductor" in kinds:
             item.add_marker("slow")
+        _skip_without_gpu(item)
+
+
+def _skip_without_gpu(item: pytest.Item) -> None:
+    if GPU is not None:
+        item.add_marker(pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"))
+    wanted: dict[str, Mode] = {"cuda": "interpreted", "launches": "compiled"}
+    for marker, mode in wanted.items():
+        has_gpu = GPU == mode or (marker == "cuda" and torch.cuda.is_available())
+        if item.get_closest_marker(marker) and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason_to_skip(mode)))
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +81,26 @@ def _fresh_torch(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("a test that is marked pure compiles nothing, and torch.compile ran: mark it aot_eager")
     if "compile_fx_inner" in timed and not request.node.get_closest_marker("inductor"):
         pytest.fail("Inductor ran in a test that is not marked inductor")
+
+
+@pytest.fixture(autouse=True)
+def _simulation(request: pytest.FixtureRequest, _fresh_torch: None) -> Iterator[SimulatedGpu | None]:
+    """Tests marked ``cuda`` run on the simulated GPU where there is one."""
+    if GPU != "interpreted" or request.node.get_closest_marker("cuda") is None:
+        yield None
+        return
+    from gpu.device import simulated_gpu  # imports triton
+
+    with simulated_gpu(has_values=True) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def gpu(_simulation: SimulatedGpu | None) -> SimulatedGpu:
+    """The log of the simulated GPU."""
+    if _simulation is None:
+        pytest.skip("a real GPU keeps no log")
+    return _simulation
 
 
 @pytest.fixture

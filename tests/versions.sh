@@ -33,7 +33,7 @@ newest() { # the newest release that pip finds for this interpreter
   "$python" -m pip index versions torch 2> /dev/null | sed -n '1s/.*(\(.*\)).*/\1/p'
 }
 
-requirements() { # of gradrewrite and its tests, without torch
+requirements() { # of gradrewrite and its tests, without torch and without triton, which is for one version of it
   "$1" - << 'END'
 import re
 
@@ -44,7 +44,7 @@ except ImportError:  # Python 3.10
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 found = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-print("\n".join(one for one in found if not re.match(r"(torch|gradrewrite)\b", one)))
+print("\n".join(one for one in found if not re.match(r"(torch|gradrewrite|triton)\b", one)))
 END
 }
 

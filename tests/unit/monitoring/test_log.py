@@ -171,7 +171,6 @@ def test_steps_have_bounds() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_nothing_waits_for_the_device(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     model = gr.transform(
