@@ -30,6 +30,7 @@ from gradrewrite._tensors import kept_random_state, tensors_in
 from gradrewrite.errors import TraceError
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
+from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.policy.actions import Action, GroupAction, Policy, SpecializingAction
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
@@ -342,7 +343,7 @@ class _Hooked:
         for keys, values in zip(named, reported.values, strict=True):
             self.records |= dict(zip(map(str, keys), values.reshape(-1).tolist(), strict=True))
         if reported.bound is not None:
-            self.records[str(bound)] = reported.bound[1]
+            self.records[str(bound)] = number_of(reported.bound[1])
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):

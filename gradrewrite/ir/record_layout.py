@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from gradrewrite.sites import Site
 
 OnFailure = Literal["raise", "skip", "warn", "record"]
@@ -126,7 +128,8 @@ class BackwardOutputs:
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
-        bounds: Bounds of clips that are numbers, by key: ``bound@site`` by norm, ``limit@site`` by value.
+        bounds: Bounds of clips that the host has (numbers, tensors in host memory), by key: ``bound@site`` by norm,
+            ``limit@site`` by value, which counts by its size.
         counts: Keys of counts of elements, which add up over several graphs of one backward.
     """
 
@@ -136,5 +139,5 @@ class BackwardOutputs:
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
-    bounds: tuple[tuple[RecordKey, float], ...] = ()
+    bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()

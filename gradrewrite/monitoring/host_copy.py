@@ -70,6 +70,14 @@ def floats_of(pack: Tensor) -> Sequence[float]:
     return list((number * pack.numel()).from_address(pack.data_ptr())) if pack.numel() else []
 
 
+def number_of(value: float | Tensor) -> float:
+    """Return a number, or the only element of a real tensor in host memory."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    (number,) = floats_of(value.detach().to(torch.float64).reshape(1))
+    return number
+
+
 def pack_of(name: str, value: float | Tensor) -> Tensor:
     """One figure that a user gave, copied, as a flat float64 tensor, or float32 if it is a narrower float.
 

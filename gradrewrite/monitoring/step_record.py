@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.ir.record_layout import BackwardOutputs, RecordKey
-from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of
+from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, number_of
 from gradrewrite.sites import Site
 
 
@@ -24,12 +24,19 @@ class GraphRecord:
         packs: The packed records.
         snapshot: The inputs of a replay; None where nothing is checked, or they were let go.
         on_device: The sources of copies under way, kept alive.
+        bounds: Bounds of clips that the host has, as they were when this was made.
     """
 
     outputs: BackwardOutputs
     packs: list[Tensor]
     snapshot: StepSnapshot | None = None
     on_device: list[Tensor] = field(default_factory=list)
+    bounds: dict[RecordKey, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the bounds."""
+        numbers = {key: number_of(bound) for key, bound in self.outputs.bounds}
+        self.bounds = {key: abs(n) if key.record == "limit" else n for key, n in numbers.items()}
 
     def values(self) -> dict[RecordKey, float]:
         """All records; the packs are on the host."""
@@ -125,8 +132,8 @@ class StepRecord:
         return {str(key): value for key, value in self.values().items()}
 
     def bounds(self) -> dict[RecordKey, float]:
-        """Bounds of clips that are numbers; those that are tensors are records of the graph."""
-        return {key: value for graph in self.graphs for key, value in graph.outputs.bounds}
+        """Bounds of clips that the host has; those that are tensors on a device are records of the graph."""
+        return {key: value for graph in self.graphs for key, value in graph.bounds.items()}
 
     def has(self, wanted: Callable[[BackwardOutputs], bool]) -> bool:
         """Whether the outputs of a graph are wanted."""

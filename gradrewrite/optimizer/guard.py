@@ -17,7 +17,7 @@ from gradrewrite._warnings import warn
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_layout import RecordKey
 from gradrewrite.monitoring.failed_checks import failure_of
-from gradrewrite.monitoring.host_copy import floats_of
+from gradrewrite.monitoring.host_copy import floats_of, number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, names_of, packs_of
@@ -301,10 +301,8 @@ def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[Record
     rates: dict[RecordKey, float] = {}
     for number, group in enumerate(optimizer.param_groups, first):
         rate, key = group.get("lr"), RecordKey("lr", 1, f"optimizer:{number}")
-        if isinstance(rate, Tensor) and rate.device.type == "cpu":
-            rates[key] = floats_of(rate.detach().to(torch.float64).reshape(1))[0]
-        elif isinstance(rate, int | float):
-            rates[key] = float(rate)
+        if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu"):
+            rates[key] = number_of(rate)
     return rates
 
 

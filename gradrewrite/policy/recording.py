@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Recording:
         kept: Tensors that are kept.
         logs: Whether the action logs.
         fails: What a finite check does; its value is the last one.
-        bound: The bound of a clip if it is a number: the name of its record, and the bound.
+        bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
         device: Where numbers become tensors.
         is_opaque: Whether statistics are one opaque operation.
         scale: The loss scale that the action sees through, if any.
@@ -37,7 +38,7 @@ class Recording:
     kept: list[Tensor] = field(default_factory=list)
     logs: bool = False
     fails: OnFailure | None = None
-    bound: tuple[str, float] | None = None
+    bound: tuple[str, float | Tensor] | None = None
     device: torch.device | None = None
     is_opaque: bool = False
     scale: Tensor | None = None
@@ -115,22 +116,27 @@ def record_clip(before: Tensor, after: Tensor) -> None:
 
 
 def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
-    """Report the norm that a clip bounds, and a bound that is a tensor; one that is a number the host knows."""
+    """Report the norm that a clip bounds, and its bound: from inside the graph if that is a tensor on a device."""
     record(name, norm)
     recording = _recording.get()
-    if isinstance(bound, Tensor):
+    if _is_on_device(bound):
         record("bound", bound.detach().to(norm.device))
     elif recording is not None:
         recording.bound = ("bound", bound)
 
 
 def record_limit(limit: float | Tensor, device: torch.device) -> None:
-    """Report the largest absolute value that a clip lets pass: a tensor, or a number that the host knows."""
+    """Report the largest absolute value that a clip lets pass: from inside the graph if it is a tensor on a device."""
     recording = _recording.get()
-    if isinstance(limit, Tensor):
+    if _is_on_device(limit):
         record("limit", limit.detach().to(device).abs())
     elif recording is not None:
-        recording.bound = ("limit", float(limit))
+        recording.bound = ("limit", limit)
+
+
+def _is_on_device(bound: float | Tensor) -> TypeGuard[Tensor]:
+    """Whether a bound is read inside the graph; one in host memory would have to be copied to the device, and wait."""
+    return isinstance(bound, Tensor) and bound.device.type != "cpu"
 
 
 def keep(tensor: Tensor) -> None:

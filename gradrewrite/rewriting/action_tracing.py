@@ -26,7 +26,7 @@ class TracedAction:
         records: Names of the records in each tensor of records.
         logs: Whether the last records are those of a log line.
         fails: What the finite check does whose count is the last record.
-        bound: The bound of a clip if it is a number: the name of its record, and the bound.
+        bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
         has_live: Whether the graph reads live tensors.
     """
 
@@ -34,7 +34,7 @@ class TracedAction:
     records: tuple[tuple[str, ...], ...] = ()
     logs: bool = False
     fails: OnFailure | None = None
-    bound: tuple[str, float] | None = None
+    bound: tuple[str, float | Tensor] | None = None
     has_live: bool = False
 
 

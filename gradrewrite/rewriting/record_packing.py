@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from gradrewrite._compat import make_fx
 from gradrewrite.ir import editing
@@ -29,7 +29,7 @@ class RecordPacking:
         kept: Nodes that ``Keep`` keeps, by their site.
         logs: Log lines of clips.
         groups: Names of the groups that are clipped together.
-        bounds: Bounds of clips that are numbers.
+        bounds: Bounds of clips that the host has.
         numbering: Makes the keys of records.
     """
 
@@ -38,7 +38,7 @@ class RecordPacking:
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
-    bounds: list[tuple[RecordKey, float]] = field(default_factory=list)
+    bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)
     numbering: RecordNumbering = field(default_factory=RecordNumbering)
 
     def add(self, where: str, site: Site, traced: TracedAction, extras: Sequence[fx.Node]) -> list[RecordKey]:
