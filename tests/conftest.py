@@ -84,7 +84,7 @@ def _fresh_torch(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _simulation(request: pytest.FixtureRequest, _fresh_torch: None) -> Iterator[SimulatedGpu | None]:
+def simulation(request: pytest.FixtureRequest, _fresh_torch: None) -> Iterator[SimulatedGpu | None]:
     """Tests marked ``cuda`` run on the simulated GPU where there is one."""
     if GPU != "interpreted" or request.node.get_closest_marker("cuda") is None:
         yield None
@@ -96,11 +96,11 @@ def _simulation(request: pytest.FixtureRequest, _fresh_torch: None) -> Iterator[
 
 
 @pytest.fixture
-def gpu(_simulation: SimulatedGpu | None) -> SimulatedGpu:
+def gpu(simulation: SimulatedGpu | None) -> SimulatedGpu:
     """The log of the simulated GPU."""
-    if _simulation is None:
+    if simulation is None:
         pytest.skip("a real GPU keeps no log")
-    return _simulation
+    return simulation
 
 
 @pytest.fixture
