@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -124,3 +125,28 @@ def test_reading_on_another_stream() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         (value,) = model.monitor.latest().values()
     assert value > 0
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_records_outlive_the_next_replay(mode: str) -> None:
+    """A CUDA graph overwrites its outputs; records and kept tensors are copied before."""
+    policy = [
+        gr.on("error:one", Keep()),
+        gr.on("error:two", Observe("norm")),
+        gr.on("gradient:*", ClipByGlobalNorm(1e9)),
+    ]
+    model = gr.transform(nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 1))).cuda(), policy)
+    model.compile(mode=mode)
+    x, kept = torch.ones(4, 3, device="cuda"), []
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        model.zero_grad()
+        (model(x).sum() * factor).backward()
+        (tensor,) = model.monitor.kept().values()
+        kept.append(tensor)
+
+    assert model.monitor.history("norm@error:two") == [2.0, 4.0, 6.0, 8.0]
+    total = model.monitor.history("total_norm@group:default")
+    assert total == pytest.approx([total[0] * factor for factor in (1.0, 2.0, 3.0, 4.0)])
+    assert total[0] > 0
+    for tensor, factor in zip(kept, (1.0, 2.0, 3.0, 4.0), strict=True):
+        torch.testing.assert_close(tensor, (model.two.weight * factor).expand(4, 3))
