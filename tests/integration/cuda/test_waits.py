@@ -44,8 +44,8 @@ class Case:
         accumulate: Backwards of a step.
         set_to_none: As ``zero_grad`` takes it.
         writes: Whether records are written to a file.
-        keeps_gradients: Whether ``.grad`` is read after the next forward. With CUDA graphs that is refused by torch: the
-            next replay overwrites it.
+        keeps_gradients: Whether ``.grad`` is read after the next forward; with CUDA graphs the next replay overwrites
+            it, under plain torch.compile too.
     """
 
     policy: Callable[[], Any]
