@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from gradrewrite._compat.aot_autograd import CodeStore, CompilationHooks, min_cut_partition, no_autograd_cache
+from gradrewrite._compat.combined_kernels import combined_kernels
 from gradrewrite._compat.versions import needed_for
 
 
@@ -53,8 +53,7 @@ def compile_rewritten(
         made: list[Any] = []
 
         def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
-            stores = contextlib.nullcontext() if hooks.is_cacheable else config.patch(_NOT_STORED)
-            with stores:
+            with config.patch({} if hooks.is_cacheable else _NOT_STORED), combined_kernels(xs):
                 made.append(compile_fx_inner(g, xs, **kwargs))
             return made[-1]
 

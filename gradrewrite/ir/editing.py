@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import fake_tensors
+from gradrewrite._compat import combined_kernels, fake_tensors
 from gradrewrite.ir import ops
 
 LIVE = "_live_tensor_"
@@ -57,6 +57,7 @@ def splice(
                 copies[node].meta = {"val": fake_tensors.fake_result(copies[node], mode)}
             if node.op in ("get_attr", "call_function"):
                 copies[node].meta["partitioner_tag"] = tag
+                combined_kernels.mark(copies[node])
                 new.append(copies[node])
     return [copies[node] for node in outputs_of(traced.graph.output_node())], new
 
