@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
+from gradrewrite.ir.stages import reduce_all
 
 Statistic = Callable[[Tensor], Tensor]
 
@@ -25,17 +26,20 @@ def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
     size = size_of(tensor)
     if _is_empty(tensor):
         return size.new_zeros(())
-    largest = _padded(size, 0.0).amax()
+    if order == 2 and size.dtype == torch.float32 and size.device.type == "cuda":
+        wide = size.to(torch.float64)  # squares of float32 neither overflow nor vanish: one pass
+        return reduce_all(torch.sum, wide * wide).sqrt().to(torch.float32)
+    largest = reduce_all(torch.amax, _padded(size, 0.0))
     if math.isinf(order):
         return largest
     # Dividing by an infinite or a zero maximum would make NaN; by one it changes nothing.
     unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
     share = size / unit
     if order == 1:
-        return unit * share.sum()
+        return unit * reduce_all(torch.sum, share)
     if order == 2:
-        return unit * (share * share).sum().sqrt()
-    return unit * (share**order).sum() ** (1.0 / order)
+        return unit * reduce_all(torch.sum, share * share).sqrt()
+    return unit * reduce_all(torch.sum, share**order) ** (1.0 / order)
 
 
 def size_of(x: Tensor) -> Tensor:
@@ -85,25 +89,25 @@ def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
         if _is_empty(x):
             return torch.zeros((), device=x.device)
         found = mask(x).to(torch.float32)
-        return found.sum() / _number(x).clamp(min=1.0) if _may_be_empty(x) else found.mean()
+        return found.sum() / _number(x).clamp(min=1.0) if _may_be_empty(x) else reduce_all(torch.mean, found)
 
     return share
 
 
 def _count(mask: Statistic) -> Statistic:
     """Number of elements for which the mask holds, as a float: integer sums do not fuse with those beside them."""
-    return lambda x: mask(x).to(_dtype(x)).sum()
+    return lambda x: reduce_all(torch.sum, mask(x).to(_dtype(x)))
 
 
-largest_of = _or_nan(lambda size: _padded(size, 0.0).amax())  # of absolute values
-mean_of = _or_nan(lambda size: size.mean())
+largest_of = _or_nan(lambda size: reduce_all(torch.amax, _padded(size, 0.0)))  # of absolute values
+mean_of = _or_nan(lambda size: reduce_all(torch.mean, size))
 
 STATISTICS: Mapping[str, Statistic] = {
     "max_abs": lambda x: largest_of(size_of(x)),
     "mean_abs": lambda x: mean_of(size_of(x)),
     "norm": norm_of,
-    "min": _or_nan(lambda x: _padded(x, math.inf).amin()),
-    "max": _or_nan(lambda x: _padded(x, -math.inf).amax()),
+    "min": _or_nan(lambda x: reduce_all(torch.amin, _padded(x, math.inf))),
+    "max": _or_nan(lambda x: reduce_all(torch.amax, _padded(x, -math.inf))),
     "nan": _count(torch.isnan),
     "inf": _count(torch.isinf),
     "nonfinite": _count(lambda x: torch.isfinite(x).logical_not()),

@@ -157,10 +157,11 @@ class StepRecorder:
             record.kept.update(zip(outputs.kept, tensors[len(outputs.packs) :], strict=True))
             for pack, count in zip(record.graphs[-1].packs, outputs.num_skips, strict=True):
                 if count:
-                    bad = (pack[:count].amax() > 0).to(torch.float32)
                     self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
-                    for guard in self.live_guards:
-                        guard.note(bad, parameters)
+                    if guards := self.live_guards:
+                        bad = pack[:count].amax().clamp(max=1.0).to(torch.float32)
+                        for guard in guards:
+                            guard.note(bad, parameters)
             return again
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir.ops import measure
 from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.stages import reduce_all
 from gradrewrite.ir.statistics import IN_UNITS, largest_of, mean_of, size_of
 
 
@@ -112,7 +113,7 @@ def record_clip(before: Tensor, after: Tensor) -> None:
     size = size_of(before)
     record("max_abs", largest_of(size))
     record("mean_abs", mean_of(size))
-    record("clipped", ((after != before) & (before == before)).any().to(size.dtype))
+    record("clipped", reduce_all(torch.any, (after != before) & (before == before)).to(size.dtype))
 
 
 def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:

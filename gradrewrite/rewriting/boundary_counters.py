@@ -41,7 +41,7 @@ def insert_boundary_counters(
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.dtype.is_floating_point or value.layout is not torch.strided:
             return
-        traced = make_fx.trace(lambda x: [measure(x, [name], is_opaque=True)], [value])
+        traced = make_fx.trace(lambda x: [measure(x, [name], is_opaque=value.device.type != "cuda")], [value])
         tag = "is_forward" if is_forward else "is_backward"
         (counted,), new = editing.splice(traced, graph, [node], before, tag)
         names.extend(n.name for n in new)

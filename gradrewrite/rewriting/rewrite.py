@@ -183,7 +183,12 @@ class _Rewriter:
     def _measurement(self, point: InsertionPoint, action: Any) -> Measurement | None:
         """Return the measurement of an action at a gradient, if it can be put off."""
         value = value_of(point.node)
-        if point.output is None or value.layout is not torch.strided or value.is_complex():
+        if (
+            point.output is None
+            or value.layout is not torch.strided
+            or value.is_complex()
+            or value.device.type == "cuda"
+        ):
             return None
         found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
         if not isinstance(found, Measurement):
@@ -220,7 +225,8 @@ class _Rewriter:
         self.packing.checks.append(Check(point.site, fails, key, point.order, seen.name))
 
     def _mode(self, site: Site) -> TraceMode:
-        is_opaque = site.kind in ("gradient", "input") or self.num_measured > MANY
+        # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
+        is_opaque = site.device.type != "cuda" and (site.kind in ("gradient", "input") or self.num_measured > MANY)
         has_scale = self._scale is not None and site.kind != "activation"
         return TraceMode(is_opaque, self._scale.on(site.device) if has_scale and self._scale is not None else None)
 
