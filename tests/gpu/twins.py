@@ -19,7 +19,7 @@ from gpu.log import SimulatedGpu, Upload, caller
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)  # the host gets a value
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
-_UNCOUNTED = ("prim", "prims")
+_UNCOUNTED = ("prim",)  # properties of tensors
 # What the opaque operators run.
 _OPAQUE = {getattr(torch.ops.gradrewrite, name).default: run for name, run, _ in ops._OPERATIONS}
 
@@ -40,6 +40,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func.namespace in _UNCOUNTED:
+            return func(*args, **kwargs)
         if func.namespace == "gradrewrite":
             return self._run_opaque(func, args, kwargs)
         self._note(func, args, kwargs)
@@ -79,7 +81,7 @@ class Watch(TorchDispatchMode):
                 self._log.wait(str(func))
         elif func in _COPIES:
             self._note_copy(func, args, kwargs)
-        elif on_device and not is_view(func) and func.namespace not in _UNCOUNTED:
+        elif on_device and not is_view(func):
             self._log.operations[str(func)] += 1
 
     def _note_copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -102,9 +104,10 @@ class Watch(TorchDispatchMode):
         """Run an operator of gradrewrite, and count the operations on the device that it consists of."""
         out = func(*args, **kwargs)
         if func in _OPAQUE and any(isinstance(t, Tensor) and t.device.type == "cuda" for t in tree_leaves((args, out))):
-            with plain(), _Counting(self._log, str(func)):
-                # Not the operator itself, inside of which the mode is off.
-                real = _OPAQUE[func](*tree_map(_twin_or_zeros, args), **tree_map(_twin_or_zeros, kwargs))
+            with plain():
+                args, kwargs = tree_map(_twin_or_zeros, (args, kwargs))
+                with _Counting(self._log, str(func)):
+                    real = _OPAQUE[func](*args, **kwargs)  # not the operator itself, inside of which the mode is off
             if self._log.has_values:
                 _give_twins(out, real)
         elif self._log.has_values:
