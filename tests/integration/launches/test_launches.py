@@ -14,7 +14,6 @@ from torch.nn import functional
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
-from gpu.device import simulated_gpu
 from gpu.log import Count
 from models.gpt import Gpt, batch
 
@@ -88,6 +87,8 @@ MISSED: dict[tuple[str, str, str], int] = {}
 def step(name: str, dtype: str, policy: str | None) -> Count:
     """Forward and backward of one model, after two others."""
     make, inputs = MODELS[name]
+    from gpu.device import simulated_gpu  # imports triton
+
     with simulated_gpu(90) as gpu:
         with torch.device("cuda"):
             model, args = make(), inputs()
