@@ -109,7 +109,8 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
     """
     if is_opaque:
         return measure_all([x], names)
-    return torch.stack([STATISTICS[name](x).to(_dtype(x)) for name in names])
+    values = [STATISTICS[name](x).to(_dtype(x)) for name in names]
+    return torch.stack(values) if len(values) > 1 else values[0].reshape(1)
 
 
 def measure_all(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:

@@ -161,12 +161,17 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
     recording.fails = fails
     in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
     plain = {name: key for name, key in statistics.items() if name not in in_units}
-    if plain:
-        recording.add(list(plain), measure(tensor, list(plain.values()), is_opaque=recording.is_opaque))
-    if in_units:
-        assert recording.scale is not None
-        values = measure(tensor, list(in_units.values()), is_opaque=recording.is_opaque)
-        recording.add(list(in_units), values / recording.scale)
+    if tensor.device.type == "cuda" and not recording.is_opaque:
+        # Each by itself: the kernel that computes it writes it into the pack, and no stack comes in between.
+        groups = [{name: key} for name, key in (*plain.items(), *in_units.items())]
+    else:
+        groups = [group for group in (plain, in_units) if group]
+    for group in groups:
+        values = measure(tensor, list(group.values()), is_opaque=recording.is_opaque)
+        if group.keys() <= in_units.keys():
+            assert recording.scale is not None
+            values = values / recording.scale
+        recording.add(list(group), values)
 
 
 @contextlib.contextmanager

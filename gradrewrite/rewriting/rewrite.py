@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor, make_fx, operators
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import read_provenance, with_edits
+from gradrewrite.ir.bases import base_of
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
@@ -97,6 +98,11 @@ def rewrite_joint_graph(
 
     answers = [(point, ask(point.site)) for point in points]
     rewriter.num_measured = sum(point.output is None and _is_measured(found) for point, found in answers)
+    rewriter.changed = {
+        point.marker
+        for point, found in answers
+        if point.marker is not None and not all(_only_measures(a.action, point.site) for a in found)
+    }
     for point, found in answers:
         rewriter.insert(point, [a.action for a in found if not isinstance(a.action, GroupAction)])
     rewriter.insert_measured()
@@ -151,6 +157,7 @@ class _Rewriter:
         self.edits: list[Edit] = []
         self.packing = RecordPacking()
         self.counters: list[str] = []  # nodes of boundary counters
+        self.changed: set[fx.Node] = set()  # markers of errors that actions change
         self._tracer = ActionTracer()
         self._measured: list[tuple[InsertionPoint, Measurement, int]] = []  # with the numbers of their edits
 
@@ -159,9 +166,14 @@ class _Rewriter:
         current = point.node
         now, later = self._split(point, actions)
         for action in now:
-            traced = self._tracer.trace(action, point.site, value_of(current), self._mode(point.site))
             seen = current
-            (current, *extras), new = self._splice(traced, [current], point)
+            if _is_on_cuda(current) and _only_measures(action, point.site):
+                base = base_of(current, self.changed)  # equal measurements are one in the compiled graph
+                traced = self._tracer.trace(action, point.site, value_of(base), self._mode(point.site))
+                (_, *extras), new = self._splice(traced, [base], point)
+            else:
+                traced = self._tracer.trace(action, point.site, value_of(current), self._mode(point.site))
+                (current, *extras), new = self._splice(traced, [current], point)
             self.edits.append(Edit(point.site, action, tuple(n.name for n in new)))
             keys = self.packing.add(str(point.site), point.site, traced, extras)
             if traced.fails is not None:
@@ -183,12 +195,9 @@ class _Rewriter:
     def _measurement(self, point: InsertionPoint, action: Any) -> Measurement | None:
         """Return the measurement of an action at a gradient, if it can be put off."""
         value = value_of(point.node)
-        if (
-            point.output is None
-            or value.layout is not torch.strided
-            or value.is_complex()
-            or value.device.type == "cuda"
-        ):
+        if point.output is None or value.layout is not torch.strided or value.is_complex():
+            return None
+        if _is_on_cuda(point.node):  # traced where it stands
             return None
         found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
         if not isinstance(found, Measurement):
@@ -297,6 +306,15 @@ class _Rewriter:
 def _sites_by_value(points: Sequence[InsertionPoint], kind: Kind) -> dict[int, Site]:
     numbers = {p.before: p.site for p in points if p.site.kind == kind}
     return {number_of(node): site for node, site in numbers.items()}
+
+
+def _is_on_cuda(node: fx.Node) -> bool:
+    return value_of(node).device.type == "cuda"
+
+
+def _only_measures(action: Any, site: Site) -> bool:
+    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
+    return isinstance(found, Measurement)
 
 
 def _is_measured(found: Sequence[Answered]) -> bool:

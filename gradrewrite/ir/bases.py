@@ -1,0 +1,51 @@
+"""Tensors that have the same elements, in another order or shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from gradrewrite._compat import fake_tensors
+from gradrewrite.ir import ops
+from gradrewrite.ir.markers import value_of
+
+_aten = torch.ops.aten
+# As long as the number of elements stays, every element is there once.
+_SAME_ELEMENTS = frozenset(
+    (
+        _aten._unsafe_view.default,
+        _aten.alias.default,
+        _aten.detach.default,
+        _aten.permute.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        ops.mark_error,
+    )
+)
+
+
+def base_of(node: fx.Node, stop: Collection[fx.Node]) -> fx.Node:
+    """Return the node of which a value is a view with the same elements: all statistics of the two are equal.
+
+    Args:
+        node: A node with a strided tensor.
+        stop: Markers whose users are going to read another value than the marker's input.
+    """
+    while node.op == "call_function" and node.target in _SAME_ELEMENTS and node not in stop:
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            break
+        before, after = value_of(source), value_of(node)
+        if before.layout is not torch.strided or before.dtype != after.dtype:
+            break
+        if not fake_tensors.statically_known_true(before.numel() == after.numel()):
+            break
+        node = source
+    return node
