@@ -2,9 +2,12 @@
 
     python tests/benchmarks/record_cost.py compile [--repeat 5] [--out FILE.json]
     python tests/benchmarks/record_cost.py run [--width 64] [--steps 40] [--out FILE.json]
+    OMP_WAIT_POLICY=PASSIVE python tests/benchmarks/record_cost.py cpu [--net gpt | tiny] [--steps 40] [--out FILE.json]
 
 ``compile``: every run is a process of its own with caches off; the variants alternate. ``run``: all variants in one
 process, their steps interleaved, with a device synchronise around each; times are ratios to plain torch.compile.
+``cpu``: the same for a GPT of width 256 or a net of two 8-wide layers, with one thread and the processor time of the
+process, which other processes on the machine disturb less than they do wall time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import logging
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -23,7 +27,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-COMPILED = ("plain", "errors", "both", "gradients", "outputs")
+COMPILED = ("plain", "empty", "errors", "both", "gradients", "outputs", "checks everywhere", "three everywhere")
+CPU = {
+    "gpt": ("empty", "gradients skip", "checks everywhere", "raise everywhere", "three everywhere"),
+    "tiny": ("empty", "gradients skip", "three at gradients", "checks everywhere", "three everywhere"),
+}
 
 
 @dataclass
@@ -54,6 +62,11 @@ def policy_of(variant: str) -> Any:
     from gradrewrite.passes import CheckFinite, Observe
 
     three = Observe("max_abs", "mean_abs", "nonfinite")
+    norms = Observe("norm", "max_abs", "zeros")
+
+    def everywhere(action: Any) -> Any:
+        return [gr.on(f"{kind}:*", action) for kind in ("error", "activation", "gradient")]
+
     return {
         "empty": [],
         "errors": gr.on("error:*", three),
@@ -62,6 +75,11 @@ def policy_of(variant: str) -> Any:
         "gradients raise": gr.on("gradient:*", CheckFinite()),
         "outputs": gr.on("error:*", CheckFinite("record")),
         "outputs raise": gr.on("error:*", CheckFinite()),
+        "gradients skip": gr.on("gradient:*", CheckFinite("skip")),
+        "checks everywhere": everywhere(CheckFinite("skip")),
+        "raise everywhere": everywhere(CheckFinite()),
+        "three at gradients": gr.on("gradient:*", norms),
+        "three everywhere": everywhere(norms),
     }[variant]
 
 
@@ -113,14 +131,14 @@ def cold(options: argparse.Namespace) -> list[Any]:
     """All variants, alternating, each in a process of its own."""
     runs: list[Cold] = []
     for _ in range(options.repeat):
-        for variant in COMPILED:
+        for variant in options.variants:
             command = [sys.executable, __file__, "compile", "--one", variant]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             runs.append(Cold(**json.loads(done.stdout.splitlines()[-1])))
     print("| variant | records | kernels | bytes, MB | cold compile s, median (min to max) | ratio to plain |")
     print("|---|---|---|---|---|---|")
     base = statistics.median(r.seconds for r in runs if r.variant == "plain")
-    for variant in COMPILED:
+    for variant in options.variants:
         own = [r for r in runs if r.variant == variant]
         seconds = [r.seconds for r in own]
         middle = statistics.median(seconds)
@@ -218,11 +236,78 @@ def run(options: argparse.Namespace) -> list[Any]:
     return list(results.values())
 
 
+@dataclass
+class CpuSteps:
+    """Forwards and backwards of one variant, in seconds of processor time."""
+
+    variant: str
+    forward: list[float]
+    backward: list[float]
+
+    def steps(self) -> list[float]:
+        """Seconds of each step."""
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+
+
+def run_on_cpu(options: argparse.Namespace) -> list[Any]:
+    """Interleaved steps of all variants on one thread, in processor time."""
+    import gc
+    import warnings
+
+    import torch
+    from torch import nn
+
+    import gradrewrite as gr
+
+    from models.gpt import Gpt, batch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        if options.net == "gpt":
+            return Gpt(width=256)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    inputs = batch(options.rows) if options.net == "gpt" else (torch.randn(4, 8),)
+    models = {"plain": torch.compile(make())}
+    for variant in CPU[options.net]:
+        models[variant] = gr.transform(make(), policy_of(variant))
+        models[variant].compile()
+    results = {name: CpuSteps(name, [], []) for name in models}
+    order = random.Random(0)
+    for number in range(options.steps + 3):
+        for name, model in order.sample(list(models.items()), len(models)):  # none always comes after the same one
+            model.zero_grad()
+            gc.collect() if options.net == "gpt" else None
+            start = time.process_time()
+            loss = model(*inputs).sum()
+            middle = time.process_time()
+            loss.backward()
+            end = time.process_time()
+            if number >= 3:
+                results[name].forward.append(middle - start)
+                results[name].backward.append(end - middle)
+    print("| variant | forward us, median | backward us, median | ratio to plain: of medians, of steps (quartiles) |")
+    print("|---|---|---|---|")
+    plain = results["plain"].steps()
+    for name, result in results.items():
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(result.steps(), plain, strict=True)], n=4)
+        whole = statistics.median(result.steps()) / statistics.median(plain)
+        forward, backward = (1e6 * statistics.median(part) for part in (result.forward, result.backward))
+        print(f"| {name} | {forward:.0f} | {backward:.0f} | {whole:.3f}, {middle:.3f} ({low:.3f} to {high:.3f}) |")
+    return list(results.values())
+
+
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["compile", "run"])
+    parser.add_argument("what", choices=["compile", "run", "cpu"])
+    parser.add_argument("--rows", type=int, default=4, help="of 32 tokens; for cpu")
+    parser.add_argument("--net", choices=list(CPU), default="gpt")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--variants", nargs="+", default=COMPILED, help="of compile; 'plain' is one of them")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--out", type=Path)
@@ -231,7 +316,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(asdict(measure_cold(options.one))))
         return
-    runs = cold(options) if options.what == "compile" else run(options)
+    runs = {"compile": cold, "run": run, "cpu": run_on_cpu}[options.what](options)
     if options.out:
         import torch
 
