@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from gradrewrite.ir.native_statistics import figures_of, names_of
 from gradrewrite.ir.statistics import STATISTICS, Statistic, _dtype, norm_of
 
 _LIBRARY = torch.library.Library("gradrewrite", "DEF")
 _LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
 _LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
 _LIBRARY.define("hold(Tensor[] tensors) -> ()")
-_LIBRARY.define("measure(Tensor[] xs, str[] names) -> Tensor")
-_LIBRARY.define("pack(Tensor[] values) -> Tensor")
+_LIBRARY.define("measure(Tensor[] xs, str statistics) -> Tensor")
+_LIBRARY.define("pack(Tensor[] xs, str statistics, int[] checks) -> Tensor")
 
 
 def _no_result(*_: Any) -> None:
@@ -63,40 +65,45 @@ _EAGERLY: Mapping[str, Statistic] = {
 }
 
 
-def _measure(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
-    functions = [_EAGERLY.get(name, STATISTICS[name]) for name in names]
-    dtype = _widest(xs)
-    return torch.stack([function(x).to(dtype) for x in xs for function in functions])
+_names_of = functools.lru_cache(maxsize=4096)(names_of)
 
 
-def _fake_measure(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
-    return xs[0].new_empty(len(xs) * len(names), dtype=_widest(xs))
+def pack_eagerly(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor:
+    """The figures of ``native_statistics.figures_of`` by operations of torch, on any device."""
+    dtype = _dtype_of_pack(xs, statistics)
+    parts: list[Tensor] = []
+    for x, names in zip(xs, _names_of(statistics), strict=True):
+        figures = [_EAGERLY.get(name, STATISTICS[name])(x) for name in names] if names else [x]
+        parts += (figure.reshape(-1).to(dtype) for figure in figures)
+    packed = torch.cat(parts)
+    if not checks:
+        return packed
+    checked = torch.stack([packed[n] for n in checks])
+    return torch.cat([packed, (checked.amax() > 0).to(dtype).reshape(1)])
 
 
-def _widest(xs: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(_dtype(x) == torch.float64 for x in xs) else torch.float32
+def _pack_on_cpu(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor:
+    figures = figures_of(xs, statistics, checks)
+    return pack_eagerly(xs, statistics, checks) if figures is None else figures
 
 
-def _pack(values: Sequence[Tensor]) -> Tensor:
-    dtype = _pack_dtype(values)
-    return torch.cat([v.reshape(-1).to(dtype) for v in values])
+def _fake_pack(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor:
+    names = _names_of(statistics)
+    count = sum(len(own) if own else x.numel() for x, own in zip(xs, names, strict=True))
+    return xs[0].new_empty(count + bool(checks), dtype=_dtype_of_pack(xs, statistics))
 
 
-def _fake_pack(values: Sequence[Tensor]) -> Tensor:
-    return values[0].new_empty(sum(v.numel() for v in values), dtype=_pack_dtype(values))
+def _dtype_of_pack(xs: Sequence[Tensor], statistics: str) -> torch.dtype:
+    dtypes = {_dtype(x) if names else x.dtype for x, names in zip(xs, _names_of(statistics), strict=True)}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _pack_dtype(values: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
-
-
-_OPERATIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    ("measure", _measure, _fake_measure),
-    ("pack", _pack, _fake_pack),
-)
-for _name, _run, _fake in _OPERATIONS:
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=_LIBRARY)
+for _name in ("measure", "pack"):
+    _LIBRARY.impl(_name, pack_eagerly, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _pack_on_cpu, "CPU")
+    for _key in ("Autograd", "ADInplaceOrView"):  # neither has a derivative; torch's own fallback takes longer
+        _LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
+    torch.library.register_fake(f"gradrewrite::{_name}", _fake_pack, lib=_LIBRARY)
 
 
 def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
@@ -108,23 +115,36 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
         is_opaque: One operation that the compiler does not look into, instead of nodes that it fuses.
     """
     if is_opaque:
-        return measure_all([x], names)
+        return measure_all([(x, names)])
     values = [STATISTICS[name](x).to(_dtype(x)) for name in names]
     return torch.stack(values) if len(values) > 1 else values[0].reshape(1)
 
 
-def measure_all(xs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
-    """The same statistics of several tensors of one device, tensor after tensor, by one opaque operation."""
-    values: Tensor = torch.ops.gradrewrite.measure(list(xs), list(names))
+def measure_all(reports: Sequence[tuple[Tensor, Sequence[str]]]) -> Tensor:
+    """The statistics of several tensors of one device, tensor after tensor, by one opaque operation; see ``pack``."""
+    values: Tensor = torch.ops.gradrewrite.measure([x for x, _ in reports], _text(reports))
     return values
 
 
-def pack(*values: Tensor) -> Tensor:
-    """One flat tensor of all values of one device: float64 if any is, else float32; opaque, for it compiles faster."""
-    if values[0].device.type == "cuda":
-        return _pack(values)  # each value is written where it belongs, by the kernel that computes it
-    packed: Tensor = torch.ops.gradrewrite.pack(list(values))
+def pack(reports: Sequence[tuple[Tensor, Sequence[str]]], checks: Sequence[int] = ()) -> Tensor:
+    """All records of one device in one flat tensor, by one opaque operation, for it compiles faster; on CUDA by nodes.
+
+    Args:
+        reports: Tensors, and the statistics of each that are taken here; without any, its elements are records.
+        checks: Positions of counts; the last element is then 1 if one of them is not 0, else 0.
+
+    Returns:
+        The records, ``[N]``: float64 if a tensor has 64-bit elements, else float32.
+    """
+    if reports[0][0].device.type == "cuda":  # each value is written where it belongs, by the kernel that computes it
+        return pack_eagerly([x for x, _ in reports], _text(reports), checks)
+    packed: Tensor = torch.ops.gradrewrite.pack([x for x, _ in reports], _text(reports), list(checks))
     return packed
+
+
+def _text(reports: Sequence[tuple[Tensor, Sequence[str]]]) -> str:
+    """All statistics in one string, which is parsed once."""
+    return "; ".join(",".join(names) for _, names in reports)
 
 
 OPAQUE = frozenset((torch.ops.gradrewrite.measure.default, torch.ops.gradrewrite.pack.default))

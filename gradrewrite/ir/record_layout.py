@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -122,8 +123,11 @@ class BackwardOutputs:
     """The auxiliary outputs of a rewritten backward graph, in their order.
 
     Attributes:
-        packs: Keys of the records in each packed tensor; counts of checks that skip come first.
+        packs: Keys of the records in each packed tensor.
+        keys: All of them, in the order of the sites.
         num_skips: How many counts of checks that skip each packed tensor begins with.
+        verdicts: Whether each packed tensor has one element more, behind the records: 1 if one of these counts is not
+            0, else 0. Elsewhere the counts are looked at where somebody wants to know.
         kept: Sites whose tensors are kept.
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
@@ -131,13 +135,28 @@ class BackwardOutputs:
         bounds: Bounds of clips that the host has (numbers, tensors in host memory), by key: ``bound@site`` by norm,
             ``limit@site`` by value, which counts by its size.
         counts: Keys of counts of elements, which add up over several graphs of one backward.
+        checked: For each consequence of a failed check, the positions of the counts in each packed tensor.
     """
 
     packs: tuple[tuple[RecordKey, ...], ...] = ()
+    keys: tuple[RecordKey, ...] = ()
     num_skips: tuple[int, ...] = ()
+    verdicts: tuple[bool, ...] = ()
     kept: tuple[Site, ...] = ()
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()
+    checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Find the counts of the checks, which are looked at after every step."""
+        modes: dict[OnFailure, set[RecordKey]] = {}
+        for check in self.checks:
+            modes.setdefault(check.on_failure, set()).add(check.key)
+        checked = {
+            mode: tuple(tuple(n for n, key in enumerate(pack) if key in keys) for pack in self.packs)
+            for mode, keys in modes.items()
+        }
+        object.__setattr__(self, "checked", checked)

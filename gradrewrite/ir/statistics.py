@@ -19,14 +19,16 @@ Statistic = Callable[[Tensor], Tensor]
 
 
 def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
-    """Norm ``m * (sum (|x| / m)^p)^(1/p)`` with ``m = max |x|``, as 0-d float32 or float64.
+    """Norm ``(sum |x|^p)^(1/p)``, as 0-d float32 or float64.
 
-    It does not overflow while it is representable; 0 if the tensor is empty, inf or NaN if an element is.
+    It does not overflow while it is representable; 0 if the tensor is empty, inf or NaN if an element is. Squares of
+    narrower elements are summed in float64, which holds them all: one pass. Otherwise it is
+    ``m * (sum (|x| / m)^p)^(1/p)`` with ``m = max |x|``: two passes.
     """
     size = size_of(tensor)
     if _is_empty(tensor):
         return size.new_zeros(())
-    if order == 2 and size.dtype == torch.float32 and size.device.type == "cuda":
+    if order == 2 and size.dtype == torch.float32 and size.device.type != "mps":  # which has no float64
         wide = size.to(torch.float64)  # squares of float32 neither overflow nor vanish: one pass
         return reduce_all(torch.sum, wide * wide).sqrt().to(torch.float32)
     largest = reduce_all(torch.amax, _padded(size, 0.0))

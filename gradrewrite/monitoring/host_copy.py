@@ -78,6 +78,13 @@ def number_of(value: float | Tensor) -> float:
     return number
 
 
+def last_float_of(pack: Tensor) -> float:
+    """Last value of such a tensor, which is not empty."""
+    number = ctypes.c_double if pack.dtype == torch.float64 else ctypes.c_float
+    value: float = number.from_address(pack.data_ptr() + (pack.numel() - 1) * pack.element_size()).value
+    return value
+
+
 def pack_of(name: str, value: float | Tensor) -> Tensor:
     """One figure that a user gave, copied, as a flat float64 tensor, or float32 if it is a narrower float.
 

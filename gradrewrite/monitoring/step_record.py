@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
-from gradrewrite.ir.record_layout import BackwardOutputs, RecordKey
-from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, number_of
+from gradrewrite.ir.record_layout import BackwardOutputs, OnFailure, RecordKey
+from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.sites import Site
 
 
-@dataclass
+@dataclass(slots=True)
 class GraphRecord:
     """The records of one backward graph; tensors stay on their device until they are copied.
 
@@ -41,10 +42,33 @@ class GraphRecord:
     def values(self) -> dict[RecordKey, float]:
         """All records; the packs are on the host."""
         pairs = zip(self.outputs.packs, self.packs, strict=True)
-        return {key: value for keys, pack in pairs for key, value in zip(keys, floats_of(pack), strict=True)}
+        # A verdict may follow the records.
+        return {key: value for keys, pack in pairs for key, value in zip(keys, floats_of(pack), strict=False)}
+
+    def has_passed(self, mode: OnFailure) -> bool:
+        """Whether the packs are in host memory, and no check of this kind failed."""
+        for pack in self.packs:
+            if not pack.is_cpu:
+                return False
+        return not self.on_device and not self.has_failed(mode)
+
+    def has_failed(self, mode: OnFailure) -> bool:
+        """Whether a check of this kind failed; the packs are on the host."""
+        outputs = self.outputs
+        for pack, positions, has_verdict in zip(
+            self.packs, outputs.checked.get(mode, ()), outputs.verdicts, strict=False
+        ):
+            if not positions:
+                continue
+            if mode == "skip" and has_verdict:
+                if last_float_of(pack) > 0:  # the verdict on them
+                    return True
+            elif max(itemgetter(*positions, positions[0])(floats_of(pack))) > 0:
+                return True
+        return False
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class StepRecord:
     """The records of one ``loss.backward()``.
 
@@ -73,9 +97,11 @@ class StepRecord:
 
     def close(self) -> None:
         """Note on each device that the records are complete: who copies them waits for that on the device."""
-        for device in {pack.device for graph in self.graphs for pack in graph.packs if pack.device.type == "cuda"}:
-            self._ready[device] = torch.cuda.Event()
-            self._ready[device].record(torch.cuda.current_stream(device))
+        for graph in self.graphs:
+            for pack in graph.packs:
+                if pack.is_cuda and pack.device not in self._ready:
+                    self._ready[pack.device] = torch.cuda.Event()
+                    self._ready[pack.device].record(torch.cuda.current_stream(pack.device))
 
     def start_copy(self) -> None:
         """Start the copy of the records to the host; nothing waits."""
@@ -117,13 +143,13 @@ class StepRecord:
         """
         if self._values is None:
             # Behind a graph break the later graph's backward runs first.
-            packs = [pack for graph in reversed(self.graphs) for pack in graph.outputs.packs]
+            keys = [key for graph in reversed(self.graphs) for key in graph.outputs.keys]
             known: dict[RecordKey, float] = {}
             for graph in self.graphs:
                 for key, value in graph.values().items():
                     adds_up = key in known and key in graph.outputs.counts
                     known[key] = known[key] + value if adds_up else value
-            self._values = {key: known[key] for pack in packs for key in pack}
+            self._values = {key: known[key] for key in keys}
         late = {key: value for added in self.late.values() for key, value in added.values().items()}
         return self._values | self.bounds() | self.host_values | late
 
@@ -135,9 +161,21 @@ class StepRecord:
         """Bounds of clips that the host has; those that are tensors on a device are records of the graph."""
         return {key: value for graph in self.graphs for key, value in graph.bounds.items()}
 
-    def has(self, wanted: Callable[[BackwardOutputs], bool]) -> bool:
-        """Whether the outputs of a graph are wanted."""
-        return any(wanted(graph.outputs) for graph in self.graphs)
+    def logs(self) -> bool:
+        """Whether a graph has clips that log."""
+        return any([bool(graph.outputs.logs) for graph in self.graphs])
+
+    def is_checked(self, modes: Collection[OnFailure]) -> bool:
+        """Whether there are checks of one of these kinds, other than those that the host knows to have passed."""
+        for graph in self.graphs:
+            for mode in modes:
+                if mode in graph.outputs.checked and not graph.has_passed(mode):
+                    return True
+        return False
+
+    def has_failed(self, modes: Collection[OnFailure]) -> bool:
+        """Whether a check of one of these kinds failed; the copy is here."""
+        return any([graph.has_failed(mode) for graph in self.graphs for mode in modes])
 
     def checked_graphs(self) -> list[CheckedGraph]:
         """The graphs, for a look at their checks; the copy is here."""

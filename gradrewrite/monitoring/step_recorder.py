@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -143,26 +144,43 @@ class StepRecorder:
         """
         with self.lock:
             task = autograd.backward_id()
-            if task not in self._open:
-                # What a backward that failed left behind is of no use: numbers of backwards only grow.
-                self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
-                self._open[task] = StepRecord()
-                autograd.at_end_of_backward(lambda: self._finish(task))
-                for guard in self.live_guards:
-                    guard.begin()
-            record = self._open[task]
+            record = self._open.get(task)
+            if record is None:
+                record = self._begin(task)
             again = [group for group in outputs.groups if group in record.groups]
             record.groups += outputs.groups
-            record.graphs.append(GraphRecord(outputs, list(tensors[: len(outputs.packs)]), snapshot))
-            record.kept.update(zip(outputs.kept, tensors[len(outputs.packs) :], strict=True))
-            for pack, count in zip(record.graphs[-1].packs, outputs.num_skips, strict=True):
-                if count:
-                    self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
-                    if guards := self.live_guards:
-                        bad = pack[:count].amax().clamp(max=1.0).to(torch.float32)
-                        for guard in guards:
-                            guard.note(bad, parameters)
+            number = len(outputs.packs)
+            record.graphs.append(GraphRecord(outputs, list(tensors[:number]), snapshot))
+            if outputs.kept:
+                record.kept.update(zip(outputs.kept, tensors[number:], strict=True))
+            if any(outputs.num_skips):
+                self._note_verdicts(outputs, tensors, parameters)
             return again
+
+    def _begin(self, task: int) -> StepRecord:
+        """Begin the record of a backward."""
+        if self._open:  # what a backward that failed left behind is of no use: numbers of backwards only grow
+            self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
+        record = self._open[task] = StepRecord()
+        autograd.at_end_of_backward(partial(self._finish, task))
+        if self.guards:
+            for guard in self.live_guards:
+                guard.begin()
+        return record
+
+    def _note_verdicts(
+        self, outputs: BackwardOutputs, packs: Sequence[Tensor], parameters: Sequence[weakref.ref[Tensor]]
+    ) -> None:
+        """Tell the guards whether a check that skips failed."""
+        self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
+        guards = self.live_guards if self.guards else ()
+        if not guards:
+            return
+        for pack, count, has_verdict in zip(packs, outputs.num_skips, outputs.verdicts, strict=False):
+            if count:
+                bad = (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
+                for guard in guards:
+                    guard.note(bad, parameters)
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
         """Add records that the host knows to the last step, if there is one."""

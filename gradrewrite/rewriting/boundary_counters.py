@@ -31,9 +31,11 @@ def insert_boundary_counters(
         numbering: Makes the keys of the counts.
 
     Returns:
-        The nodes with the counts, and the names of all new nodes.
+        The nodes with the counts, and the names of all new nodes. On the CPU there are none: all is counted where the
+        records are packed, but for the inputs of a graph that writes to some.
     """
     first = next(node for node in graph.nodes if node.op != "placeholder")
+    writes = bool(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
     records: list[RecordNode] = []
     names: list[str] = []
 
@@ -41,11 +43,16 @@ def insert_boundary_counters(
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.dtype.is_floating_point or value.layout is not torch.strided:
             return
+        keys = tuple(numbering.new([name], where))
+        is_written = writes and node.op == "placeholder" and is_forward
+        if value.device.type == "cpu" and not is_written:
+            records.append(RecordNode(keys, node, is_forward, statistics=(name,)))
+            return
         traced = make_fx.trace(lambda x: [measure(x, [name], is_opaque=value.device.type != "cuda")], [value])
         tag = "is_forward" if is_forward else "is_backward"
         (counted,), new = editing.splice(traced, graph, [node], before, tag)
         names.extend(n.name for n in new)
-        records.append(RecordNode(tuple(numbering.new([name], where)), counted, is_forward))
+        records.append(RecordNode(keys, counted, is_forward))
 
     for node, given in inputs.items():
         if given.role == "input":

@@ -18,15 +18,17 @@ class RecordNode:
 
     Attributes:
         keys: Their keys.
-        node: The node, flat: one element a record.
+        node: The node, flat: one element a record; or what is measured where the records are packed.
         is_forward: Whether the records are of activations.
         skips: Whether all of them are counts of checks that skip.
+        statistics: What is measured of the node there, a key of ``statistics.STATISTICS`` for each record.
     """
 
     keys: tuple[RecordKey, ...]
     node: fx.Node
     is_forward: bool
     skips: bool = False
+    statistics: tuple[str, ...] = ()
 
 
 class RecordNumbering:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -12,11 +13,15 @@ from torch import Tensor, fx
 from gradrewrite._compat import make_fx
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.ops import pack
+from gradrewrite.ir.ops import measure_all, pack
 from gradrewrite.ir.record_layout import BackwardOutputs, Check, LogLine, RecordKey
 from gradrewrite.rewriting.action_tracing import TracedAction
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
+
+# Bytes that are measured by one operation on the CPU. It keeps tensors alive for longer than the graph would, and reads
+# them when they are no longer in a small cache; each operation costs about 10 us.
+BATCH = 1 << 20
 
 
 @dataclass
@@ -58,27 +63,36 @@ class RecordPacking:
     def pack_into(self, graph: fx.Graph) -> tuple[BackwardOutputs, list[fx.Node]]:
         """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
-        for record in sorted(self.records, key=lambda r: not r.skips):
+        order = tuple(key for record in self.records for key in record.keys)
+        for record in sorted(self.records, key=_comes_later):
             # Those of the forward are packed in the forward: one tensor is carried into the backward.
             groups[value_of(record.node).device, record.is_forward].append(record)
         packs: list[fx.Node] = []
         new: list[fx.Node] = []
-        for (_, is_forward), records in groups.items():
-            nodes = [record.node for record in records]
-            traced = make_fx.trace(lambda *values: [pack(*values)], [value_of(n) for n in nodes])
-            tag = "is_forward" if is_forward else "is_backward"
-            (packed,), added = editing.splice(traced, graph, nodes, graph.output_node(), tag)
+        for (device, _), records in groups.items():
+            if device.type == "cpu":
+                records[:], added = _measure_in_batches(graph, records)
+                new += added
+            records[:] = sorted(_measured_once(records), key=_comes_later)
+            # On CUDA each value is written by the kernel that computes it, and a verdict would be one more kernel.
+            num_checks = 0 if device.type == "cuda" else _num_skips(records)
+            run = partial(pack, checks=range(num_checks))
+            packed, added = _insert(run, graph, records, graph.output_node())
             packs.append(packed)
             new += added
         held = packs + [node for _, node in self.kept]
         if held:
             new.append(editing.hold(graph, held))
-        return self._layout(list(groups.values())), new
+        return self._layout(list(groups.values()), order), new
 
-    def _layout(self, packs: Sequence[Sequence[RecordNode]]) -> BackwardOutputs:
+    def _layout(self, packs: Sequence[Sequence[RecordNode]], order: tuple[RecordKey, ...]) -> BackwardOutputs:
         return BackwardOutputs(
             packs=tuple(tuple(key for record in records for key in record.keys) for records in packs),
-            num_skips=tuple(sum(len(r.keys) for r in records if r.skips) for records in packs),
+            keys=order,
+            num_skips=tuple(map(_num_skips, packs)),
+            verdicts=tuple(
+                _num_skips(records) > 0 and value_of(records[0].node).device.type != "cuda" for records in packs
+            ),
             kept=tuple(site for site, _ in self.kept),
             logs=tuple(self.logs),
             groups=tuple(self.groups),
@@ -86,3 +100,90 @@ class RecordPacking:
             bounds=tuple(self.bounds),
             counts=frozenset(self.numbering.counts),
         )
+
+
+def _comes_later(record: RecordNode) -> bool:
+    """Order of records: counts of checks that skip come first."""
+    return not record.skips
+
+
+def _num_skips(records: Sequence[RecordNode]) -> int:
+    return sum(len(record.keys) for record in records if record.skips)
+
+
+def _measured_once(records: Sequence[RecordNode]) -> list[RecordNode]:
+    """Put together what is measured of one tensor, which is then read once; counts of checks that skip stay apart."""
+    found: dict[tuple[fx.Node, bool] | int, RecordNode] = {}
+    for number, record in enumerate(records):
+        place = (record.node, record.skips) if record.statistics else number
+        same = found.get(place)
+        if same is not None:
+            record = replace(same, keys=same.keys + record.keys, statistics=same.statistics + record.statistics)
+        found[place] = record
+    return list(found.values())
+
+
+def _insert(
+    run: Callable[[Sequence[tuple[Tensor, Sequence[str]]]], Tensor],
+    graph: fx.Graph,
+    records: Sequence[RecordNode],
+    before: fx.Node,
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Insert an operation on the values of records; returns its node, and all new ones."""
+    nodes = [record.node for record in records]
+    statistics = [record.statistics for record in records]
+    traced = make_fx.trace(
+        lambda *values: [run(list(zip(values, statistics, strict=True)))], [value_of(n) for n in nodes]
+    )
+    tag = "is_forward" if records[0].is_forward else "is_backward"
+    (result,), new = editing.splice(traced, graph, nodes, before, tag)
+    return result, new
+
+
+def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple[list[RecordNode], list[fx.Node]]:
+    """Measure values soon after they are made, while they are in a cache, several by one operation.
+
+    Args:
+        graph: The joint graph, changed in place.
+        records: The records that are packed together.
+
+    Returns:
+        The records, those of the last batch still to be measured; and the new nodes.
+    """
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    done = [record for record in records if not record.statistics]
+    new: list[fx.Node] = []
+    batch: list[RecordNode] = []
+    size = 0
+
+    def measure() -> None:
+        for skips in (False, True):
+            members = _measured_once([record for record in batch if record.skips == skips])
+            if members:
+                last = max((record.node for record in members), key=position.__getitem__)
+                before = last.next
+                while before.op == "placeholder":
+                    before = before.next
+                figures, added = _insert(measure_all, graph, members, before)
+                keys = tuple(key for record in members for key in record.keys)
+                done.append(RecordNode(keys, figures, members[0].is_forward, skips))
+                new.extend(added)
+        batch.clear()
+
+    for record in sorted((r for r in records if r.statistics), key=lambda r: position[r.node]):
+        own = _bytes_of(value_of(record.node))
+        if batch and size + own > BATCH:
+            measure()
+            size = 0
+        batch.append(record)
+        size += own
+    writes = bool(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
+    if size > BATCH or (writes and records[0].is_forward):  # which may change at the end what was computed before
+        measure()
+    return [*done, *batch], new
+
+
+def _bytes_of(value: Tensor) -> int:
+    """Size of a tensor in bytes; that of a batch where it is not known before the graph runs."""
+    number = value.numel()
+    return number * value.element_size() if isinstance(number, int) else BATCH

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors, inductor, make_fx, operators
+from gradrewrite._compat import aot_autograd, fake_tensors, inductor, operators
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -20,7 +19,7 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.ops import measure_all, number_of
+from gradrewrite.ir.ops import number_of
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
 from gradrewrite.ir.replay_graph import ReplayGraph
@@ -36,8 +35,10 @@ from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Kind, Site
 
-# From this many measured errors and activations on, their statistics are opaque too: see docs/design.md.
+# From this many measured errors and activations on, their statistics are opaque on every device: see docs/design.md.
 MANY = 64
+# Where errors and activations are always measured by an operation of our own, which reads memory at full speed.
+MEASURED_APART = frozenset(("cpu",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,6 @@ def rewrite_joint_graph(
     }
     for point, found in answers:
         rewriter.insert(point, [a.action for a in found if not isinstance(a.action, GroupAction)])
-    rewriter.insert_measured()
     for action, members in groups_of(answers):
         rewriter.insert_group(action, members)
     replay_graph = rewriter.make_replay_graph(points)
@@ -159,7 +159,6 @@ class _Rewriter:
         self.counters: list[str] = []  # nodes of boundary counters
         self.changed: set[fx.Node] = set()  # markers of errors that actions change
         self._tracer = ActionTracer()
-        self._measured: list[tuple[InsertionPoint, Measurement, int]] = []  # with the numbers of their edits
 
     def insert(self, point: InsertionPoint, actions: Sequence[Any]) -> None:
         """Insert the actions of one site, in order."""
@@ -181,11 +180,11 @@ class _Rewriter:
         if current is not point.node:
             self._replace(point, current)
         for action, measurement in later:
-            self._measured.append((point, measurement, len(self.edits)))
             self.edits.append(Edit(point.site, action, ()))
+            self._measure(point, measurement)
 
     def _split(self, point: InsertionPoint, actions: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Measurement]]]:
-        """The actions of a gradient that only measure it at the end: those of all gradients are one operation."""
+        """The actions before, and the last ones that only measure: several values are measured by one operation."""
         now = list(actions)
         later: list[tuple[Any, Measurement]] = []
         while now and (measurement := self._measurement(point, now[-1])) is not None:
@@ -193,11 +192,11 @@ class _Rewriter:
         return now, later
 
     def _measurement(self, point: InsertionPoint, action: Any) -> Measurement | None:
-        """Return the measurement of an action at a gradient, if it can be put off."""
+        """Return the measurement of an action, if it can be put off: at gradients, and where all is measured apart."""
         value = value_of(point.node)
-        if point.output is None or value.layout is not torch.strided or value.is_complex():
-            return None
-        if _is_on_cuda(point.node):  # traced where it stands
+        is_put_off = point.output is not None or value.device.type in MEASURED_APART
+        is_traced = _is_on_cuda(point.node)
+        if not is_put_off or is_traced or value.layout is not torch.strided or value.is_complex():
             return None
         found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
         if not isinstance(found, Measurement):
@@ -205,37 +204,24 @@ class _Rewriter:
         is_scaled = self._mode(point.site).scale is not None and IN_UNITS.intersection(found.statistics.values())
         return None if is_scaled else found
 
-    def insert_measured(self) -> None:
-        """Measure the gradients that were put off, with one operation for each kind of measurement."""
-        groups: dict[Hashable, list[tuple[InsertionPoint, Measurement, int]]] = defaultdict(list)
-        for member in self._measured:
-            point, action, _ = member
-            if action.statistics:
-                groups[tuple(action.statistics.items()), action.fails, point.site.device].append(member)
-        for members in groups.values():
-            self._insert_measured(members)
-
-    def _insert_measured(self, members: Sequence[tuple[InsertionPoint, Measurement, int]]) -> None:
-        first, action, number = members[0]
-        nodes = [point.node for point, _, _ in members]
-        statistics = list(action.statistics.values())
-        graph = make_fx.trace(lambda *xs: [measure_all(xs, statistics)], [value_of(n) for n in nodes])
-        (figures,), new = editing.splice(graph, self.graph, nodes, self.graph.output_node(), "is_backward")
-        self.edits[number] = Edit(first.site, self.edits[number].action, tuple(n.name for n in new))
-        keys: list[RecordKey] = []
-        for point, _, _ in members:
-            own = self.packing.numbering.new(action.statistics, str(point.site))
-            keys += own
-            if action.fails is not None:
-                self._check(point, action.fails, own[-1], point.node)
-        self.packing.records.append(RecordNode(tuple(keys), figures, False, action.fails == "skip"))
+    def _measure(self, point: InsertionPoint, measurement: Measurement) -> None:
+        """Let a value be measured beside others."""
+        if not measurement.statistics:
+            return
+        keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site)))
+        statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind == "activation"
+        skips = measurement.fails == "skip"
+        self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
+        if measurement.fails is not None:
+            self._check(point, measurement.fails, keys[-1], point.node)
 
     def _check(self, point: InsertionPoint, fails: Any, key: RecordKey, seen: fx.Node) -> None:
         self.packing.checks.append(Check(point.site, fails, key, point.order, seen.name))
 
     def _mode(self, site: Site) -> TraceMode:
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
-        is_opaque = site.device.type != "cuda" and (site.kind in ("gradient", "input") or self.num_measured > MANY)
+        is_apart = site.device.type in MEASURED_APART or site.kind in ("gradient", "input")
+        is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
         has_scale = self._scale is not None and site.kind != "activation"
         return TraceMode(is_opaque, self._scale.on(site.device) if has_scale and self._scale is not None else None)
 

@@ -57,6 +57,7 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
     inputs: list[Tensor] = []
     expected: dict[RecordKey, float] = {}
     keys: list[RecordKey] = []
+    keys_of_reports: list[list[RecordKey]] = []
     kept: list[tuple[Site, Tensor]] = []
     placeholders: list[list[fx.Node]] = []
     for report in all_reports:
@@ -81,6 +82,7 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
         kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
         assert len(got) == len(values)
         keys += got
+        keys_of_reports.append(got)
         expected |= dict(zip(got, values, strict=True))
     layout, _ = found.pack_into(graph)
     editing.release(graph)
@@ -92,10 +94,17 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
     assert len({*keys, *bounds}) == len(keys) + len(bounds)
     assert all(RecordKey.parse(str(key)) == key for key in [*keys, *bounds])
     assert sorted(str(key) for names in layout.packs for key in names) == sorted(map(str, keys))
-    assert [tensor.numel() for tensor in tensors] == [len(names) for names in layout.packs]
+    lengths = [len(names) + skips for names, skips in zip(layout.packs, layout.verdicts, strict=True)]
+    assert [tensor.numel() for tensor in tensors] == lengths
     assert GraphRecord(layout, tensors).values() == expected
     assert layout.kept == tuple(site for site, _ in kept)
     assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(tensors) :], kept, strict=True))
-    skips = {key for names, n in zip(layout.packs, layout.num_skips, strict=True) for key in names[:n]}
-    assert len(skips) == sum(report.skips for report in all_reports)
-    assert all(key.record == "nonfinite" for key in skips)
+    skipping = {key for report, own in zip(all_reports, keys_of_reports, strict=True) if report.skips for key in own}
+    for names, number, has_verdict, tensor in zip(
+        layout.packs, layout.num_skips, layout.verdicts, tensors, strict=True
+    ):
+        counts = [expected[key] for key in names[:number]]
+        assert {key for key in names if key in skipping} == set(names[:number])
+        assert has_verdict == bool(counts)
+        if has_verdict:
+            assert tensor[-1] == float(max(counts) > 0)

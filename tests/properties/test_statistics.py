@@ -1,0 +1,180 @@
+"""Statistics of any tensor: traced, by the compiled function and op by op, all against Python's exact sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradrewrite.ir import native_statistics, ops
+from gradrewrite.ir.statistics import COUNTS, STATISTICS
+
+pytestmark = pytest.mark.pure
+
+NAMES = tuple(STATISTICS)
+ALL = ",".join(NAMES)
+SHARES = ("zeros", "saturated_tanh", "saturated_sigmoid")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+EDGES = (0.0, -0.0, 1.0, -1.0, 0.99, 0.01, 1e30, -1e30, 1e-30, 3e38, 1e-38, 1e-45, 1e300, 1e-300, 5e-324)
+SPECIAL = (math.nan, -math.nan, math.inf, -math.inf)
+
+
+def measured(x: Tensor) -> list[tuple[str, Tensor]]:
+    native = native_statistics.figures_of([x], ALL)
+    assert native is not None, "tests need a C++ compiler"
+    return [
+        ("traced", ops.measure(x, NAMES, is_opaque=False)),
+        ("compiled", native),
+        ("op by op", ops.pack_eagerly([x], ALL)),
+    ]
+
+
+def test_every_statistic_is_compiled() -> None:
+    assert set(native_statistics.NAMES) == set(STATISTICS)
+
+
+def exact(x: Tensor) -> dict[str, float]:
+    """The statistics by exact arithmetic, each as its true value rounded once to float64."""
+    values: list[float] = x.double().flatten().tolist()
+    high, low = (float(torch.tensor(bound, dtype=x.dtype)) for bound in (0.99, 0.01))
+    finite, n = all(map(math.isfinite, values)), len(values)
+    undefined = n == 0 or any(map(math.isnan, values))
+    return {
+        "max_abs": math.nan if undefined else max(map(abs, values)),
+        "mean_abs": math.nan if undefined else _mean(values) if finite else math.inf,
+        "norm": _norm(values) if finite else math.nan if undefined else math.inf,
+        "min": math.nan if undefined else min(values),
+        "max": math.nan if undefined else max(values),
+        "nan": sum(map(math.isnan, values)),
+        "inf": sum(map(math.isinf, values)),
+        "nonfinite": n - sum(map(math.isfinite, values)),
+        "zeros": sum(v == 0 for v in values) / max(n, 1),
+        "saturated_tanh": sum(abs(v) >= high for v in values) / max(n, 1),
+        "saturated_sigmoid": sum(v >= high or v <= low for v in values) / max(n, 1),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(map(Fraction, map(abs, values))) / len(values))
+
+
+def _norm(values: Sequence[float]) -> float:
+    squares = sum(Fraction(v) ** 2 for v in values)
+    if squares == 0:
+        return 0.0
+    shift = 2 * ((squares.numerator.bit_length() - squares.denominator.bit_length()) // 2)
+    try:
+        return math.ldexp(math.sqrt(squares / Fraction(2) ** shift), shift // 2)
+    except OverflowError:
+        return math.inf
+
+
+def agrees(got: float, wanted: float, dtype: torch.dtype, ulps: int) -> bool:
+    """Whether a figure is the true value rounded to ``dtype``, but for some units in the last place."""
+    rounded = float(torch.tensor(wanted, dtype=torch.float64).to(dtype))
+    if math.isnan(rounded) or math.isinf(rounded) or rounded == 0:
+        return got == rounded or (math.isnan(got) and math.isnan(rounded))
+    info = torch.finfo(dtype)
+    return abs(got - wanted) <= ulps * max(info.eps * abs(wanted), info.smallest_normal * info.eps)
+
+
+def check(x: Tensor) -> None:
+    wanted = exact(x)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    for form, figures in measured(x):
+        assert figures.dtype == dtype
+        for name, got in zip(NAMES, figures.tolist(), strict=True):
+            # The traced mean sums in the type of the figure; the scaled norm of float64 rounds each element.
+            ulps = 0 if name in COUNTS else 4 + x.numel() if name == "mean_abs" or dtype == torch.float64 else 1
+            if name == "mean_abs" and wanted[name] * x.numel() > torch.finfo(dtype).max and math.isinf(got):
+                continue  # that sum may overflow
+            precision = torch.float32 if name in SHARES else dtype  # float32 holds a traced share
+            assert agrees(got, wanted[name], precision, ulps), (form, name, got, wanted[name])
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.sampled_from(EDGES) | st.floats(allow_nan=False, allow_infinity=False), max_size=40),
+    st.lists(st.sampled_from(SPECIAL), max_size=2),
+)
+@example(torch.float32, [1e30] * 9, [])
+@example(torch.float32, [1e-30] * 9, [])
+@example(torch.float32, [1e-45] * 9, [])
+@example(torch.float64, [1e300, 1e-300], [])
+@example(torch.float64, [1e-320] * 9, [])
+@example(torch.float16, [6e-8] * 9, [])
+@example(torch.float16, [65504.0] * 9, [])
+@example(torch.bfloat16, [1e-40] * 9, [])
+def test_statistics_are_the_exact_ones(dtype: torch.dtype, values: list[float], special: list[float]) -> None:
+    check(torch.tensor([*values, *special], dtype=torch.float64).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1.0, 1e-41])
+def test_norms_are_rounded_once(dtype: torch.dtype, size: float) -> None:
+    x = (torch.randn(3000, dtype=torch.float64) * size).to(dtype)
+    wanted = torch.tensor(exact(x)["norm"], dtype=torch.float64).float().item()
+    assert [figures[NAMES.index("norm")].item() for _, figures in measured(x)] == [wanted] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", [0, 2047, 2048, 40_000, 69_999])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e4])
+def test_one_element_among_many_counts(dtype: torch.dtype, where: int, value: float) -> None:
+    """Blocks, and the parts of threads, are put together without a gap."""
+    x = torch.full((70_000,), 0.5, dtype=dtype)
+    x[where] = value
+    wanted = exact(x)
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            figures = native_statistics.figures_of([x], ALL)
+        finally:
+            torch.set_num_threads(before)
+        assert figures is not None
+        assert figures.tolist() == pytest.approx(list(wanted.values()), rel=1e-6, nan_ok=True)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "every second": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(7, -1),
+    "channels last": lambda x: x.reshape(2, 3, 5, 4).to(memory_format=torch.channels_last),
+    "an offset": lambda x: x[3:],
+    "no dimension": lambda x: x[0, 0],
+    "negative bit": lambda x: torch._neg_view(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_read_as_what_they_show(layout: str) -> None:
+    x = LAYOUTS[layout](torch.randn(10, 12))
+    wanted = exact(x.contiguous().resolve_neg())
+    for _, figures in measured(x):
+        assert figures.tolist() == pytest.approx(list(wanted.values()), rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=6))
+@settings(max_examples=20)
+def test_many_tensors_in_one_call(drawn: list[tuple[torch.dtype, int, int]]) -> None:
+    """Each tensor has statistics of its own, or is taken as it is; checks look at the figures."""
+    xs = [torch.arange(n, dtype=dtype) - 1 for dtype, n, _ in drawn]
+    entries = tuple(NAMES[start : start + 2] for _, _, start in drawn)
+    alone = [float(v) for x, names in zip(xs, entries, strict=True) for v in ops.pack_eagerly([x], ",".join(names))]
+    xs += [torch.tensor(7.5), torch.tensor([1.0, -2.0], dtype=torch.float64)]
+    statistics = "; ".join(",".join(names) for names in (*entries, (), ()))
+    for checked, failed in ((len(alone), 1.0), (len(alone) + 2, 0.0)):
+        got = native_statistics.figures_of(xs, statistics, (checked,))
+        assert got is not None
+        assert got.dtype == torch.float64
+        assert got.tolist() == pytest.approx([*alone, 7.5, 1.0, -2.0, failed], rel=1e-6, nan_ok=True)
+        eager = ops.pack_eagerly(xs, statistics, (checked,))
+        assert eager.dtype == torch.float64
+        assert eager.tolist() == pytest.approx(got.tolist(), rel=1e-6, nan_ok=True)
