@@ -26,7 +26,7 @@ POLICIES: dict[str, Any] = {
     "checks": [gr.on(f"{kind}:*", CheckFinite("warn")) for kind in KINDS],
     "statistics": [gr.on(f"{kind}:*", Observe(*STATISTICS)) for kind in KINDS],
     "all": [
-        lambda site: Observe("norm", "max_abs") if site.kind in KINDS else None,
+        lambda site: Observe(*STATISTICS) if site.kind in KINDS else None,
         gr.on("error:*", [ClipByValue(1e-3, log=True), CheckFinite("skip")]),
         gr.on("gradient:*", [CheckFinite("skip"), ClipByGlobalNorm(1e-2)]),
     ],

@@ -143,7 +143,7 @@ def test_buffers_checkpoints_and_checks() -> None:
     assert ("buffer", "norm.running_mean") in {(o.op, o.name) for o in origins.values()}
     assert ("inner", 0) in {call for o in origins.values() for call in o.calls}
     counters = [name for name in graph.record_nodes if name.startswith("measure")]
-    assert len(counters) >= 3  # what comes in, goes out, and comes from outside
+    assert len(counters) == 2  # what comes in and goes out, before the buffers are written; gradients are in the pack
     assert set(counters) <= set(names(graph))
 
 
@@ -167,11 +167,10 @@ def test_shares_of_a_global_clip() -> None:
     assert len(set(sizes[1:])) == 1
     assert sizes[0] > sizes[1]  # the total norm stands with the first
     targets = {node.name: str(node.target) for node in graph.graph_module.graph.nodes}
-    for edit in graph.edits:  # each member has its own norm and scaling, constants included
+    for edit in graph.edits:  # each member has its own norm and scaling
         own = Counter(targets[name] for name in edit.nodes)
         assert own["aten.sum.default"] >= 1
-        assert own["aten.scalar_tensor.default"] >= 1
-        assert own["aten.where.self"] >= 2
+        assert own["aten.where.self"] >= 1
     assert sum(targets[name] == "aten.sum.default" for name in graph.edits[0].nodes) == 2
 
 

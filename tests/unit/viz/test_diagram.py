@@ -32,7 +32,8 @@ def inserted_in(graph: JointGraph) -> Counter[str]:
 def objects(drawing: viz.Drawing) -> list[dict[str, Any]]:
     """What Graphviz laid out, as its JSON tells it."""
     found = json.loads(_graphviz.run_dot(drawing._bytes("dot").decode(), "json"))
-    return [one for one in found["objects"] if "data_inserted" in one or "data_node" in one or "data_edit" in one]
+    keys = {f"data_{kind}" for kind in ("inserted", "node", "edit", "edits")}
+    return [one for one in found["objects"] if not keys.isdisjoint(one)]
 
 
 def pieces(one: dict[str, Any], name: str) -> str:

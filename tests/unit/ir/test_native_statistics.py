@@ -1,0 +1,132 @@
+"""The compiled function for statistics: built once, found again, and what happens where it cannot be built."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.cpp_builder import CppBuilder
+
+import gradrewrite as gr
+from gradrewrite._compat import cpp_library
+from gradrewrite.errors import RewriteWarning
+from gradrewrite.ir import native_statistics, ops
+from gradrewrite.passes import CheckFinite, Observe
+
+SOURCE = 'extern "C" int answer() { return 42; }'
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The function is built, or not, within the test."""
+    native_statistics.compiled_function.cache_clear()
+    yield
+    native_statistics.compiled_function.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.pure
+def test_a_library_is_built_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = cpp_library.build_cpp(source)
+    assert built is not None
+    assert built.is_file()
+    with monkeypatch.context() as patched:
+        patched.setattr(CppBuilder, "build", lambda _: pytest.fail("it is in the cache"))
+        assert cpp_library.build_cpp(source) == built
+
+    source.write_text(SOURCE.replace("42", "43"))
+    other = cpp_library.build_cpp(source)
+    assert other not in (None, built)
+
+
+@pytest.mark.pure
+def test_an_unfinished_build_is_not_taken_for_a_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(builder: Any) -> None:
+        Path(builder.get_target_file_path()).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CppBuilder, "build", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cpp_library.build_cpp(source)
+    built = cpp_library.build_cpp(source)
+    assert built is not None
+    assert built.stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+def test_processes_build_at_the_same_time(source: Path) -> None:
+    program = f"""
+import ctypes
+from pathlib import Path
+from gradrewrite._compat import cpp_library
+print(ctypes.CDLL(str(cpp_library.build_cpp(Path({str(source)!r})))).answer())
+"""
+    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].strip() for process in running] == ["42", "42"]
+
+
+def records(x: Tensor) -> dict[str, float]:
+    torch.manual_seed(0)
+    policy = [gr.on("*", [Observe("norm", "max_abs", "zeros"), CheckFinite("record")])]
+    model = gr.transform(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), policy)
+    model(x).sum().backward()
+    return model.monitor.latest()
+
+
+def test_without_a_compiler_the_figures_are_the_same(fresh: None) -> None:
+    x = torch.randn(3, 4)
+    wanted = records(x)
+    assert native_statistics.compiled_function() is not None
+    native_statistics.compiled_function.cache_clear()
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert cpp_library.build_cpp(Path(native_statistics.__file__).with_suffix(".cpp")) is None
+        got = records(x)
+        assert native_statistics.compiled_function() is None
+    assert list(got) == list(wanted)
+    assert got == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.pure
+def test_a_build_that_fails_warns_once(
+    fresh: None, source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    source.write_text("this is no C++")
+    monkeypatch.setattr(native_statistics, "_SOURCE", source)
+    for _ in range(2):
+        assert ops.measure(torch.tensor([3.0, 4.0]), ["norm"], is_opaque=True).tolist() == [5.0]
+    (warning,) = recwarn
+    assert issubclass(warning.category, RewriteWarning)
+    assert "could not be built" in str(warning.message)
+
+
+@pytest.mark.pure
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_there_is_one_openmp_library() -> None:
+    assert native_statistics.compiled_function() is not None
+    loaded = set(re.findall(r"/\S*lib[gi]*omp[\w.-]*\.so\S*", Path("/proc/self/maps").read_text()))
+    assert len(loaded) == 1, loaded
+
+
+@pytest.mark.pure
+def test_types_that_it_does_not_know_are_measured_op_by_op() -> None:
+    counts, turned = torch.tensor([0, 3, -4]), torch.tensor([3 + 4j, 0j])
+    assert native_statistics.figures_of([counts], "max_abs") is None
+    assert native_statistics.figures_of([turned], "norm") is None
+    assert torch.ops.gradrewrite.pack([turned, counts], "norm,max_abs; ", []).tolist() == [5.0, 5.0, 0.0, 3.0, -4.0]
