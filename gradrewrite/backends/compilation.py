@@ -298,7 +298,6 @@ class GraphCompilation:
         run = RewrittenBackward(
             self.session,
             compiled,
-            names,
             live,
             self.result.outputs,
             num_outputs,

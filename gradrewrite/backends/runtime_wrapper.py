@@ -31,7 +31,6 @@ class RewrittenBackward:
     Attributes:
         session: Whose policy it follows.
         compiled: The code.
-        names: Names of its inputs, without the live ones.
         live: Tensors that it reads at every call, after its inputs.
         outputs: Its auxiliary outputs.
         num_outputs: How many of them there are.
@@ -45,7 +44,6 @@ class RewrittenBackward:
 
     session: Session
     compiled: Callable[[list[Any]], Any]
-    names: Sequence[str]
     live: Sequence[Tensor]
     outputs: BackwardOutputs
     num_outputs: int
@@ -65,9 +63,7 @@ class RewrittenBackward:
             session.warnings.flush_warnings()
         if outputs.groups and self.accumulation.is_accumulating():
             self._warn("accumulated", _ACCUMULATED, outputs.groups)
-        snapshot = None
-        if self.forwards is not None:
-            snapshot = self.forwards.snapshot(dict(zip(self.names, args, strict=False)))
+        snapshot = None if self.forwards is None else self.forwards.snapshot(args)
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
         args.extend(self.live)

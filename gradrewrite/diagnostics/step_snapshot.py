@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +20,16 @@ _MAX_PENDING = 16  # forwards of one graph before a backward; one that saved onl
 _LARGEST_KEPT = 1 << 26  # bytes of one gradient that comes from outside; a larger one is not kept alive
 
 
-class VersionedRef(NamedTuple):  # one is made for every parameter at every step
+class VersionedRef(NamedTuple):
     """A value, or a weak reference to one that belongs to the model, and the version it had."""
 
     value: Any
     version: int
 
     @classmethod
-    def of(cls, value: Any, *, is_weak: bool = False) -> VersionedRef:
+    def of(cls, value: Any) -> VersionedRef:
         """Note the version of a tensor."""
-        version = _version(value)
-        return cls(weakref.ref(value) if is_weak else value, version)
+        return cls(value, _version(value))
 
     def get(self) -> Any:
         """The value; RuntimeError if it is gone with its model."""
@@ -45,7 +45,11 @@ class VersionedRef(NamedTuple):  # one is made for every parameter at every step
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return value._version if _has_version(value) else 0
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,56 +81,66 @@ class _Key(NamedTuple):
     """The identity of a tensor, without keeping it alive."""
 
     storage: StorageWeakRef
-    extent: tuple[int, torch.Size]
+    address: int
+    shape: torch.Size
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Key:
-        return cls(StorageWeakRef(tensor.untyped_storage()), (tensor.data_ptr(), tensor.shape))
+        return cls(StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor.shape)
 
     def is_of(self, tensor: Tensor) -> bool:
-        other = _Key.of(tensor)
-        return self.storage.cdata == other.storage.cdata and self.extent == other.extent
+        if self.address != tensor.data_ptr() or self.shape != tensor.shape:
+            return False
+        same: bool = self.storage.cdata == tensor.untyped_storage()._cdata
+        return same
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ForwardCall:
+class ForwardCall(NamedTuple):
     """One call of a forward graph.
 
     Attributes:
-        inputs: Its inputs.
+        values: Its inputs; weak references to those that belong to the model.
+        versions: Their versions.
         random: The random state before it; None if it draws no random numbers.
-        keys: The storages of its last outputs, by the name of the node: they identify its backward.
+        keys: The storages of some of its last outputs, by the name of the node: they identify its backward.
     """
 
-    inputs: tuple[VersionedRef, ...]
+    values: Sequence[Any]
+    versions: Sequence[int]
     random: RandomState | None
     keys: Mapping[str, _Key]
 
     def is_over(self, saved: Collection[str]) -> bool:
         """Whether something that it saved for the backward is gone."""
-        return any(key.storage.expired() for name, key in self.keys.items() if name in saved)
+        return any([key.storage.expired() for name, key in self.keys.items() if name in saved])
 
 
-@dataclass(frozen=True, slots=True)
-class StepSnapshot:
+class StepSnapshot(NamedTuple):
     """The inputs of a replay; ``missing`` says what it lacks.
 
     Attributes:
         replay_graph: The graph.
-        inputs: The values of the placeholders of the forward, in order.
+        values: The placeholders of the forward, in order; weak references to those that belong to the model.
+        versions: Their versions.
         tangents: The gradients that came from outside, by placeholder.
         random: The random state before the forward.
         missing: Why the step cannot be replayed; ``""`` if it can.
     """
 
     replay_graph: ReplayGraph
-    inputs: tuple[VersionedRef, ...] = ()
-    tangents: Mapping[str, VersionedRef] = field(default_factory=dict)
+    values: Sequence[Any] = ()
+    versions: Sequence[int] = ()
+    tangents: Mapping[str, VersionedRef] = MappingProxyType({})
     random: RandomState | None = None
     missing: str = ""
 
+    @property
+    def inputs(self) -> tuple[VersionedRef, ...]:
+        """The placeholders of the forward."""
+        return tuple(map(VersionedRef, self.values, self.versions))
 
-_Begun = tuple[tuple[VersionedRef, ...], RandomState | None]
+
+_Begun = tuple[Sequence[Any], Sequence[int], RandomState | None]
 
 
 class PendingForwards:
@@ -146,10 +160,20 @@ class PendingForwards:
         self._of_model = [k is not None and k.role in ("parameter", "buffer") for k in known]
         self._inputs = frozenset(names)
         self._saved: Collection[str] = ()
+        self._positions: Mapping[str, int] = {}  # of the inputs of the backward
+        self._tangents: Sequence[tuple[str, int]] = ()  # names and positions
+        self._key = -1  # position of the output that identifies the backward, once it is known what is saved
+        # Of the inputs of the last call: weak references to those of the model, and whether they have versions. The
+        # next call is mostly given the same parameters, and compiled code is always given the same kinds of tensors.
+        self._refs: list[weakref.ref[Any] | None] = []
+        self._versioned: list[bool] = []
 
-    def note_saved(self, names: Collection[str]) -> None:
+    def note_saved(self, names: Sequence[str]) -> None:
         """Note the inputs of the backward, when that is compiled; inputs of the forward live on by themselves."""
         self._saved = frozenset(names) - self._inputs
+        self._positions = {name: number for number, name in enumerate(names)}
+        self._tangents = [(n, self._positions[n]) for n in self.replay_graph.tangents if n in self._positions]
+        self._key = -1
 
     def fits(self, forward: fx.GraphModule) -> bool:
         """Whether a forward graph is given just the inputs of the joint graph."""
@@ -157,46 +181,73 @@ class PendingForwards:
 
     def begin(self, args: Sequence[Any]) -> _Begun:
         """Note the inputs of a call, before it begins."""
-        self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
-        random = RandomState.now(args) if self.replay_graph.is_random else None
-        return tuple(VersionedRef.of(a, is_weak=w) for a, w in zip(args, self._of_model, strict=True)), random
+        if self._calls:
+            self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
+        refs = self._refs
+        if len(refs) != len(args) or not all([r is None or r() is a for r, a in zip(refs, args, strict=True)]):
+            refs = self._note_inputs(args)
+        try:
+            versions = [a._version if v else 0 for a, v in zip(args, self._versioned, strict=True)]
+        except RuntimeError:  # an inference tensor has none
+            refs = self._note_inputs(args)
+            versions = [_version(a) for a in args]
+        values = [a if r is None else r for r, a in zip(refs, args, strict=True)]
+        return values, versions, RandomState.now(args) if self.replay_graph.is_random else None
+
+    def _note_inputs(self, args: Sequence[Any]) -> list[weakref.ref[Any] | None]:
+        self._refs = [weakref.ref(a) if w else None for a, w in zip(args, self._of_model, strict=True)]
+        self._versioned = [_has_version(a) for a in args]
+        return self._refs
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
         """Note what a call returned, whose storage identifies the backward."""
+        if self._key >= 0:
+            self._calls.append(ForwardCall(*begun, {names[self._key]: _Key.of(outputs[self._key])}))
+            return
         keys: dict[str, _Key] = {}
-        for name, value in zip(reversed(names), reversed(outputs), strict=False):
-            if isinstance(value, Tensor) and len(keys) < _KEYS:
-                keys[name] = _Key.of(value)
-            elif len(keys) == _KEYS:
+        for number in reversed(range(len(names))):
+            if not isinstance(outputs[number], Tensor):
+                continue
+            if self._saved and names[number] in self._saved:
+                self._key = number
+                keys = {names[number]: _Key.of(outputs[number])}
                 break
+            if len(keys) < _KEYS:
+                keys[names[number]] = _Key.of(outputs[number])
         self._calls.append(ForwardCall(*begun, keys))
 
-    def snapshot(self, args: Mapping[str, Any]) -> StepSnapshot:
-        """Return the snapshot of the step whose backward is given these arguments, by placeholder."""
+    def snapshot(self, args: Sequence[Any]) -> StepSnapshot:
+        """Return the snapshot of the step whose backward is given these arguments; see ``note_saved``."""
         call = self._find(args)
         if call is None:
             return StepSnapshot(
                 self.replay_graph, missing="its forward is not known (a second backward through one graph?)"
             )
-        tangents = {n: args[n] for n in self.replay_graph.tangents if n in args}
-        if any(t.numel() * t.element_size() > _LARGEST_KEPT for t in tangents.values()):
+        tangents = {name: VersionedRef.of(args[position]) for name, position in self._tangents}
+        if any([t.value.numel() * t.value.element_size() > _LARGEST_KEPT for t in tangents.values()]):
             missing = (
                 "a gradient from outside the model is larger than 64 MiB and was not kept; compute the loss inside"
             )
             return StepSnapshot(self.replay_graph, missing=f"{missing} the model, or call gr.locate")
-        held = {name: VersionedRef.of(t) for name, t in tangents.items()}
-        return StepSnapshot(self.replay_graph, call.inputs, held, call.random)
+        return StepSnapshot(self.replay_graph, call.values, call.versions, tangents, call.random)
 
-    def _find(self, args: Mapping[str, Any]) -> ForwardCall | None:
-        for call in reversed(self._calls):
-            known = [n for n in call.keys if isinstance(args.get(n), Tensor)]
-            if known and all(call.keys[n].is_of(args[n]) for n in known):
-                self._calls.remove(call)
-                return call
-        unknown = [call for call in self._calls if not any(isinstance(args.get(n), Tensor) for n in call.keys)]
+    def _find(self, args: Sequence[Any]) -> ForwardCall | None:
+        unknown = []
+        for number in reversed(range(len(self._calls))):
+            call = self._calls[number]
+            known = [(key, t) for name, key in call.keys.items() if (t := self._argument(name, args)) is not None]
+            if known and all([key.is_of(t) for key, t in known]):
+                return self._calls.pop(number)
+            if not known:
+                unknown.append(call)
         if len(unknown) == len(self._calls) == 1:  # it saved nothing but inputs
             return self._calls.pop()
         return None
+
+    def _argument(self, name: str, args: Sequence[Any]) -> Tensor | None:
+        position = self._positions.get(name)
+        value = args[position] if position is not None else None
+        return value if isinstance(value, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)

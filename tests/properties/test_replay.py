@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from gradrewrite.diagnostics.replay import replay
-from gradrewrite.diagnostics.step_snapshot import StepSnapshot, VersionedRef
+from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir import ops
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import Site
@@ -51,7 +51,7 @@ def test_values_and_roots_are_those_of_eager_execution(chain: Chain, seed: int) 
     values = chain.values(inputs)
     replay_graph, _ = marked(chain)
     state = torch.get_rng_state()
-    result = replay(StepSnapshot(replay_graph, tuple(VersionedRef.of(t) for t in inputs)), {})
+    result = replay(StepSnapshot(replay_graph, inputs, [t._version for t in inputs]), {})
 
     assert torch.equal(torch.get_rng_state(), state)
     assert [int(seen.site.source) for seen in result.seen] == list(range(chain.num_inputs, chain.num_values))
