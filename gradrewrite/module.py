@@ -134,10 +134,11 @@ class RewrittenModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._entry_point.is_stale():
             self._restart()
-        before = dynamo.graph_breaks_so_far()
+        in_parts = not self._session.config.fullgraph
+        before = dynamo.graph_breaks_so_far() if in_parts else {}
         result = self._entry_point(args, kwargs)
         has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
-        if not self._session.config.fullgraph and has_backward:
+        if in_parts and has_backward:
             self._look_for_plain_ops(result, (args, kwargs), before)
         if has_backward:
             self._session.check_ranks(*data_parallel.ranks_around(self.modules()))

@@ -18,12 +18,17 @@ with needed_for("Dynamo's settings say how DistributedDataParallel is compiled")
 _SPLITS = (True, "ddp_optimizer")
 
 
-def whole_graphs_under_ddp() -> contextlib.AbstractContextManager[None]:
-    """Keep DistributedDataParallel, in whose forward this runs, from splitting graphs into its buckets.
+def is_inside_ddp() -> bool:
+    """Whether this runs in the forward of a DistributedDataParallel."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
-    Outside of such a forward nothing is changed: up to 2.11 torch's settings are process-wide.
+
+def whole_graphs() -> contextlib.AbstractContextManager[None]:
+    """Keep the DistributedDataParallel in whose forward this runs from splitting graphs into its buckets.
+
+    Outside of such a forward it is not to be used: up to 2.11 torch's settings are process-wide.
     """
-    if DistributedDataParallel._get_active_ddp_module() is None or dynamo_config.optimize_ddp not in _SPLITS:
+    if dynamo_config.optimize_ddp not in _SPLITS:
         return contextlib.nullcontext()
     patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(optimize_ddp=False)
     return patch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -11,6 +12,8 @@ from torch import fx
 
 from gradrewrite._compat.versions import needed_for
 
+with needed_for("it can be asked whether Dynamo looks at the frames of a thread"):
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
 with needed_for("compilations of a code object can be counted against Dynamo's recompile limit"):
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.eval_frame import (
@@ -77,8 +80,16 @@ def backend_in_use() -> tuple[Any, types.CodeType, Any] | None:
 
 def outside_of_graphs(fn: _Function, reason: str) -> _Function:
     """A function that no graph of an outer torch.compile contains."""
-    outside: _Function = torch.compiler.disable(fn, reason=reason)
-    return outside
+    disabled = torch.compiler.disable(fn, reason=reason)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Where nothing is compiled, there is nothing to disable, which takes longer than a small model.
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return cast(_Function, run)
 
 
 def source_name(node: fx.Node) -> str:

@@ -120,8 +120,10 @@ class EntryPoint:
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with data_parallel.whole_graphs_under_ddp():
-                return compiled(self._model, args, kwargs)
+            if data_parallel.is_inside_ddp():
+                with data_parallel.whole_graphs():
+                    return compiled(self._model, args, kwargs)
+            return compiled(self._model, args, kwargs)
         except (dynamo.Unsupported, dynamo.UserError) as err:
             wrong = _wrong_arguments(self._model, args, kwargs)
             if wrong is not None:
@@ -159,8 +161,17 @@ def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
 
 def may_have_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a backward could follow a call: gradients are on, and a parameter or an input needs one."""
-    leaves = itertools.chain(model.parameters(), tensors_in((args, kwargs)))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+    if not torch.is_grad_enabled():
+        return False
+    return _is_trainable(model) or any(t.requires_grad for t in tensors_in((args, kwargs)))
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    """Whether a parameter needs a gradient; stops at the first, where ``parameters()`` begins with a list of all."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.requires_grad:
+            return True
+    return any(child is not None and _is_trainable(child) for child in module._modules.values())
 
 
 def makes_gradients(result: Any, inputs: Any) -> bool:

@@ -8,10 +8,15 @@ from collections.abc import Callable, Collection
 from gradrewrite._warnings import warn
 from gradrewrite.diagnostics.root_cause import analyse, analyse_checks
 from gradrewrite.errors import NonFiniteError
+from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.monitoring.step_record import StepRecord
 
+_RAISE: tuple[OnFailure, ...] = ("raise",)
+_WARN: tuple[OnFailure, ...] = ("warn",)
+_UNHEARD: tuple[OnFailure, ...] = ("warn", "skip")
 
-def failure_of(record: StepRecord, modes: Collection[str], *, reason: str = "") -> NonFiniteError | None:
+
+def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str = "") -> NonFiniteError | None:
     """Return the error for a step, by a replay if it can be replayed; None if no check of these kinds failed.
 
     A step is analysed once for the checks that failed.
@@ -22,10 +27,10 @@ def failure_of(record: StepRecord, modes: Collection[str], *, reason: str = "") 
         reason: Why the error is raised, if not for the failed check alone.
     """
     record.fetch()
+    if not record.has_failed(modes):
+        return None
     graphs = record.checked_graphs()
     failed = tuple(tuple(check.key for check in graph.failed(modes)) for graph in graphs)
-    if not any(failed):
-        return None
     if failed not in record.failures:
         record.failures[failed] = analyse(record.step, graphs, modes)
     return record.failures[failed].error(reason)
@@ -36,8 +41,8 @@ class FailedCheckErrors:
 
     def on_step(self, record: StepRecord) -> None:
         """Raise NonFiniteError if such a check failed; waits for the device where there is one."""
-        if record.has(lambda outputs: any(c.on_failure == "raise" for c in outputs.checks)):
-            error = failure_of(record, ("raise",))
+        if record.is_checked(_RAISE):
+            error = failure_of(record, _RAISE)
             if error is not None:
                 raise error
 
@@ -56,13 +61,14 @@ class FailedCheckWarnings:
     def __init__(self, patience: int, is_guarded: Callable[[], bool]) -> None:
         self.patience = patience
         self.is_guarded = is_guarded
-        self._waiting: deque[tuple[StepRecord, tuple[str, ...]]] = deque()
+        self._waiting: deque[tuple[StepRecord, tuple[OnFailure, ...]]] = deque()
 
     def on_step(self, record: StepRecord) -> None:
         """Warn of the steps before; take a step and begin to copy its figures."""
-        self._flush(self.patience)
-        modes = ("warn",) if self.is_guarded() else ("warn", "skip")
-        if record.has(lambda outputs: any(c.on_failure in modes for c in outputs.checks)):
+        if self._waiting:
+            self._flush(self.patience)
+        modes = _WARN if self.is_guarded() else _UNHEARD
+        if record.is_checked(modes):
             record.start_copy()
             self._waiting.append((record, modes))
 
@@ -75,9 +81,8 @@ class FailedCheckWarnings:
         while self._waiting and (len(self._waiting) > patience or self._waiting[0][0].is_here()):
             record, modes = self._waiting.popleft()
             record.fetch()
-            graphs = record.checked_graphs()
-            if any(graph.failed(("warn",)) for graph in graphs):
-                warn(str(analyse_checks(record.step, graphs, ("warn",)).error()))
-            elif any(graph.failed(modes) for graph in graphs):
-                unheard = analyse_checks(record.step, graphs, modes).error()
+            if record.has_failed(_WARN):
+                warn(str(analyse_checks(record.step, record.checked_graphs(), _WARN).error()))
+            elif record.has_failed(modes):
+                unheard = analyse_checks(record.step, record.checked_graphs(), modes).error()
                 warn(f"{unheard}; CheckFinite('skip') skips nothing without gr.guard(optimizer, model)")

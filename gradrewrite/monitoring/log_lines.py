@@ -25,7 +25,7 @@ class ClipLog:
 
     def on_step(self, record: StepRecord) -> None:
         """Take a step, begin to copy its figures, and log what has arrived."""
-        if logger.isEnabledFor(logging.INFO) and record.has(lambda outputs: bool(outputs.logs)):
+        if record.logs() and logger.isEnabledFor(logging.INFO):
             record.start_copy()
             self._waiting.append(record)
         self._flush(self.patience)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradrewrite._compat import optimizers
 from gradrewrite._warnings import warn
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_layout import OnFailure, RecordKey
 from gradrewrite.monitoring.failed_checks import failure_of
 from gradrewrite.monitoring.host_copy import floats_of, number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
@@ -27,6 +27,7 @@ logger = logging.getLogger("gradrewrite.optim")
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _REPORT_EVERY = 100
 _NAME = "_gradrewrite_guard"
+_SKIP: tuple[OnFailure, ...] = ("skip",)
 
 
 def guard(
@@ -310,7 +311,7 @@ def _skip_error(recorder: StepRecorder, reason: str) -> NonFiniteError:
     """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
     with recorder.lock:
         for record in reversed(recorder.records):
-            error = failure_of(record, ("skip",), reason=reason)
+            error = failure_of(record, _SKIP, reason=reason)
             if error is not None:
                 return error
         assert recorder.last_skip is not None
