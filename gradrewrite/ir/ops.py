@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,12 +98,16 @@ def _dtype_of_pack(xs: Sequence[Tensor], statistics: str) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-for _name in ("measure", "pack"):
-    _LIBRARY.impl(_name, pack_eagerly, "CompositeExplicitAutograd")
+_OPERATIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("measure", pack_eagerly, _fake_pack),
+    ("pack", pack_eagerly, _fake_pack),
+)
+for _name, _run, _fake in _OPERATIONS:
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _pack_on_cpu, "CPU")
     for _key in ("Autograd", "ADInplaceOrView"):  # neither has a derivative; torch's own fallback takes longer
         _LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
-    torch.library.register_fake(f"gradrewrite::{_name}", _fake_pack, lib=_LIBRARY)
+    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=_LIBRARY)
 
 
 def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
