@@ -146,11 +146,11 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 class CodeStore(Protocol):
-    """What AOTAutograd's cache gets and gives back for one joint graph."""
+    """One compilation's side of AOTAutograd's cache: payloads to store, and their way back."""
 
     @property
     def identity(self) -> str:
-        """What the key of the cache has for the policy."""
+        """The part of the cache's key that tells policies apart."""
         ...
 
     @property
@@ -185,7 +185,7 @@ class CompilationHooks(Protocol):
 
     @property
     def store(self) -> CodeStore | None:
-        """What AOTAutograd's cache gets and gives back; None if that cache is not to be used."""
+        """The side of AOTAutograd's cache; None if that cache is not to be used."""
         ...
 
     def rewrite(self, graph: fx.Graph) -> None:

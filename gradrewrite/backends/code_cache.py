@@ -43,7 +43,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 @dataclass(frozen=True, slots=True)
 class CachedRewrite:
-    """What an entry of the cache holds of a rewrite.
+    """A rewrite, as an entry of the cache holds it.
 
     Attributes:
         sites: All sites.
@@ -142,7 +142,7 @@ class Compilation(Protocol):
 
 
 class StoredCompilation:
-    """What AOTAutograd's cache gets and gives back for one compilation; a ``CodeStore``.
+    """The side of AOTAutograd's cache of one compilation; a ``CodeStore``.
 
     Attributes:
         probes: Names of the functions of ours in a Dynamo graph.

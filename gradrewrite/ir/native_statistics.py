@@ -59,7 +59,7 @@ def compiled_function() -> Callable[..., None] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What is the same in all calls with these statistics, checks and types.
+    """The arguments that are the same in all calls with these statistics, checks and types.
 
     Attributes:
         given: The first argument of the compiled function.

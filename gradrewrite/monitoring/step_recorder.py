@@ -158,7 +158,7 @@ class StepRecorder:
             return again
 
     def _begin(self, task: int) -> StepRecord:
-        """Begin the record of a backward."""
+        """Open the record of a backward."""
         if self._open:  # what a backward that failed left behind is of no use: numbers of backwards only grow
             self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
         record = self._open[task] = StepRecord()

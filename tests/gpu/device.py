@@ -110,7 +110,7 @@ def _flush(gpu: SimulatedGpu) -> None:
 
 @contextlib.contextmanager
 def _outside_of_tracing(modes: Sequence[Any]) -> Iterator[None]:
-    """What ``unset_fake_temporarily`` is on a real device: here the modes of the simulation go on."""
+    """Replacement of ``unset_fake_temporarily``: the modes of the simulation go on."""
     with unset_fake_temporarily(), contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)

@@ -88,7 +88,7 @@ class Count:
 
 @dataclass
 class SimulatedGpu:
-    """What would have happened on the device.
+    """Log of the work that the device would have done.
 
     Attributes:
         capability: 80 or 90.
