@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -40,8 +41,6 @@ def compile_rewritten(
 
     With ``hooks.store`` AOTAutograd's cache is on, and its key has the store's identity.
     """
-    from gradrewrite._compat import autograd_cache
-
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
     with needed_for("Inductor can be called with a compiler of ours around its own"):
@@ -64,6 +63,8 @@ def compile_rewritten(
         run = compile_wrapped(compile_graph, graph, example_inputs)
         if store is None:
             return run
+        from gradrewrite._compat import autograd_cache
+
         payload = store.backward_payload() if is_backward else store.forward_payload()
         return autograd_cache.CachedCode(made[0], payload, is_backward).bound(run)
 
@@ -76,9 +77,17 @@ def compile_rewritten(
     if store is not None:
         marked = settings.get(_CACHEABLE, getattr(config, _CACHEABLE))
         patches[_CACHEABLE] = {**marked, **dict.fromkeys(store.probes, "gradrewrite")}
-    with no_autograd_cache() if store is None else autograd_cache.caching(store):
+    with _caching(store):
         compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(Callable[..., Any], compiled)
+
+
+def _caching(store: CodeStore | None) -> contextlib.AbstractContextManager[None]:
+    if store is None:
+        return no_autograd_cache()
+    from gradrewrite._compat import autograd_cache
+
+    return autograd_cache.caching(store)
 
 
 _NOT_STORED = {"fx_graph_cache": False, "fx_graph_remote_cache": False}

@@ -107,10 +107,14 @@ class CacheKey:
         if known.get(answers) == self.identity:
             return
         content = pickle.dumps((sites, {**known, answers: self.identity}))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
+                written = Path(folder, self._path.name)
+                written.write_bytes(content)
+                os.replace(written, self._path)
+        except OSError as err:  # a full disk: the next process compiles again
+            logger.warning("%s cannot be written: %s", self._path, err)
 
 
 class Compilation(Protocol):
@@ -247,7 +251,7 @@ def find_key(
         *(_text_of(values), sorted(settings.items()), further),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return CacheKey(Path(folder, "gradrewrite", digest[:2], digest), policy)
+    return CacheKey(Path(folder, "gradrewrite", "sites", digest[:2], digest), policy)
 
 
 def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:

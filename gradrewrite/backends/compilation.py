@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, fake_tensors, inductor, nn_modules
-from gradrewrite.backends.code_cache import CachedRewrite, StoredCompilation, find_key, hash_of_answers
+from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, StoredCompilation, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.runtime_wrapper import Accumulation, RewrittenBackward
@@ -32,6 +33,8 @@ from gradrewrite.rewriting.probes import insert_probes, tracing
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
 from gradrewrite.sites import Site
 
+logger = logging.getLogger("gradrewrite.cache")
+
 
 def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
     """Compile one Dynamo graph; a policy's error becomes a callable that raises it when the graph runs."""
@@ -49,7 +52,10 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
         return _raising(GraphBreakError(_SPLIT))
     try:
         with marking(session, gm, inputs, engine) as compilation:
-            compilation.store = _store_of(compilation, gm, inputs)
+            key = _cache_key(compilation, gm, inputs)
+            compilation.asked = {} if key is None else key.answers
+            if key is not None and key.hash is not None:
+                compilation.store = StoredCompilation(key, compilation, refuse_cached_backward)
             run = engine.compile_rewritten(gm, inputs, compilation)
             if compilation.store is not None:
                 compilation.store.save_key()
@@ -113,6 +119,7 @@ class GraphCompilation:
         values: The values of the probes, by their number.
         result: The rewrite; None before it, and for a graph without gradients.
         forwards: The pending calls of the forward; None where nothing is checked.
+        asked: Sites at which the policy was asked already, with its answers.
         store: Its side of AOTAutograd's cache; None if that is not used.
     """
 
@@ -127,6 +134,7 @@ class GraphCompilation:
     values: Sequence[Value] = ()
     result: RewriteResult | None = None
     forwards: PendingForwards | None = field(default=None, repr=False)
+    asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)
     store: StoredCompilation | None = None
 
     @property
@@ -143,8 +151,7 @@ class GraphCompilation:
         if not aot_autograd.gradient_outputs(graph):
             editing.erase_markers(graph)  # no backward, or the body of a higher-order op
             return
-        asked = self.store.answers if self.store is not None else {}
-        result = rewrite_joint_graph(self.marked(graph), self.session.config, asked)
+        result = rewrite_joint_graph(self.marked(graph), self.session.config, self.asked)
         self.result = result
         assert graph.owning_module is not None
         shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
@@ -168,7 +175,11 @@ class GraphCompilation:
 
             if replay_graph.graph.graph.find_nodes(op="get_attr"):
                 return None
-            code = autograd_cache.dump_graph(replay_graph.graph)
+            try:
+                code = autograd_cache.dump_graph(replay_graph.graph)
+            except Exception as err:  # whatever has no bytes: it is only a cache
+                logger.info("a graph is not stored in AOTAutograd's cache: %s", err)
+                return None
             inputs = {name: replace(given, parameter=None) for name, given in replay_graph.inputs.items()}
             replay_graph = replace(replay_graph, graph=fx.GraphModule({}, fx.Graph()), inputs=inputs)
         lost = {site for site, _ in result.out_of_reach}
@@ -311,20 +322,15 @@ class GraphCompilation:
         return aot_autograd.boxed(run)
 
 
-def _store_of(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> StoredCompilation | None:
-    """Return a compilation's side of AOTAutograd's cache; None if it cannot be used."""
+def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> CacheKey | None:
+    """Return a compilation's key in AOTAutograd's cache; None if that cannot be used."""
     engine, config = compilation.engine, compilation.session.config
     folder = engine.cache_folder() if torch.is_grad_enabled() and config.loss_scale is None else ""
     if not folder:
         return None
     further = (compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs)
-    key = find_key(
+    return find_key(
         *(folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy), *further
-    )
-    return (
-        None
-        if key is None or (key.sites and key.hash is None)
-        else StoredCompilation(key, compilation, refuse_cached_backward)
     )
 
 

@@ -166,12 +166,9 @@ def may_have_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return _is_trainable(model) or any(t.requires_grad for t in tensors_in((args, kwargs)))
 
 
-def _is_trainable(module: nn.Module) -> bool:
+def _is_trainable(model: nn.Module) -> bool:
     """Whether a parameter needs a gradient; stops at the first, where ``parameters()`` begins with a list of all."""
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.requires_grad:
-            return True
-    return any(child is not None and _is_trainable(child) for child in module._modules.values())
+    return any(p is not None and p.requires_grad for m in model.modules() for p in m._parameters.values())
 
 
 def makes_gradients(result: Any, inputs: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ class PendingForwards:
         """Create it empty."""
         self.replay_graph = replay_graph
         self._calls: list[ForwardCall] = []
+        self._lock = threading.Lock()  # of the calls: threads may train one model
         placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
         names = [name for name in placeholders if name not in replay_graph.tangents]
         known = [replay_graph.inputs.get(name) for name in names]
@@ -181,13 +183,15 @@ class PendingForwards:
 
     def begin(self, args: Sequence[Any]) -> _Begun:
         """Note the inputs of a call, before it begins."""
-        if self._calls:
-            self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
+        with self._lock:
+            if self._calls:
+                self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
         refs = self._refs
         if len(refs) != len(args) or not all([r is None or r() is a for r, a in zip(refs, args, strict=True)]):
             refs = self._note_inputs(args)
         try:
-            versions = [a._version if v else 0 for a, v in zip(args, self._versioned, strict=True)]
+            pairs = zip(args, refs, self._versioned, strict=True)
+            versions = [_version(a) if r is None else (a._version if v else 0) for a, r, v in pairs]
         except RuntimeError:  # an inference tensor has none
             refs = self._note_inputs(args)
             versions = [_version(a) for a in args]
@@ -202,7 +206,7 @@ class PendingForwards:
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
         """Note what a call returned, whose storage identifies the backward."""
         if self._key >= 0:
-            self._calls.append(ForwardCall(*begun, {names[self._key]: _Key.of(outputs[self._key])}))
+            self._add(ForwardCall(*begun, {names[self._key]: _Key.of(outputs[self._key])}))
             return
         keys: dict[str, _Key] = {}
         for number in reversed(range(len(names))):
@@ -214,7 +218,11 @@ class PendingForwards:
                 break
             if len(keys) < _KEYS:
                 keys[names[number]] = _Key.of(outputs[number])
-        self._calls.append(ForwardCall(*begun, keys))
+        self._add(ForwardCall(*begun, keys))
+
+    def _add(self, call: ForwardCall) -> None:
+        with self._lock:
+            self._calls.append(call)
 
     def snapshot(self, args: Sequence[Any]) -> StepSnapshot:
         """Return the snapshot of the step whose backward is given these arguments; see ``note_saved``."""
@@ -233,15 +241,16 @@ class PendingForwards:
 
     def _find(self, args: Sequence[Any]) -> ForwardCall | None:
         unknown = []
-        for number in reversed(range(len(self._calls))):
-            call = self._calls[number]
-            known = [(key, t) for name, key in call.keys.items() if (t := self._argument(name, args)) is not None]
-            if known and all([key.is_of(t) for key, t in known]):
-                return self._calls.pop(number)
-            if not known:
-                unknown.append(call)
-        if len(unknown) == len(self._calls) == 1:  # it saved nothing but inputs
-            return self._calls.pop()
+        with self._lock:
+            for number in reversed(range(len(self._calls))):
+                call = self._calls[number]
+                known = [(key, t) for name, key in call.keys.items() if (t := self._argument(name, args)) is not None]
+                if known and all([key.is_of(t) for key, t in known]):
+                    return self._calls.pop(number)
+                if not known:
+                    unknown.append(call)
+            if len(unknown) == len(self._calls) == 1:  # it saved nothing but inputs
+                return self._calls.pop()
         return None
 
     def _argument(self, name: str, args: Sequence[Any]) -> Tensor | None:

@@ -51,7 +51,7 @@ def number_of(marker: fx.Node) -> int:
 
 
 def _wide_norm(x: Tensor) -> Tensor:
-    if x.dtype in (torch.float64, torch.complex128):
+    if x.dtype in (torch.float64, torch.complex128) or x.device.type == "mps":  # which has no float64
         return norm_of(x)
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64)
     return norm

@@ -60,6 +60,11 @@ class RecordPacking:
             self.bounds.append((key_of_bound, traced.bound[1]))
         return keys
 
+    def follow(self, current: Callable[[fx.Node], fx.Node]) -> None:
+        """Take for each node the one that is read instead of it now, before anything is packed."""
+        self.records = [replace(record, node=current(record.node)) for record in self.records]
+        self.kept = [(site, current(node)) for site, node in self.kept]
+
     def pack_into(self, graph: fx.Graph) -> tuple[BackwardOutputs, list[fx.Node]]:
         """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)

@@ -35,7 +35,7 @@ from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Kind, Site
 
-# From this many measured errors and activations on, their statistics are opaque on every device: see docs/design.md.
+# From this many measured errors and activations on, their statistics are opaque, except on CUDA: see docs/design.md.
 MANY = 64
 # Where errors and activations are always measured by an operation of our own, which reads memory at full speed.
 MEASURED_APART = frozenset(("cpu",))
@@ -108,6 +108,7 @@ def rewrite_joint_graph(
         rewriter.insert(point, [a.action for a in found if not isinstance(a.action, GroupAction)])
     for action, members in groups_of(answers):
         rewriter.insert_group(action, members)
+    rewriter.packing.follow(rewriter.current)
     replay_graph = rewriter.make_replay_graph(points)
     outputs, record_nodes = rewriter.packing.pack_into(graph)
     editing.erase_markers(graph)
@@ -158,11 +159,12 @@ class _Rewriter:
         self.packing = RecordPacking()
         self.counters: list[str] = []  # nodes of boundary counters
         self.changed: set[fx.Node] = set()  # markers of errors that actions change
+        self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
         self._tracer = ActionTracer()
 
     def insert(self, point: InsertionPoint, actions: Sequence[Any]) -> None:
         """Insert the actions of one site, in order."""
-        current = point.node
+        current = point.node = self.current(point.node)
         now, later = self._split(point, actions)
         for action in now:
             seen = current
@@ -228,7 +230,7 @@ class _Rewriter:
     def insert_group(self, action: GroupAction, points: Sequence[InsertionPoint]) -> None:
         """Insert one group action; its sites are treated together."""
         sites = [p.site for p in points]
-        nodes = [p.node for p in points]
+        nodes = [self.current(p.node) for p in points]
         for point in points:
             check_dense(action, point.site, value_of(point.node))
         mode = self._mode(sites[0])
@@ -251,9 +253,20 @@ class _Rewriter:
             tag = "must_be_in_backward" if traced.has_live else "is_backward"
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
 
+    def current(self, node: fx.Node) -> fx.Node:
+        """Return the node that is read instead of a node now.
+
+        An error that passes an op unchanged (the sum of a residual) is the marker of another site, whose actions may
+        replace it later.
+        """
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
     def _replace(self, point: InsertionPoint, result: fx.Node) -> None:
         if point.marker is not None:
             editing.reroute(point.marker, result)
+            self._replaced[point.marker] = result
         elif point.output is not None:
             editing.replace_output(self.graph, point.output, result)
         point.node = result  # of an activation too, which only the next action reads: the forward is never changed

@@ -114,7 +114,7 @@ MUTANTS = {
         "skip and fused and default",
     ),
     "a skip that no guard is told of": Mutant(
-        "gradrewrite.monitoring.step_recorder:StepRecorder.collect",
+        "gradrewrite.monitoring.step_recorder:StepRecorder._note_verdicts",
         "guard.note(bad, parameters)",
         "pass",
         "test_cuda.py",
