@@ -60,10 +60,12 @@ class RecordPacking:
             self.bounds.append((key_of_bound, traced.bound[1]))
         return keys
 
-    def follow(self, current: Callable[[fx.Node], fx.Node]) -> None:
-        """Take for each node the one that is read instead of it now, before anything is packed."""
+    def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
+        """Take for each node of a graph the one that is read instead of it now, before anything is packed."""
+        nodes = {node.name: node for node in graph.nodes}
         self.records = [replace(record, node=current(record.node)) for record in self.records]
         self.kept = [(site, current(node)) for site, node in self.kept]
+        self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
 
     def pack_into(self, graph: fx.Graph) -> tuple[BackwardOutputs, list[fx.Node]]:
         """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""

@@ -108,7 +108,7 @@ def rewrite_joint_graph(
         rewriter.insert(point, [a.action for a in found if not isinstance(a.action, GroupAction)])
     for action, members in groups_of(answers):
         rewriter.insert_group(action, members)
-    rewriter.packing.follow(rewriter.current)
+    rewriter.packing.follow(rewriter.current, graph)
     replay_graph = rewriter.make_replay_graph(points)
     outputs, record_nodes = rewriter.packing.pack_into(graph)
     editing.erase_markers(graph)

@@ -65,8 +65,10 @@ def test_a_check_sees_what_an_action_before_it_has_mended() -> None:
 
     mended = gr.transform(Infinite(), [gr.on("error:y", NanToNum()), gr.on("error:h", CheckFinite())])
     mended(X).backward()
-    broken = gr.transform(Infinite(), [gr.on("error:y", lambda g: g * torch.nan), gr.on("error:h", CheckFinite())])
+    broken = gr.transform(Residual(), [gr.on("error:y", lambda g: g * torch.nan), gr.on("error:h", CheckFinite())])
 
     assert mended.monitor.latest()["nonfinite@error:h"] == 0
-    with pytest.raises(gr.NonFiniteError):
+    with pytest.raises(gr.NonFiniteError) as caught:
         broken(X).backward()
+    assert (str(caught.value.site), caught.value.note) == ("error:h", "")
+    assert caught.value.op.startswith("y: <function")
