@@ -39,7 +39,7 @@ class Event:
         self._queries = -1  # before it is recorded
 
     def record(self, stream: Stream | None = None) -> None:
-        """Begin."""
+        """Start the stream."""
         self._queries = 0
 
     def wait(self, stream: Stream | None = None) -> None:

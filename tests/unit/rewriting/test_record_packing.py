@@ -101,7 +101,7 @@ def test_what_an_input_was_before_the_forward_writes_to_it() -> None:
 
 
 def test_only_last_measurements_are_put_off() -> None:
-    """What a clip sees, and what comes after it, is measured apart."""
+    """The value that a clip reads and the value that it makes are measured apart."""
     model = gr.transform(Chain(1), gr.on("error:h0", [Observe("norm"), ClipByNorm(0.5), Observe("norm")]))
     model().backward()
     latest = model.monitor.latest()
