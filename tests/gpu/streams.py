@@ -39,7 +39,7 @@ class Event:
         self._queries = -1  # before it is recorded
 
     def record(self, stream: Stream | None = None) -> None:
-        """Start the stream."""
+        """Note the event: its first query finds it late."""
         self._queries = 0
 
     def wait(self, stream: Stream | None = None) -> None:
