@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import distributed, fx, nn
 from torch.nn.parallel import DistributedDataParallel as DistributedDataParallel
 
 from gradrewrite._compat.versions import needed_for
@@ -40,16 +41,58 @@ def is_ddp_split(gm: fx.GraphModule) -> bool:
     return reason is not None and reason.reason.startswith("DDPOptimizer")
 
 
-def ranks_around(modules: Iterable[nn.Module]) -> tuple[str, int]:
-    """Return the name of the data parallelism around these modules and its number of ranks; ``("", 1)`` if none."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return "", 1
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def sharded_parameters(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the parameters of optimizers in place of those that FSDP2 gives to a forward, by the identity of these."""
+    found = {}
+    for module in modules:
+        if is_sharded(module):
+            for group in fully_shard_groups(module):
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        found[id(parameter._unsharded_param)] = parameter.sharded_param
+    return found
+
+
+def fully_shard_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that one ``fully_shard`` manages; up to torch 2.11 there is one at most."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelism:
+    """The data parallelism around a model.
+
+    Attributes:
+        name: Its name; ``""`` if there is none.
+        size: Number of its ranks.
+        group: Their process group; None where the parameters tell (FSDP2), or there is none.
+    """
+
+    name: str = ""
+    size: int = 1
+    group: distributed.ProcessGroup | None = None
+
+
+def parallelism_around(modules: Iterable[nn.Module]) -> DataParallelism:
+    """Return the data parallelism around these modules."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return DataParallelism()
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None:
-        return "DistributedDataParallel", ddp.process_group.size()
+        return DataParallelism("DistributedDataParallel", ddp.process_group.size(), ddp.process_group)
+    number = distributed.get_world_size()
     if str(dynamo_config.optimize_ddp).startswith("python_reducer"):  # then torch does not say whose forward runs
-        return "DistributedDataParallel (python_reducer)", torch.distributed.get_world_size()
+        return DataParallelism("DistributedDataParallel (python_reducer)", number, distributed.group.WORLD)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in modules):
-        return "FSDP2 (fully_shard)", torch.distributed.get_world_size()
-    return "", 1
+        return DataParallelism("FSDP2 (fully_shard)", number)
+    return DataParallelism()
