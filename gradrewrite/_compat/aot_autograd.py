@@ -19,6 +19,8 @@ with needed_for("the inputs and outputs of a joint graph carry descriptors of wh
         GradAOTOutput,
         PlainAOTInput,
         PlainAOTOutput,
+        SubclassGetAttrAOTInput,
+        SubclassGetAttrAOTOutput,
         TangentAOTInput,
     )
 with needed_for("the partitioner that Inductor uses can be called around a joint graph"):
@@ -75,9 +77,9 @@ def regenerated_outputs(graph: fx.Graph) -> set[int]:
 
     Those that need no gradient, and views that AOTAutograd makes outside of the graph, from a base that it returns.
     """
-    descs = graph.output_node().meta.get("desc") or ()
+    descs = map(_described, graph.output_node().meta.get("desc") or ())
     returned = {desc.idx for desc in descs if isinstance(desc, PlainAOTOutput)}
-    known = (node.meta["desc"].output for node in tangents(graph))
+    known = (_described(node.meta["desc"]).output for node in tangents(graph))
     inside = {output.idx for output in known if isinstance(output, PlainAOTOutput)}
     return returned - inside
 
@@ -87,16 +89,30 @@ def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
     output = graph.output_node()
     descs = output.meta.get("desc")
     found = []
-    for position, desc in enumerate(descs or ()):
-        if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
-            found.append((position, desc.grad_of.idx))
+    for position, desc in enumerate(map(_described, descs or ())):
+        if isinstance(desc, GradAOTOutput):
+            of = _described(desc.grad_of)
+            if isinstance(of, PlainAOTInput):
+                found.append((position, of.idx))
     return found
+
+
+_LOCAL = "_local_tensor"
+
+
+def _described(desc: Any) -> Any:
+    """Return the descriptor of an input or output: that of the DTensor for its local tensor, None for its mesh."""
+    while isinstance(desc, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
+        if desc.attr != _LOCAL:
+            return None
+        desc = desc.base
+    return desc
 
 
 def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
     """Placeholders of a joint graph that are inputs of the Dynamo graph, with their positions there."""
     placeholders = graph.find_nodes(op="placeholder")
-    descs = {node: node.meta.get("desc") for node in placeholders}
+    descs = {node: _described(node.meta.get("desc")) for node in placeholders}
     return {node: desc.idx for node, desc in descs.items() if isinstance(desc, PlainAOTInput)}
 
 
@@ -105,20 +121,20 @@ def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
     output = graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, list | tuple)
-    pairs = zip(returned, output.meta.get("desc") or (), strict=False)
+    pairs = zip(returned, map(_described, output.meta.get("desc") or ()), strict=False)
     return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
 
 
 def output_positions(graph: fx.Graph) -> list[int]:
     """Return the positions of the model's outputs among those of a joint graph."""
-    descs = graph.output_node().meta.get("desc") or ()
+    descs = map(_described, graph.output_node().meta.get("desc") or ())
     return [position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)]
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:
     """Placeholders of a joint graph that are gradients of its outputs."""
     placeholders = graph.find_nodes(op="placeholder")
-    return [node for node in placeholders if isinstance(node.meta.get("desc"), TangentAOTInput)]
+    return [node for node in placeholders if isinstance(_described(node.meta.get("desc")), TangentAOTInput)]
 
 
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,6 +51,32 @@ def backward_id() -> int:
 def runs_backward(frame: FrameType) -> bool:
     """Whether a Python frame is the one that hands a backward to the autograd engine and waits for it."""
     return frame.f_code is _engine_run_backward.__code__
+
+
+def compiled_nodes(outputs: Iterable[Tensor], ends: Collection[Any]) -> list[Any]:
+    """Return the autograd nodes of compiled graphs that outputs come from, each the first on its way back.
+
+    Args:
+        outputs: Tensors; AOTAutograd may have made views of what a graph returned.
+        ends: Nodes at which the search ends.
+    """
+    todo = [t.grad_fn for t in outputs]
+    seen, found = set(ends), []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in node.name():
+            found.append(node)
+        else:
+            todo += [following for following, _ in node.next_functions]
+    return found
+
+
+def running_node() -> Any:
+    """Return the autograd node that this thread runs; None outside of a backward."""
+    return torch._C._current_autograd_node()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

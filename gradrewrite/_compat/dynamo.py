@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gradrewrite._compat.versions import needed_for
 
@@ -76,6 +78,17 @@ def backend_in_use() -> tuple[Any, types.CodeType, Any] | None:
         return None
     root = tx.output.root_tx
     return innermost_backend(cast(Any, tx.output.compiler_fn)), root.f_code, root.f_locals.get("self")
+
+
+def module_given_to_compile() -> nn.Module | None:
+    """Return the module that ``torch.compile``, or ``nn.Module.compile``, is given further up; None if it is none."""
+    code = inspect.unwrap(torch.compile).__code__  # Lightning wraps it
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    given = frame.f_locals.get("model") if frame is not None else None
+    owner = getattr(given, "__self__", given)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def outside_of_graphs(fn: _Function, reason: str) -> _Function:

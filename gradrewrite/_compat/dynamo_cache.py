@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import types
 import weakref
@@ -18,8 +19,8 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("Dynamo's cache entries of a code object can be listed and dropped"):
     from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
     from torch._dynamo.eval_frame import (
-        OptimizedModule,
         _debug_get_cache_entry_list,
         cached_backends,
         innermost_backend,
@@ -164,19 +165,25 @@ class _Frames:
         with compile_lock, self._while_tracing() as unguarded:
             self.compiled.add(frame.f_code)
             try:
-                with self._limits(frame.f_code), self._without_guards_on(unguarded):
+                with self._settings(frame.f_code), self._without_guards_on(unguarded):
                     return self._callback(frame, *args)
             finally:
                 _forget_stacks()
 
-    def _limits(self, code: types.CodeType) -> contextlib.AbstractContextManager[None]:
-        """Allow each backend as many compilations of a code object as torch allows all; dropped ones do not count."""
+    def _settings(self, code: types.CodeType) -> contextlib.AbstractContextManager[None]:
+        """Return the settings of Dynamo under which a code object is compiled.
+
+        Each backend may compile it as often as torch allows all; dropped code does not count. Methods of loggers that
+        log once in a process (``warning_once`` of transformers) break no graph: what they would say is not logged.
+        """
+        once = {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")}
         entries = _debug_get_cache_entry_list(code)
         times = len({id(self._backend), *(id(entry.backend) for entry in entries if not _is_dropped(entry))})
         more = sum(_is_dropped(entry) for entry in entries)
         patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(
             recompile_limit=dynamo_config.recompile_limit * times + more,
             accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * times + more,
+            ignore_logging_functions=dynamo_config.ignore_logging_functions | once,
         )
         return patch
 

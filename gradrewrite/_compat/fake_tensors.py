@@ -17,6 +17,10 @@ with needed_for("graphs are traced with fake tensors, which know their mode"):
 with needed_for("sizes that depend on data are symbols that a shape environment knows"):
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+with needed_for("subclasses with tensors inside can be told from plain tensors"):
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+with needed_for("dispatch modes of the user can be left while a graph is made"):
+    from torch.utils._python_dispatch import _disable_current_modes
 with needed_for("a storage can be known again without being kept alive"):
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -50,6 +54,22 @@ def fake_like(reference: Tensor, tensor: Tensor) -> Tensor:
     if not isinstance(reference, FakeTensor):
         return tensor
     return reference.fake_mode.from_tensor(tensor, static_shapes=True).detach()
+
+
+def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Fake copies of real tensors, detached, in one new mode."""
+    mode = FakeTensorMode()
+    return [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
+    """Make graphs, whatever dispatch modes are on (counters, profilers)."""
+    return _disable_current_modes()
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is a subclass with tensors inside, such as a DTensor."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:

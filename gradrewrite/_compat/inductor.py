@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from gradrewrite._compat.aot_autograd import CodeStore, CompilationHooks, min_cut_partition, no_autograd_cache
-from gradrewrite._compat.combined_kernels import combined_kernels
+from gradrewrite._compat.combined_kernels import combined_kernels, mark
 from gradrewrite._compat.versions import needed_for
 
 
@@ -32,6 +32,22 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[s
 
     with no_autograd_cache():
         return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(settings) or None))
+
+
+def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Inductor without CUDA graphs and without folding ``x * 0``, for a graph without gradients that we made."""
+    with needed_for("Inductor can be called with a compiler of ours around its own"):
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        for node in graph.graph.nodes:
+            mark(node)
+        with combined_kernels(example_inputs):
+            return compile_fx_inner(graph, example_inputs, **kwargs)
+
+    patches = {**settings, "triton.cudagraphs": False, "joint_graph_constant_folding": False}
+    with torch.no_grad(), no_autograd_cache():
+        return cast(Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches))
 
 
 def compile_rewritten(

@@ -23,6 +23,20 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
+def trace_parts(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace ``fn``, in which there may be DTensors, into nodes on the plain tensors of this process.
+
+    These are neither decomposed nor functional; ``trace`` of the result is.
+    """
+    mode = fake_mode_of(inputs)
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with torch.no_grad(), mode:
+            return make_fx(fn)(*(_another(t) for t in inputs))
+    finally:
+        mode.allow_non_fake_inputs = allowed
+
+
 def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``."""
     with needed_for("Inductor's decompositions can be asked for"):

@@ -2,15 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("it can be asked whether a GradScaler has unscaled gradients"):
+    from torch.amp.grad_scaler import OptState
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Mark ``step`` as called, though it changed nothing; else learning-rate schedulers warn."""
     optimizer.__dict__["_opt_called"] = True
+
+
+def inside_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside of one that only hands its calls on, as accelerate's and Lightning's do."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is optimizer or not isinstance(inner, torch.optim.Optimizer) else inside_of(inner)
+
+
+def use_methods_of(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> None:
+    """Let accelerate's optimizer, which beside a GradScaler keeps two versions of ``step``, use the inner one's."""
+    if outer is inner or "_optimizer_patched_step_method" not in vars(outer):
+        return
+    from accelerate.optimizer import patch_optimizer_step
+
+    vars(outer).update(
+        _optimizer_original_step_method=inner.step,
+        _optimizer_patched_step_method=patch_optimizer_step(outer, inner.step),
+    )
+
+
+@contextlib.contextmanager
+def attributes_set(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give an optimizer attributes that its fused kernels read (``grad_scale``, ``found_inf``), for one step."""
+    given = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}
+    optimizer.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in given:
+                optimizer.__dict__[name] = given[name]
+            else:
+                optimizer.__dict__.pop(name, None)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the kernels of an optimizer read ``grad_scale`` and ``found_inf``."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def check_unmixed(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError where a fused or foreach kernel would get DTensors and plain tensors together."""
+    for number, group in enumerate(optimizer.param_groups):
+        is_together = group.get("fused") or group.get("foreach")
+        if is_together and len({hasattr(p, "device_mesh") for p in group["params"]}) > 1:
+            raise TypeError(
+                f"param group {number} of {type(optimizer).__name__} has DTensors and plain tensors, which torch's "
+                "fused and foreach kernels do not take together: give each kind a param group of its own"
+            )
+
+
+def scaler_in_use(depth: int = 40) -> torch.amp.GradScaler | None:
+    """Return the GradScaler whose ``step`` calls us, if one of the nearest frames is that."""
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            assert isinstance(scaler, torch.amp.GradScaler)
+            return scaler
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def unscale_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let a GradScaler unscale the gradients of an optimizer, unless it has done so since its last ``update``."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+
+
+def note_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Let the GradScaler that calls us know that another process found an infinity, so that all scales stay equal."""
+    scaler = scaler_in_use()
+    states = {} if scaler is None else scaler._per_optimizer_states.get(id(optimizer), {})
+    for own in states.get("found_inf_per_device", {}).values():
+        own.copy_(found_inf.reshape(own.shape), non_blocking=True)
+
+
+def foreach_scale(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place by one number or 0-d tensor; the product is computed in at least float32."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.device, tensor.dtype].append(tensor)
+    for (device, dtype), group in alike.items():
+        if not isinstance(factor, Tensor):
+            torch._foreach_mul_(group, factor)
+            continue
+        wide = torch.promote_types(dtype, torch.float32)
+        own = factor.to(device, wide.to_real(), non_blocking=True)
+        if wide == dtype or device.type == "cpu":  # which reads a 0-d factor in full
+            torch._foreach_mul_(group, own)
+        else:
+            for tensor in group:
+                tensor.copy_(tensor.to(wide) * own)
 
 
 def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
