@@ -1,0 +1,1 @@
+"""Several processes: process groups, agreement, norms over shards and meshes."""

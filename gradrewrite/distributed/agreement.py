@@ -1,0 +1,70 @@
+"""Agreement: a step that one rank skips is skipped by all ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from gradrewrite.distributed.groups import device_for
+
+NUM_VOTES = 2  # of a rank on a step: the checks, and a GradScaler
+
+
+class Ballot:
+    """The verdicts of all ranks on one step, from one collective that every rank takes part in.
+
+    Nothing waits on the host where the group is NCCL's; gloo's CPU operation blocks in ``result``.
+
+    Attributes:
+        group: The ranks that agree.
+        votes: The verdicts of this rank, float64, 0 or 1.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, votes: Sequence[Tensor | None], device: torch.device) -> None:
+        """Take the verdicts of this rank.
+
+        Args:
+            group: The ranks that agree; this process is one of them.
+            votes: One-element tensors, 0 or 1; None is 0. All ranks give as many.
+            device: Where the verdicts are wanted.
+        """
+        self.group = group
+        where = device_for(group, device)
+        zero = torch.zeros(1, dtype=torch.float64, device=where)
+        given = [zero if v is None else v.to(where, torch.float64, non_blocking=True).reshape(1) for v in votes]
+        self.votes = torch.cat(given)
+        self._device = device
+        self._work: dist.Work | None = None
+        self._result: Tensor | None = None
+
+    def start(self) -> None:
+        """Start the collective."""
+        if self._work is None and self._result is None:
+            self._work = dist.all_reduce(self.votes, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+
+    def add(self, number: int, vote: Tensor) -> None:
+        """Add a verdict to one of those of this rank, before the collective has started."""
+        assert self._work is None
+        self.votes[number] += vote.to(self.votes.device, torch.float64, non_blocking=True).reshape(())
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the sums of all ranks' votes are here."""
+        return self._result is not None
+
+    def decide(self, sums: Tensor) -> None:
+        """Take the sums of all ranks' votes from a collective that another has made."""
+        self._result = sums
+
+    def result(self) -> list[Tensor]:
+        """Return the verdicts of the group: 0-d float32 each, 1 if that of any rank is not 0."""
+        if self._result is None:
+            self.start()
+            assert self._work is not None
+            self._work.wait()
+            self._result = self.votes
+        verdicts = (self._result != 0).to(torch.float32).to(self._device, non_blocking=True)
+        return list(verdicts.unbind())

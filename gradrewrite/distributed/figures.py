@@ -1,0 +1,154 @@
+"""Figures of whole tensors from those of their parts on several ranks, by one sum over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradrewrite.distributed.shards import Spread
+
+# Norms of float64 elements are squared in three ranges, or their squares would leave that of float64 (after Blue, "A
+# portable Fortran program to find the Euclidean norm of a vector", 1978).
+_LARGE, _SMALL, _UNIT = 2.0**500, 2.0**-500, 2.0**600
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """The rule by which a figure of a whole follows from those of its parts.
+
+    Attributes:
+        kind: A norm, a sum, a mean, or the largest or smallest of all.
+        order: Order of the norm.
+    """
+
+    kind: Literal["norm", "sum", "mean", "max", "min"]
+    order: float = 2.0
+
+
+COMBINATIONS = {
+    "max_abs": Combination("max"),
+    "mean_abs": Combination("mean"),
+    "norm": Combination("norm"),
+    "min": Combination("min"),
+    "max": Combination("max"),
+    "nan": Combination("sum"),
+    "inf": Combination("sum"),
+    "nonfinite": Combination("sum"),
+    "zeros": Combination("mean"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor on this rank.
+
+    Attributes:
+        spread: How the tensor is spread.
+        size: Number of elements of the part.
+    """
+
+    spread: Spread
+    size: int
+
+
+def num_slots(how: Combination, ranks: Sequence[int]) -> int:
+    """Return how many numbers of the sum over the ranks a figure takes.
+
+    A sum or a mean takes one and an L2 norm three. Anything else is no sum: each rank writes to a number of its own.
+    """
+    if how.kind in ("sum", "mean"):
+        return 1
+    return 3 if how.kind == "norm" and how.order == 2 else len(ranks)
+
+
+def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Sequence[int], rank: int) -> Tensor:
+    """Return what this rank adds to the sum.
+
+    Args:
+        values: The figures of the parts on this rank, ``[parts]``, real; that of an empty part does not matter.
+        parts: The parts, of one tensor or of several that are taken together.
+        how: How they are combined.
+        ranks: The global ranks that are summed over, ascending.
+        rank: That of this process.
+
+    Returns:
+        ``[num_slots]``, float64.
+    """
+    # The norm and the counts of an empty part are 0.
+    there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
+    slots = num_slots(how, ranks)
+    if not there:
+        neutral = {"max": -math.inf, "min": math.inf}.get(how.kind, 0.0)
+        return _in_slot(values.new_full((), neutral, dtype=torch.float64), slots, ranks, rank)
+    wide = values.to(torch.float64)
+    if len(there) < len(parts):
+        wide = torch.stack([wide[n] for n in there])
+    weights = [_weight(parts[n], how) for n in there]
+    if len(set(weights)) == 1:
+        wide = wide * weights[0] if weights[0] != 1.0 else wide
+    else:
+        wide = torch.stack([value * weight for value, weight in zip(wide.unbind(), weights, strict=True)])
+    if how.kind in ("sum", "mean"):
+        return wide.sum().reshape(1)
+    if how.kind == "norm" and how.order == 2:
+        is_large, is_small = wide > _LARGE, wide < _SMALL
+        scaled = torch.where(is_large, wide / _UNIT, torch.where(is_small, wide * _UNIT, wide))
+        squares = scaled * scaled
+        return torch.stack(
+            [
+                torch.where(is_large, squares, 0.0).sum(),
+                torch.where(is_large | is_small, 0.0, squares).sum(),
+                torch.where(is_small, squares, 0.0).sum(),
+            ]
+        )
+    if how.kind == "norm" and not math.isinf(how.order):
+        return _in_slot(_norm(wide, how.order), slots, ranks, rank)
+    return _in_slot(wide.amin() if how.kind == "min" else wide.amax(), slots, ranks, rank)
+
+
+def decode(sums: Tensor, how: Combination) -> Tensor:
+    """Return the figure of the whole, 0-d float64, from the sums over the ranks, ``[num_slots]``."""
+    if how.kind in ("sum", "mean"):
+        return sums.reshape(())
+    if how.kind == "norm" and how.order == 2:
+        large, middle, small = sums.unbind()
+        shift = 1.0 / _UNIT
+        of_large = (large + middle * shift * shift).sqrt() * _UNIT
+        of_middle = (middle + small * shift * shift).sqrt()
+        # Written so that NaN takes the first way.
+        return torch.where(large == 0, torch.where(middle == 0, small.sqrt() * shift, of_middle), of_large)
+    if how.kind == "norm" and not math.isinf(how.order):
+        return _norm(sums, how.order)
+    return sums.amin() if how.kind == "min" else sums.amax()
+
+
+def _weight(part: Part, how: Combination) -> float:
+    """Return the factor of the figure of a part, with which replicas count once."""
+    replicas = part.spread.replicas
+    if how.kind == "sum":
+        return 1.0 / replicas
+    if how.kind == "mean":
+        return part.size / (part.spread.size * replicas)
+    if how.kind == "norm" and not math.isinf(how.order):
+        return math.pow(replicas, -1.0 / how.order)
+    return 1.0
+
+
+def _in_slot(value: Tensor, slots: int, ranks: Sequence[int], rank: int) -> Tensor:
+    """A value in the number of this rank, zeros in all others; in the only one if there is one."""
+    if slots != len(ranks) or slots == 1:
+        return torch.cat([value.reshape(1), value.new_zeros(slots - 1)])
+    own = list(ranks).index(rank)
+    return torch.cat([value.new_zeros(own), value.reshape(1), value.new_zeros(slots - own - 1)])
+
+
+def _norm(values: Tensor, order: float) -> Tensor:
+    """The norm of non-negative numbers, without overflow."""
+    largest = values.amax()
+    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    return unit * ((values / unit) ** order).sum() ** (1.0 / order)
