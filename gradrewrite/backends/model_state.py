@@ -1,0 +1,242 @@
+"""State of a rewritten model: its session, its compiled entry points, and the plain module behind it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradrewrite._compat import autograd, data_parallel, dynamo
+from gradrewrite._tensors import tensors_in
+from gradrewrite.backends.backend import Backend
+from gradrewrite.backends.engines import AotEager, Engine, Inductor
+from gradrewrite.backends.entry_point import EntryPoint, makes_gradients
+from gradrewrite.backends.module_hooks import HookWatch, WithHooks
+from gradrewrite.backends.parameter_watch import ParameterWatch
+from gradrewrite.backends.regions import Regions, outside_of
+from gradrewrite.backends.session import Session, attached_state
+from gradrewrite.errors import NotRewrittenError
+from gradrewrite.monitoring.monitor import Monitor, recorder_of
+from gradrewrite.policy.actions import GroupAction
+from gradrewrite.policy.rules import ask
+from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.sites import Site
+
+
+class ModelState:
+    """The policy of one model at work.
+
+    Attributes:
+        original: The plain module; shares its ``__dict__`` with the rewritten one.
+        config: The configuration that ``transform`` was given.
+        monitor: Reads the records.
+        engine: What compiles graphs.
+        compile_options: The arguments of ``compile``.
+        session: The policy at work; ``compile`` makes a new one.
+        regions: The modules that are compiled separately; None where the model is compiled as a whole.
+        is_temporary: Whether it belongs to the callback of a framework, and ends with the training.
+    """
+
+    def __init__(self, original: nn.Module, config: RewriteConfig, monitor: Monitor) -> None:
+        self.original = original
+        self.config = config
+        self.monitor = monitor
+        self.engine: Engine = AotEager()
+        self.compile_options: Mapping[str, Any] = {}
+        self.is_temporary = False
+        self._is_dropped = False
+        self._is_sharded = False
+        self.regions = (
+            Regions(original, config.regions, weakref.WeakMethod(self._region_entry)) if config.regions else None
+        )
+        self._install(Session(config, recorder_of(monitor), original), {}, self.engine)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether Inductor compiles the graphs, and not op by op."""
+        return self.engine.name == "inductor"
+
+    def compile(self, kwargs: Mapping[str, Any]) -> None:
+        """Compile with Inductor from the next call on; see ``RewrittenModule.compile``."""
+        options = dict(kwargs.get("options") or {})
+        options.pop("guard_filter_fn", None)  # Dynamo's, all others are Inductor's
+        Inductor().configured(kwargs.get("mode"), options)
+        given = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
+        config = replace(self.config, **given)
+        self._install(Session(config, recorder_of(self.monitor), self.original), kwargs, Inductor())
+
+    def _install(self, session: Session, options: Mapping[str, Any], engine: Engine) -> None:
+        entry_points = self._entry_points(session, options, engine)
+        self.session, self.compile_options, self.engine = session, options, engine
+        self._entries = entry_points
+        self._hooks = HookWatch(self.original)
+        of_regions = None if self.regions is None else self.regions.parameters
+        self._watch = ParameterWatch(self.original, session.warn_outside, of_regions)
+        if self.regions is not None:
+            self.regions.forget()
+            session.regions = tuple(self.regions.modules)
+            session.outside = outside_of(self.original, self.regions.modules)
+        self._num_graphs = 0
+        self._num_calls = 0  # of a model with regions, with gradients
+
+    def _entry_points(self, session: Session, options: Mapping[str, Any], engine: Engine) -> dict[str, EntryPoint]:
+        backend = Backend(session, engine, self.monitor)
+        evaluating = Backend(session, engine, self.monitor, is_silent=True)
+        self._backends = backend, evaluating
+        if self.regions is not None:
+            return {}
+        return {
+            method: EntryPoint(
+                session, backend, evaluating, self.original, options, method, runs_hooks=not self._is_sharded
+            )
+            for method in session.config.methods
+        }
+
+    def _region_entry(self, module: nn.Module, *, runs_hooks: bool) -> EntryPoint:
+        return EntryPoint(
+            self.session, *self._backends, module, self.compile_options, runs_hooks=runs_hooks, is_region=True
+        )
+
+    def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an entry point of the rewritten model; its backward will follow the policy.
+
+        The hooks of ``fully_shard`` cannot be traced. They are run here, around the graph of the forward.
+        """
+        if self.regions is not None:
+            return self._call_regions(self.regions, model, method, args, kwargs)
+        is_sharded = method == "forward" and data_parallel.is_sharded(model)
+        if is_sharded != self._is_sharded and method == "forward":
+            self._is_sharded = is_sharded
+            self.restart()
+        if not is_sharded:
+            return self._call(model, method, args, kwargs)
+        if "forward" in vars(model):
+            raise NotRewrittenError(
+                f"fully_shard and a replaced forward of {type(model).__name__}: the policy would not hold; apply "
+                "autocast around the call instead"
+            )
+        plain = type(self.original)
+        body = {"forward": lambda _, *a, **k: self._call(model, method, a, k)}
+        metaclass: Any = type(plain)
+        hooked: nn.Module = object.__new__(metaclass(plain.__name__, (WithHooks, plain), body))
+        object.__setattr__(hooked, "__dict__", vars(model))
+        return nn.Module.__call__(hooked, *args, **kwargs)
+
+    def _call_regions(
+        self, regions: Regions, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a model of which the regions alone are compiled."""
+        self._refuse_dropped()
+        if self._hooks.have_changed():
+            self.restart()
+        if torch.is_grad_enabled():
+            self.session.check_outside(regions.parameters())
+        with regions.running():
+            call = nn.Module.__call__ if method == "forward" else getattr(type(self.original), method)
+            result = call(model, *args, **kwargs)
+        if len(self.session.graphs) != self._num_graphs:
+            self._num_graphs = len(self.session.graphs)
+            self._watch.refresh()
+        if torch.is_grad_enabled() or makes_gradients(result, (args, kwargs)):
+            self.session.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+            self._num_calls += 1
+            if self._num_calls > 1 or regions.called.issuperset(regions.modules):
+                self.session.check_rules()
+        self.session.warnings.flush_warnings()
+        return result
+
+    def traced_config(self) -> RewriteConfig:
+        """Return the configuration for a graph of the whole model: with regions, the policy is asked inside of them.
+
+        Raises:
+            PolicyError: A group of gradients is clipped together that are not in one region.
+        """
+        config, regions = self.session.config, self.regions
+        if regions is None:
+            return config
+        self.session.check_outside(regions.parameters())
+        grouped: dict[Any, str] = {}
+
+        def ask_inside(site: Site) -> tuple[Any, ...]:
+            region = regions.region_of(site)
+            answers = () if region is None else ask(config.policy, site)
+            for action in answers:
+                if isinstance(action, GroupAction) and region is not None:
+                    self.session.check_group(action, region, grouped.setdefault((type(action), action.group), region))
+            return answers
+
+        return replace(config, policy=ask_inside)
+
+    def _refuse_dropped(self) -> None:
+        if self._is_dropped:
+            raise RuntimeError(
+                f"the policy of this {type(self.original).__name__} was taken off by gr.restore; use what that returned"
+            )
+
+    def _call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_dropped()
+        if self._hooks.have_changed():  # what was compiled has the old ones
+            self.restart()
+        in_parts = not self.session.config.fullgraph
+        before = dynamo.graph_breaks_so_far() if in_parts else {}
+        result = self._entries[method](args, kwargs)
+        if len(self.session.graphs) != self._num_graphs:  # parameters may have come, or need a gradient by now
+            self._num_graphs = len(self.session.graphs)
+            self._watch.refresh()
+        has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
+        if in_parts and has_backward:
+            self._look_for_plain_ops(result, (args, kwargs), before)
+        if has_backward:
+            self.session.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+        self.session.check_rules()
+        self.session.warnings.flush_warnings()
+        return result
+
+    def restart(self) -> None:
+        """Drop what was compiled; the next call traces again."""
+        self.session.forget()
+        self._num_graphs = self._num_calls = 0
+        if self.regions is not None:
+            self.regions.forget()
+        self._entries = self._entry_points(self.session, self.compile_options, self.engine)
+        self._hooks = HookWatch(self.original)
+
+    def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
+        for reason, count in dynamo.graph_breaks_so_far().items():
+            if count > breaks.get(reason, 0):
+                self.session.note_break(reason)
+        if "plain" in self.session.warnings:
+            return
+        outputs = [t for t in tensors_in(result) if t.grad_fn is not None]
+        op = autograd.find_plain_op(outputs, list(tensors_in(inputs)))
+        if op is not None:
+            self.session.warnings.warn_once(
+                "plain",
+                f"a part of this call ran outside the rewritten graphs (first seen: {op}), where the policy does not "
+                "hold; model.explain() lists the regions that the tracer skipped",
+            )
+
+    def drop(self) -> None:
+        """Let go of compiled code and of the hooks on parameters."""
+        self._watch.remove()
+        if self.regions is not None:
+            self.regions.remove()
+        self._entries = {}
+        self._is_dropped = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Stay behind where a module is copied, for a copy gets a state of its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stay behind where a module is pickled."""
+        return type(None), ()
+
+
+def state_of(value: Any) -> ModelState | None:
+    """Return the state of a rewritten model; None for any other object, a plain view of such a model included."""
+    state = attached_state(value)
+    return state if isinstance(state, ModelState) else None

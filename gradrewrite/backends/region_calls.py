@@ -1,0 +1,81 @@
+"""Region calls: which region of a model runs on this thread, forward or backward."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gradrewrite._compat import autograd
+
+_KEY = "gradrewrite_region"  # in the metadata of an autograd node
+
+
+class RegionCall(NamedTuple):
+    """One call of a region in a call of its model.
+
+    Attributes:
+        name: Name of the module.
+        number: How many calls of the module came before, in this call of the model.
+    """
+
+    name: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        """``layers.0``, ``layers.0#1`` for the second call."""
+        return f"{self.name}#{self.number}" if self.number else self.name
+
+
+class _Current(threading.local):
+    call: RegionCall | None = None
+    module: nn.Module | None = None
+
+
+_current = _Current()
+
+
+class NotShared(Exception):
+    """Says that the policy answers otherwise in a region than in the one whose graph was to run; nothing has run."""
+
+
+@contextlib.contextmanager
+def region_running(call: RegionCall, module: nn.Module) -> Iterator[None]:
+    """Say on this thread that a region runs."""
+    before = _current.call, _current.module
+    _current.call, _current.module = call, module
+    try:
+        yield
+    finally:
+        _current.call, _current.module = before
+
+
+def current_region() -> tuple[RegionCall, nn.Module] | None:
+    """Return the region whose forward runs on this thread, and its module; None if there is none."""
+    return (_current.call, _current.module) if _current.call is not None and _current.module is not None else None
+
+
+def running_module() -> nn.Module | None:
+    """Return the module of the region whose forward runs on this thread."""
+    return _current.module
+
+
+def mark_backward(call: RegionCall, outputs: Iterable[Tensor], ends: set[Any]) -> None:
+    """Let the autograd nodes of a region's graphs know whose they are, behind its forward.
+
+    Args:
+        call: The region.
+        outputs: What it returned, and inputs that it changed.
+        ends: The autograd nodes of its inputs.
+    """
+    for node in autograd.compiled_nodes(outputs, ends):
+        node.metadata.setdefault(_KEY, call)
+
+
+def region_of_backward() -> RegionCall | None:
+    """Return the region whose backward this thread runs; None if that is not known."""
+    node = autograd.running_node()
+    return None if node is None else node.metadata.get(_KEY)
