@@ -1,0 +1,318 @@
+"""Regions: modules of a model that are compiled separately, with the policy and the names of the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gradrewrite._compat import autograd, data_parallel, dynamo, nn_modules
+from gradrewrite._formatting import nearest
+from gradrewrite._tensors import tensors_in
+from gradrewrite.backends.entry_point import EntryPoint
+from gradrewrite.backends.module_hooks import WithHooks
+from gradrewrite.backends.region_calls import NotShared, RegionCall, mark_backward, region_running
+from gradrewrite.errors import NotRewrittenError
+from gradrewrite.sites import Site
+
+
+def find_regions(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the outermost modules whose names match, by name.
+
+    Args:
+        model: The model; its own name, ``""``, matches nothing.
+        patterns: Shell-style patterns of names, ``layers.*``; ``*`` crosses dots. Containers without a forward
+            (``ModuleList``) are no regions.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    found: dict[str, nn.Module] = {}
+    used: set[str] = set()
+    names = [name for name, module in model.named_modules() if name and _has_forward(module)]
+    for name, module in model.named_modules():
+        matching = [pattern for pattern in patterns if name and fnmatchcase(name, pattern) and _has_forward(module)]
+        used.update(matching)
+        if matching and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    for pattern in patterns:
+        if pattern not in used:
+            near = nearest(pattern, names) or names[:5]
+            raise ValueError(
+                f"regions: {pattern!r} matches no module with a forward of {type(model).__name__}; "
+                f"names of its modules are {', '.join(map(repr, near)) or 'none'}"
+            )
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def outside_of(model: nn.Module, regions: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the outermost modules that are in no region and contain none."""
+    inner = tuple(regions)
+    found: list[str] = []
+    for name, module in model.named_modules():
+        contains = any(not name or region == name or region.startswith(f"{name}.") for region in inner)
+        is_inside = any(name.startswith(f"{known}.") for known in (*inner, *found))
+        if name and not contains and not is_inside and (_has_forward(module) or any(True for _ in module.parameters())):
+            found.append(name)
+    return tuple(found)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A compiled function, and the regions that have run it."""
+
+    point: EntryPoint
+    structure: Any
+    users: set[RegionCall] = field(default_factory=set)
+
+
+class _ModelCall(threading.local):
+    """The call of a model with regions that runs on this thread."""
+
+    def __init__(self) -> None:
+        self.regions: Regions | None = None
+        self.calls: Counter[str] = Counter()  # of each region
+
+
+_running = _ModelCall()
+
+
+class Regions:
+    """The regions of one model, and their compiled functions.
+
+    Regions of equal structure, at whose sites the policy answers equally, run one compiled function. Torch's guards
+    tell which of its graphs a call may run; the answers are compared when a region runs a graph for the first time.
+
+    Attributes:
+        modules: The modules, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Sequence[str],
+        make_entry: weakref.ReferenceType[Callable[..., EntryPoint]],
+    ) -> None:
+        """Find the regions of a model, and let their calls come here.
+
+        Args:
+            model: The plain model.
+            patterns: See ``find_regions``.
+            make_entry: Makes the compiled function around a region: of its module, and whether its hooks run inside. It
+                belongs to what holds this object.
+
+        Raises:
+            ValueError: A pattern matches no module.
+            TypeError: A region is compiled already.
+        """
+        self.modules = find_regions(model, patterns)
+        self._model = weakref.ref(model)
+        self._make_entry = make_entry
+        self._entries: list[_Entry] = []
+        self._known: dict[RegionCall, _Entry] = {}
+        for name, module in self.modules.items():
+            compiled = vars(module).get("_compiled_call_impl")
+            if compiled is not None and not isinstance(compiled, _Redirection):
+                raise TypeError(
+                    f"regions: {name!r} is compiled already, by its own compile(), and would run without the policy; "
+                    "set its _compiled_call_impl to None, transform, and compile the transformed model"
+                )
+        for name, module in self.modules.items():
+            redirection = vars(module).get("_compiled_call_impl")
+            if redirection is None:
+                redirection = module._compiled_call_impl = _Redirection(module)
+            redirection.add(self, name)
+
+    @property
+    def called(self) -> set[str]:
+        """Names of the regions that have run a graph with a policy."""
+        return {call.name for call in self._known}
+
+    def region_of(self, site: Site) -> str | None:
+        """Return the name of the region in which a site of the whole model is."""
+        where = site.name if site.kind == "gradient" else site.module
+        return next((name for name in self.modules if where == name or where.startswith(f"{name}.")), None)
+
+    def forget(self) -> None:
+        """Drop what was compiled."""
+        self._entries.clear()
+        self._known.clear()
+
+    def remove(self) -> None:
+        """Let calls of the regions no longer come here."""
+        self.forget()
+        for module in self.modules.values():
+            redirection = vars(module).get("_compiled_call_impl")
+            if isinstance(redirection, _Redirection) and not redirection.remove(self):
+                module._compiled_call_impl = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the regions that are called on this thread follow the policy; one call of the model.
+
+        Raises:
+            NotRewrittenError: Calls of a region go elsewhere.
+        """
+        for name, module in self.modules.items():
+            if not isinstance(vars(module).get("_compiled_call_impl"), _Redirection):
+                raise NotRewrittenError(
+                    f"the region {name!r} was compiled by itself (module.compile()), so that its calls would run "
+                    "without the policy; compile the transformed model instead: model.compile()"
+                )
+        before = _running.regions, _running.calls
+        _running.regions, _running.calls = self, Counter()
+        try:
+            yield
+        finally:
+            _running.regions, _running.calls = before
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a region of the model that is running.
+
+        The hooks of ``fully_shard`` cannot be traced. They are run here, around the graph of the forward.
+        """
+        module = self.modules[name]
+        number = 0
+        if _running.regions is self:  # otherwise an activation checkpoint calls it again, in a backward
+            number = _running.calls[name]
+            _running.calls[name] += 1
+        region = RegionCall(name, number)
+        if not data_parallel.is_sharded(module):
+            return self._call(region, module, args, kwargs)
+        if "forward" in vars(module):
+            raise NotRewrittenError(
+                f"fully_shard and a replaced forward of the region {name!r}: the policy would not hold; apply autocast "
+                "around the call instead"
+            )
+        plain = type(module)
+        body = {"forward": lambda _, *a, **k: self._call(region, module, a, k, runs_hooks=False)}
+        metaclass: Any = type(plain)
+        hooked: nn.Module = object.__new__(metaclass(plain.__name__, (WithHooks, plain), body))
+        object.__setattr__(hooked, "__dict__", vars(module))
+        return hooked._call_impl(*args, **kwargs)
+
+    def _call(
+        self,
+        region: RegionCall,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        runs_hooks: bool = True,
+    ) -> Any:
+        inputs = list(tensors_in((args, kwargs)))
+        ends = {t.grad_fn for t in inputs if t.grad_fn is not None}
+        for entry in self._entries_for(region, module, runs_hooks=runs_hooks):
+            try:
+                with region_running(region, module):
+                    result = entry.point(args, kwargs, module)
+            except NotShared:
+                continue
+            except NotRewrittenError as err:
+                if not isinstance(err.__cause__, dynamo.FailOnRecompileLimitHit) or entry.users <= {region}:
+                    raise
+                continue  # torch's limit of compilations is that of all regions together
+            entry.users.add(region)
+            self._known[region] = entry
+            changed = (t for t in inputs if t.grad_fn is not None and t.grad_fn not in ends)
+            mark_backward(region, (*tensors_in(result), *changed), ends)
+            return result
+        raise AssertionError("the last entry is the region's own")
+
+    def _entries_for(self, region: RegionCall, module: nn.Module, *, runs_hooks: bool) -> Iterator[_Entry]:
+        """Yield the compiled functions that the region may run: the one that it ran last, and at the end its own."""
+        known = self._known.get(region)
+        if known is not None:
+            yield known
+        structure = self._structure(region.name, module, runs_hooks=runs_hooks)
+        yield from (e for e in list(self._entries) if e is not known and e.structure == structure)
+        make_entry = self._make_entry()
+        assert make_entry is not None
+        entry = _Entry(make_entry(module, runs_hooks=runs_hooks), structure)
+        self._entries.append(entry)
+        yield entry
+
+    def _structure(self, name: str, module: nn.Module, *, runs_hooks: bool) -> Any:
+        """Equal for regions that may run the same graphs: what torch's guards do not see is that names are alike."""
+        model = self._model()
+        assert model is not None
+        modules = {id(m): n for n, m in model.named_modules()}
+        tensors = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+        def relative(known: str) -> Any:
+            inside = known == name or known.startswith(f"{name}.")
+            return known[len(name) :] if inside else (known,)
+
+        return (
+            runs_hooks,
+            type(module),
+            tuple((n, type(m), relative(modules[id(m)])) for n, m in module.named_modules()),
+            tuple((n, relative(tensors[id(t)]), *_described(t)) for n, t in _tensors_of(module) if id(t) in tensors),
+            tuple(nn_modules.hooks_of(m) for m in module.modules() if runs_hooks or m is not module),
+        )
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that are used in regions alone."""
+        model = self._model()
+        inside = {id(m) for region in self.modules.values() for m in region.modules()}
+        others = [m for m in model.modules() if id(m) not in inside] if model is not None else []
+        outside = {id(p) for m in others for p in m._parameters.values()}
+        found = {id(p): p for region in self.modules.values() for p in region.parameters() if id(p) not in outside}
+        return list(found.values())
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [*parameters, *module.named_buffers(remove_duplicate=False)]
+
+
+def _described(tensor: Tensor) -> tuple[Any, ...]:
+    shape = () if is_lazy(tensor) else tuple(tensor.shape)
+    return shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+class _Redirection:
+    """Takes the calls of a module that is a region: to the model that is running, else to the module itself.
+
+    ``nn.Module.__call__`` runs it in place of the module's own call. Copies and pickles of the module leave it behind.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._names: weakref.WeakKeyDictionary[Regions, str] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[Regions] | None = None  # whose policy held in the last forward; None for a plain one
+
+    def add(self, regions: Regions, name: str) -> None:
+        self._names[regions] = name
+
+    def remove(self, regions: Regions) -> bool:
+        """Let calls no longer go to these regions; return whether there are others."""
+        self._names.pop(regions, None)
+        return bool(self._names)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        regions = _running.regions
+        if regions is None and autograd.backward_id() >= 0:  # an activation checkpoint, which calls it again
+            regions = self._last() if self._last is not None else None
+        elif regions is not None:
+            self._last = weakref.ref(regions)
+        else:
+            self._last = None
+        name = None if regions is None else self._names.get(regions)
+        if regions is None or name is None:
+            return module._call_impl(*args, **kwargs)
+        return regions.call(name, args, kwargs)
