@@ -13,7 +13,9 @@ from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
 from gradrewrite.backends.compilation import compile_graph
 from gradrewrite.backends.engines import Engine, Inductor, Runnable
 from gradrewrite.backends.explanation import Explanation
+from gradrewrite.backends.parameter_watch import ParameterWatch
 from gradrewrite.backends.session import Session
+from gradrewrite.errors import PolicyError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import check_policy
@@ -36,11 +38,47 @@ class Backend:
         self.session = session
         self.engine = engine
         self.is_silent = is_silent
-        self.__name__ = "gradrewrite"
         self._monitor = monitor
         # By what torch.compile made of this object.
         self._compiled: MutableMapping[Any, dynamo_cache.CompiledCode] = WeakIdKeyDictionary()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._watches: list[ParameterWatch] = []
+        self._given: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that torch.compile was given with it
+
+    @property
+    def __name__(self) -> str:
+        """The name that torch.compile asks for when it is given this object; a module that it compiles is watched."""
+        module = None if self.session.has_model else dynamo.module_given_to_compile()
+        if module is not None:
+            self._watch(module)
+        return "gradrewrite"
+
+    def _watch(self, module: nn.Module) -> None:
+        """Watch the parameters of a module.
+
+        Raises:
+            PolicyError: It is a second one: torch.compile runs equal modules with what was compiled for the first, and
+                all of them would have the names of the first.
+        """
+        other = next((known for known in self._given if known is not module), None)
+        if other is not None:
+            raise PolicyError(
+                f"gr.backend: it is given a {type(module).__name__} and has a {type(other).__name__} already: "
+                "their names would be alike, and torch.compile may run one with what was compiled for the other. For "
+                'blocks of one model use gr.transform(model, policy, regions="layers.*").compile(), which compiles '
+                "each by itself with the names of the whole model; else make one backend for each module"
+            )
+        if module not in self._given:
+            self._given.add(module)
+            self._watches.append(ParameterWatch(module, self.session.warn_outside))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the policy; compiled code and records stay behind."""
+        return make_backend, (self.session.config.policy, None, type(self.engine)())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Share the policy, which has the thresholds that you change, and the monitor; Lightning compiles copies."""
+        return make_backend(self.session.config.policy, self._monitor, type(self.engine)())
 
     @property
     def monitor(self) -> Monitor:
@@ -112,7 +150,7 @@ def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
         A backend with ``.monitor`` and ``.explain()``; ``mode`` and ``options`` of torch.compile are Inductor's.
 
     Raises:
-        PolicyError: ``policy`` is none.
+        PolicyError: ``policy`` is none; or, from ``torch.compile``, the backend has another module already.
 
     Example:
         >>> import torch, gradrewrite as gr

@@ -24,13 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd
+from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.values import ModuleCall, Value
-from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.actions import BucketedAction, Policy
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.sites import Site
 
@@ -275,6 +275,8 @@ def _text_of_action(action: Any) -> str | None:
     kind = type(action)
     if not (is_dataclass(action) and f"{kind.__module__}.".startswith("gradrewrite.passes.")):
         return None
+    if isinstance(action, BucketedAction):  # the number of processes, and the name of their group, are in the code
+        return None
     settings = [(f.name, getattr(action, f.name)) for f in fields(action)]
     return f"{kind.__module__}.{kind.__qualname__}{settings!r}" if all(_is_plain(v) for _, v in settings) else None
 
@@ -291,6 +293,8 @@ def _described(value: Any) -> object:
         return None
     if not isinstance(value, Tensor):
         return (type(value).__qualname__, repr(value)) if _is_plain(value) else None
+    if fake_tensors.is_wrapper(value):  # the processes of a mesh are in the code
+        return None
     if type(value.layout) is not torch.layout or value.layout is not torch.strided:
         sizes: list[Any] = list(value.shape)
     else:

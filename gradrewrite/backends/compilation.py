@@ -16,9 +16,12 @@ from gradrewrite._compat import aot_autograd, data_parallel, dynamo, fake_tensor
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, StoredCompilation, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
-from gradrewrite.backends.runtime_wrapper import Accumulation, RewrittenBackward
+from gradrewrite.backends.graph_uses import GraphUses, grouped
+from gradrewrite.backends.region_calls import RegionCall, current_region
+from gradrewrite.backends.runtime_wrapper import RewrittenBackward
 from gradrewrite.backends.session import Session
 from gradrewrite.diagnostics.step_snapshot import PendingForwards, names_of_outputs
+from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError, TraceError
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
@@ -26,9 +29,9 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
-from gradrewrite.policy.actions import GroupAction
 from gradrewrite.policy.rules import Answered
-from gradrewrite.rewriting.dynamo_nodes import returned_inputs
+from gradrewrite.rewriting.action_tracing import describe
+from gradrewrite.rewriting.dynamo_nodes import is_nested_region, returned_inputs
 from gradrewrite.rewriting.probes import insert_probes, tracing
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
 from gradrewrite.sites import Site
@@ -59,7 +62,7 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
             run = engine.compile_rewritten(gm, inputs, compilation)
             if compilation.store is not None:
                 compilation.store.save_key()
-        if compilation.is_whole and session.has_model:
+        if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
         return run
     except RewriteError as err:
@@ -76,8 +79,13 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
     """Insert probes into a Dynamo graph, and let them mark the joint graph that is traced inside the block."""
     local, global_, frame = dynamo.current_frame()
     broken = dynamo.graph_break_of(gm)
+    session.inputs.method = session.entry_frames.get(frame, session.inputs.method)
     session.names.enter_frame(gm, local, global_)
-    is_whole = broken is None and (frame == session.entry_name or (not session.has_model and not _is_resumed(frame)))
+    is_whole = broken is None and (frame in session.entry_frames or (not session.has_model and not _is_resumed(frame)))
+    region = current_region()
+    if region is not None:
+        session.inputs.add(region[0].name, region[1].forward)
+    is_inner = region is not None or _is_resumed(frame)  # its inputs are values of the model
     try:
         compilation = GraphCompilation(
             session,
@@ -85,17 +93,24 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
             frame,
             is_whole,
             is_last=broken is None,
-            inputs=_inputs_of(session, gm, inputs, is_whole=is_whole, role="value" if _is_resumed(frame) else "input"),
+            inputs=_inputs_of(
+                *(session, gm, inputs),
+                is_whole=is_whole,
+                is_region=region is not None,
+                role="value" if is_inner else "input",
+            ),
             returned=returned_inputs(gm.graph),
-            ranks=data_parallel.ranks_around(session.names.all_modules()),
+            parallelism=data_parallel.parallelism_around(session.names.all_modules()),
+            region=None if region is None else region[0],
         )
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
-        compilation.values = insert_probes(gm, session.names, masks)
+        compilation.values = insert_probes(gm, session.names, masks, region="" if region is None else region[0].name)
+        _warn_of_nested_regions(session, gm)
         nn_modules.keep_lstms_differentiable(gm)
         gm.recompile()
         try:
-            with tracing(compilation.values), _shared_memory_named(compilation.inputs, inputs):
+            with tracing(compilation.values, compilation.layouts), _shared_memory_named(compilation.inputs, inputs):
                 yield compilation
         finally:
             compilation.values = ()  # fake tensors, of no use any more
@@ -115,8 +130,10 @@ class GraphCompilation:
         is_last: Whether no graph break ended it.
         inputs: The tensor inputs of the Dynamo graph, by position.
         returned: Positions of the inputs that it returns.
-        ranks: Name of the data parallelism around the model, and its number of ranks.
+        parallelism: The data parallelism around the model.
+        region: The region whose graph it is; None for one of the model.
         values: The values of the probes, by their number.
+        layouts: The layouts of the inputs that are DTensors, and of their gradients.
         result: The rewrite; None before it, and for a graph without gradients.
         forwards: The pending calls of the forward; None where nothing is checked.
         asked: Sites at which the policy was asked already, with its answers.
@@ -130,12 +147,15 @@ class GraphCompilation:
     is_last: bool
     inputs: Mapping[int, GraphInput]
     returned: Collection[int]
-    ranks: tuple[str, int]
+    parallelism: data_parallel.DataParallelism
+    region: RegionCall | None = None
     values: Sequence[Value] = ()
+    layouts: InputLayouts = field(default_factory=InputLayouts, repr=False)
     result: RewriteResult | None = None
     forwards: PendingForwards | None = field(default=None, repr=False)
     asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)
     store: StoredCompilation | None = None
+    _uses: GraphUses | None = field(default=None, repr=False)
 
     @property
     def is_cacheable(self) -> bool:
@@ -144,7 +164,8 @@ class GraphCompilation:
 
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
         """Return a joint graph of this Dynamo graph with what its markers and inputs mean."""
-        return MarkedJointGraph(graph, self.values, self.inputs, self.is_last)
+        number = 0 if self.region is None else self.region.number
+        return MarkedJointGraph(graph, self.values, self.inputs, self.is_last, number, self.layouts)
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""
@@ -222,33 +243,43 @@ class GraphCompilation:
     def report(self) -> None:
         """List the graph among those of the session, with warnings of what its rewrite could not do."""
         assert self.result is not None
-        lost = tuple(site for site, _ in self.result.out_of_reach)
-        report = GraphReport(self.frame, self.is_whole, self.result.sites, self.result.edits, lost)
-        self.session.graphs.append(report)
+        self.session.note_graph(self._graph_report())
         self._note_warnings(self.result)
+
+    @property
+    def uses(self) -> GraphUses:
+        """The uses of the graph, by the model or by each region that shares it; once the graph is rewritten."""
+        if self._uses is None:
+            assert self.result is not None
+            answers, outputs = self.result.answers, self.result.outputs
+            given = self.session, self.region, self._graph_report(), answers, outputs, self.inputs, self.forwards
+            self._uses = GraphUses(*given)
+        return self._uses
+
+    def _graph_report(self) -> GraphReport:
+        assert self.result is not None
+        lost = tuple(site for site, _ in self.result.out_of_reach)
+        named = self.result.sites, self.result.edits, lost, str(self.region or "")
+        return GraphReport(self.frame, self.is_whole, *named)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
         for site, actions in result.out_of_reach:
             self.session.note_out_of_reach(site, actions)
+        for edit in result.of_parts:
+            warnings.warn_once(f"part {edit.site}", _PART.format(edit.site, describe(edit.action)))
         returned = {self.inputs[n].name for n in self.returned if n in self.inputs and self.inputs[n].has_site}
         for edit in result.edits:
             if edit.site.kind in ("gradient", "input") and edit.site.name in returned:
                 warnings.warn_once(f"returned {edit.site}", _RETURNED.format(edit.site))
         if result.outputs.groups and not self.is_whole:
+            number = len(grouped(result.edits, self.inputs, self.inputs))
             warnings.warn_once(
                 "part",
                 f"{', '.join(result.outputs.groups)}: the global clip sees only the gradients of one part of the model "
-                f"({self.frame}: {len(self._grouped())} parameters), because a graph break splits it; it clips each "
+                f"({self.frame}: {number} parameters), because a graph break splits it; it clips each "
                 "part by itself. Remove the break, or use fullgraph=True to find it",
             )
-
-    def _grouped(self) -> list[weakref.ref[Tensor]]:
-        """The parameters that are clipped together."""
-        edits = self.result.edits if self.result is not None else ()
-        names = {edit.site.name for edit in edits if isinstance(edit.action, GroupAction)}
-        grouped = [given for given in self.inputs.values() if given.name in names]
-        return [given.parameter for given in grouped if given.parameter is not None]
 
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
@@ -275,11 +306,14 @@ class GraphCompilation:
 
     def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
         """Let a compiled forward, with outputs of these names, note the inputs of each call, if they are needed."""
-        forwards = self.forwards
-        if forwards is None:
+        if self.result is None or (self.forwards is None and self.region is None):
             return compiled
+        uses = self.uses
 
         def run(args: list[Any]) -> Any:
+            forwards = uses.of_forward().forwards
+            if forwards is None:
+                return compiled(args)
             begun = forwards.begin(args)
             outputs = compiled(args)
             forwards.end(begun, names, outputs)
@@ -304,20 +338,16 @@ class GraphCompilation:
     ) -> Runnable:
         """Take the auxiliary outputs off a compiled backward with inputs of these names, and add its live inputs."""
         assert self.result is not None
-        if self.forwards is not None:
-            self.forwards.note_saved(names)
+        self.uses.note_saved(names)
         run = RewrittenBackward(
             self.session,
             compiled,
             live,
-            self.result.outputs,
+            self.uses.of_backward,
             num_outputs,
             self.is_whole,
             self.engine.overwrites_outputs,
-            self.ranks,
-            self.forwards,
-            [given.parameter for given in self.inputs.values() if given.parameter is not None],
-            Accumulation(self._grouped()),
+            self.parallelism,
         )
         return aot_autograd.boxed(run)
 
@@ -328,7 +358,7 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
     folder = engine.cache_folder() if torch.is_grad_enabled() and config.loss_scale is None else ""
     if not folder:
         return None
-    further = (compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs)
+    further = (compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region)
     return find_key(
         *(folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy), *further
     )
@@ -337,6 +367,23 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
 def refuse_cached_backward() -> fx.GraphModule:
     """Raise NotRewrittenError in place of the backward graph that compiled autograd asks AOTAutograd's cache for."""
     raise _compiled_autograd()
+
+
+def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:
+    """Warn once of modules whose inside is one op of the graph, without sites."""
+    hidden: dict[str, None] = {}
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack", {}) if is_nested_region(node) else {}
+        if stack:
+            key, (path, _) = list(stack.items())[-1]
+            hidden[session.names.module(key, path)] = None
+    if hidden:
+        shown = ", ".join(map(repr, list(hidden)[:3])) + (f" and {len(hidden) - 3} more" if len(hidden) > 3 else "")
+        session.warnings.warn_once(
+            "nested regions",
+            f"torch.compiler.nested_compile_region hides the inside of {shown}: there are no sites but its output, and "
+            'no policy acts inside. Remove it, and compile the modules with gr.transform(model, policy, regions="...")',
+        )
 
 
 def _is_resumed(frame: str) -> bool:
@@ -361,6 +408,11 @@ def _compiled_autograd() -> NotRewrittenError:
 _RETURNED = (
     "{}: the model returns this tensor, itself or as a view; what the caller's use of it adds to the gradient comes "
     "after the actions. Return a copy (.clone()) to have all of it in the graph"
+)
+_PART = (
+    "{}: {} acts on the part of each process by itself, because the value is a plain tensor that was taken out of a "
+    "sharded DTensor. To have it act on the global tensor, keep the DTensor: ColwiseParallel(use_local_output=False), "
+    "or the same option of what returns it"
 )
 _SPLIT = (
     "DistributedDataParallel lets torch split this graph into its buckets (DDPOptimizer), where gradient sites, checks "
@@ -389,21 +441,29 @@ def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any])
 
 
 def _inputs_of(
-    session: Session, gm: fx.GraphModule, inputs: Sequence[Any], *, is_whole: bool, role: Literal["input", "value"]
+    session: Session,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    is_whole: bool,
+    is_region: bool,
+    role: Literal["input", "value"],
 ) -> dict[int, GraphInput]:
     """Return the tensor inputs of a Dynamo graph by position; behind a graph break they are values of another."""
     found = {}
+    sharded = data_parallel.sharded_parameters(session.names.all_modules())
     for position, (node, tensor) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         if not isinstance(tensor, Tensor):
             continue
         has_site = tensor.requires_grad
         parameter, buffer = session.names.parameter(tensor), session.names.buffers.get(id(tensor))
         if parameter is not None:
-            ref = weakref.ref(tensor) if has_site else None
+            ref = weakref.ref(sharded.get(id(tensor), tensor)) if has_site else None
             found[position] = GraphInput("parameter", parameter, has_site=has_site, parameter=ref)
             continue
         is_mask = not tensor.requires_grad and fake_tensors.is_mask(tensor)
-        has_site &= is_whole or tensor.is_leaf  # behind a graph break, values of the graph before are no inputs
+        # Behind a graph break, values of the graph before are no inputs; in a region, none is one of the model.
+        has_site &= (is_whole or tensor.is_leaf) and not is_region
         if buffer is not None:
             found[position] = GraphInput("buffer", buffer, is_mask, has_site)
         else:

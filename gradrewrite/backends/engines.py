@@ -54,6 +54,10 @@ class Engine(Protocol):
         """Compile a graph, with hooks on its way."""
         ...
 
+    def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Compile a graph of ATen nodes that is run without gradients, and may write to its inputs."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Inductor:
@@ -87,6 +91,10 @@ class Inductor:
         """See ``Engine``."""
         return inductor.compile_rewritten(gm, inputs, self.settings, hooks)
 
+    def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """See ``Engine``; the gradients of a step are not at fixed addresses, so no CUDA graph is made."""
+        return inductor.compile_step(gm, inputs, self.settings)
+
 
 @dataclass(frozen=True, slots=True)
 class AotEager:
@@ -112,3 +120,7 @@ class AotEager:
     def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
         """See ``Engine``."""
         return aot_autograd.compile_rewritten(gm, inputs, hooks)
+
+    def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """See ``Engine``; the graph runs as it is."""
+        return gm

@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache, nn_modules
 from gradrewrite._tensors import tensors_in
-from gradrewrite.backends.module_hooks import HookWatch, identities_shown
+from gradrewrite.backends.module_hooks import identities_shown
+from gradrewrite.backends.region_calls import running_module
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import GraphBreakError, NotRewrittenError
 from gradrewrite.rewriting.source_locations import user_line
@@ -53,6 +54,10 @@ class EntryPoint:
         evaluating_backend: Compiler,
         model: nn.Module,
         options: Mapping[str, Any],
+        method: str = "forward",
+        *,
+        runs_hooks: bool = True,
+        is_region: bool = False,
     ) -> None:
         """Compile a model.
 
@@ -62,14 +67,21 @@ class EntryPoint:
             evaluating_backend: Compiles them for calls that no backward follows: in parts, if it must be.
             model: The model.
             options: Further arguments of ``torch.compile``.
+            method: Name of the method that is called; ``forward`` is a call of the module, with its hooks.
+            runs_hooks: Whether a call of the module runs them; False where they have run already.
+            is_region: Whether ``model`` is one of the modules that share this entry point, each given to its calls.
 
         Raises:
             TypeError: ``torch.compile`` does not take one of the options.
         """
         self._model = model
         self._fullgraph = session.config.fullgraph
-        self._hooks = HookWatch(model)
-        session.entry_name = f"gradrewrite_entry_{next(_counter)}"
+        self._method = method
+        self._runs_hooks = runs_hooks
+        self._is_region = is_region
+        self._module: Callable[[], nn.Module | None] = running_module if is_region else weakref.ref(model)
+        self._name = f"gradrewrite_entry_{next(_counter)}"
+        session.entry_frames[self._name] = method
         self._session, self._backends = session, (backend, evaluating_backend)
         settings = {**options, "dynamic": session.config.dynamic}
         self._compiled = self._compile(backend, {**settings, "fullgraph": self._fullgraph})
@@ -78,54 +90,74 @@ class EntryPoint:
 
     def _compile(self, backend: Compiler, settings: Mapping[str, Any]) -> dynamo_cache.CompiledFunction:
         compiled = dynamo_cache.CompiledFunction(
-            _fresh_function(self._session, bool(settings["fullgraph"])),
+            self._fresh_function(bool(settings["fullgraph"])),
             _WeakBackend(backend),
             settings,
-            partial(identities_shown, weakref.ref(self._model)),
+            partial(identities_shown, self._module),
         )
         weakref.finalize(self, compiled.drop).atexit = False
         return compiled
 
-    def is_stale(self) -> bool:
-        """Whether hooks have changed since the model was compiled."""
-        return self._hooks.have_changed()
+    def _fresh_function(self, fullgraph: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+        session, method = self._session, self._method
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model.
+        def call_method(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return getattr(model, method)(*args, **kwargs)
+
+        run = call_method
+        if method == "forward":
+            run = _call_forward if not self._runs_hooks else _call_region if self._is_region else _call
+
+        def fn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.compiler.is_compiling():
+                _runs_plain(session, fullgraph, (model, args, kwargs))
+            return run(model, *args, **kwargs)
+
+        code = fn.__code__.replace(co_name=self._name)
+        return types.FunctionType(code, fn.__globals__, self._name, fn.__defaults__, fn.__closure__)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module | None = None) -> Any:
+        """Call the model, or the one of the modules that share the entry point.
 
         Raises:
             TypeError: The model's own, for arguments that it does not take.
             GraphBreakError: The tracer cannot see the whole model, and a backward could follow.
             NotRewrittenError: Torch would run the plain model.
         """
+        model = self._model if model is None else model
         has_backward = torch.is_grad_enabled()
         if self._fullgraph:  # which refuses; a tensor that may_have_backward does not know is then told by the result
-            has_backward = may_have_backward(self._model, args, kwargs)
-        return self._run(self._compiled, args, kwargs) if has_backward else self._evaluate(args, kwargs)
+            has_backward = may_have_backward(model, args, kwargs)
+        if not has_backward:
+            return self._evaluate(model, args, kwargs)
+        self._session.begun.add(self._method)
+        return self._run(self._compiled, model, args, kwargs)
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model where no backward follows: there a graph break is no reason to refuse."""
         refusal = self._refusal
         if self._fullgraph and not refusal:
             try:
-                return self._run(self._compiled, args, kwargs)
+                return self._run(self._compiled, model, args, kwargs)
             except GraphBreakError as err:  # its text alone is kept: it holds on to the inputs
                 self._refusal = refusal = str(err)
             except NotRewrittenError as err:
                 refusal = str(err)
-        result = self._run(self._evaluating, args, kwargs)
+        result = self._run(self._evaluating, model, args, kwargs)
         if self._fullgraph and makes_gradients(result, (args, kwargs)):
             raise GraphBreakError(refusal)  # the model itself has switched gradients on
         return result
 
-    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, compiled: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
             if data_parallel.is_inside_ddp():
                 with data_parallel.whole_graphs():
-                    return compiled(self._model, args, kwargs)
-            return compiled(self._model, args, kwargs)
+                    return compiled(model, args, kwargs)
+            return compiled(model, args, kwargs)
         except (dynamo.Unsupported, dynamo.UserError) as err:
-            wrong = _wrong_arguments(self._model, args, kwargs)
+            wrong = _wrong_arguments(model, self._method, args, kwargs)
             if wrong is not None:
                 raise wrong from None
             raise _graph_break(err) from err
@@ -136,14 +168,16 @@ class EntryPoint:
             ) from err
 
 
-def _fresh_function(session: Session, fullgraph: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    def entry(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.compiler.is_compiling():
-            _runs_plain(session, fullgraph, (model, args, kwargs))
-        return model(*args, **kwargs)
+def _call(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
-    code = entry.__code__.replace(co_name=session.entry_name)
-    return types.FunctionType(code, entry.__globals__, session.entry_name, entry.__defaults__, entry.__closure__)
+
+def _call_region(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return nn.Module._call_impl(model, *args, **kwargs)  # its __call__ would lead to the region's entry again
+
+
+def _call_forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return type(model).forward(model, *args, **kwargs)
 
 
 def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
@@ -177,15 +211,15 @@ def makes_gradients(result: Any, inputs: Any) -> bool:
     return any(t.grad_fn is not None and id(t) not in given for t in tensors_in(result))
 
 
-def _wrong_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
-    """The error that the plain model raises for arguments that its forward does not take; None if it takes them."""
+def _wrong_arguments(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
+    """The error that the plain model raises for arguments that its method does not take; None if it takes them."""
     if any(nn_modules.global_hooks()) or any(nn_modules.hooks_of(model)):
         return None  # a hook may change the arguments
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(getattr(model, method)).bind(*args, **kwargs)
     except TypeError:
         try:
-            model.forward(*args, **kwargs)
+            getattr(model, method)(*args, **kwargs)
         except TypeError as err:
             return err
     return None

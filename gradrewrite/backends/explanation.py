@@ -19,6 +19,8 @@ class GraphReport:
         edits: What was inserted.
         out_of_reach: Sites of ``sites`` at which the policy answered and nothing was inserted, because their error, or
             a part of it, is outside of the graph.
+        region: The region of the model that it was compiled for or is shared by, with the number of the call
+            (``layers.0#1``) if that is not the first; ``""`` for a graph of the model.
     """
 
     frame: str
@@ -26,6 +28,7 @@ class GraphReport:
     sites: tuple[Site, ...]
     edits: tuple[Edit, ...]
     out_of_reach: tuple[Site, ...] = ()
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,23 @@ class Explanation:
     Attributes:
         graphs: Every compiled graph with a backward, in order; a new input shape makes a new one.
         skipped: Lines at which the tracer gave up, with the reason; code that ran there was not rewritten.
+        outside: Names of the outermost modules outside of all regions (``regions=``), which run as plain PyTorch; empty
+            for a model without regions.
     """
 
     graphs: tuple[GraphReport, ...]
     skipped: tuple[str, ...]
+    outside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """A short report in plain text."""
         lines = [f"{len(self.graphs)} rewritten graphs, {len(self.skipped)} skipped regions"]
         for number, graph in enumerate(self.graphs):
-            lines.append(f"graph {number} ({graph.frame}): {len(graph.sites)} sites, {len(graph.edits)} edits")
+            where = f"{graph.frame}, {graph.region}" if graph.region else graph.frame
+            lines.append(f"graph {number} ({where}): {len(graph.sites)} sites, {len(graph.edits)} edits")
             lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
             lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
         lines += [f"skipped: {line}" for line in self.skipped]
+        if self.outside:
+            lines.append(f"outside of all regions, without a policy: {', '.join(self.outside)}")
         return "\n".join(lines)

@@ -1,10 +1,9 @@
-"""Hooks of a model: whether they have changed, and those that show pass-through modules to the tracer."""
+"""Hooks of a model: whether they have changed, those that run around another forward, and those that show modules."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -43,9 +42,16 @@ class HookWatch:
         return tuple(read)
 
 
+class WithHooks:
+    """First base of the class of an object that runs the hooks of a module around another forward."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do not run that of the module's class, which may list its subclasses."""
+
+
 @contextlib.contextmanager
-def identities_shown(ref: weakref.ref[nn.Module]) -> Iterator[Collection[int]]:
-    """Let pass-through modules of a model appear in the graph that is traced.
+def identities_shown(ref: Callable[[], nn.Module | None]) -> Iterator[Collection[int]]:
+    """Let pass-through modules of a model (None if it is gone) appear in the graph that is traced.
 
     They get hooks that are there only meanwhile. Compiled code is not guarded on these; ``HookWatch`` notices what the
     user registers there.

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, distributed, nn
 
+from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite._formatting import nearest
 from gradrewrite._warnings import PendingWarnings
 from gradrewrite.backends.explanation import Explanation, GraphReport
+from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.errors import NoSuchSiteError, PolicyError
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.policy.actions import GroupAction, Measurement
-from gradrewrite.policy.rules import rules_of
+from gradrewrite.policy.actions import BucketedAction, GroupAction
+from gradrewrite.policy.rules import ask_in_order, first_step_site, may_answer_at_steps, rules_of, step_site
 from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.module_names import InputNames, ModuleNames
 from gradrewrite.sites import Pattern, Site
 
+STATE = "_gradrewrite"  # the slot of a rewritten model, or its attribute where it was rewritten in place
+_MANY = 3  # names that a warning lists
 _CLIPS_APART = (
-    "{!r} at gradient sites under {} with {} processes is not supported yet: each process would clip its own "
-    "gradients, before they are reduced, and not the gradients that the optimizer uses. Clip after loss.backward() for "
-    "now, with torch.nn.utils.clip_grad_norm_; clips of single sites act in each process by itself and are allowed"
+    "{0!r} at gradient sites under {1} with {2} processes: each process would clip its own gradients, before they are "
+    "reduced, and not the gradients that the optimizer uses. Clip those, at step sites: "
+    'gr.transform(model, gr.on("step:*", {0!r})) and gr.guard(optimizer, model). Or reduce in the graph before the '
+    "clip, without {1}: put gr.passes.AllReduce() at the gradient sites before it. Clips of single sites act in each "
+    "process by itself and are allowed"
 )
-_SKIPS_APART = (
-    "{!r} with gr.guard under {} with {} processes is not supported yet: a check sees the gradients of its own process "
-    "alone, so one process could skip an update that the others make, and their parameters would differ from then on. "
-    "Use CheckFinite('raise') for now, or look at the reduced gradients after loss.backward()"
+_AVERAGED_TWICE = (
+    "{0!r} inside {1}: gradients would be averaged twice. Take out the action and let {1} average them, or call the "
+    "rewritten model itself, without it"
+)
+_SPANS = (
+    "{0!r} at gradient sites acts on the gradients of one graph, but its group has gradients of {1}. Let it act on all "
+    'of them before the update: gr.on("step:*", {0!r}) in the policy, and gr.guard(optimizer, model)'
 )
 
 
@@ -38,29 +48,92 @@ class Session:
         config: The configuration.
         recorder: Takes what backwards report.
         has_model: Whether it belongs to one model; it does not hold the model, for torch keeps backends for good.
-        entry_name: Name of the compiled function around the model.
+        entry_frames: The compiled functions around the model by name, with the method that each calls.
+        begun: The methods that were called where a backward could follow.
         names: Names of modules, parameters and buffers.
         inputs: Names of the model's inputs.
         graphs: Every compiled graph with a backward, in order.
         skipped: Lines of regions that the tracer skipped, in order.
         warnings: Warnings that wait for a safe moment.
+        regions: Names of the modules that are compiled separately; empty for the model as a whole.
+        outside: Names of the outermost modules outside of them.
+        may_have_step_sites: Whether the policy may have answers at step sites.
     """
 
     def __init__(self, config: RewriteConfig, recorder: StepRecorder, model: nn.Module | None = None) -> None:
         self.config = config
         self.recorder = recorder
         self.has_model = model is not None
-        self.entry_name = ""
+        self.entry_frames: dict[str, str] = {}
+        self.begun: set[str] = set()
         self.names = ModuleNames(model)
-        self.inputs = InputNames(model)
+        self.inputs = InputNames(model, config.methods)
         self.graphs: list[GraphReport] = []
         self.skipped: dict[str, None] = {}
         self.warnings = PendingWarnings()
-        self._checked_rules = False
+        self.regions: tuple[str, ...] = ()
+        self.outside: tuple[str, ...] = ()
+        self._checked_rules = self._checked_outside = False
+        self.may_have_step_sites = may_answer_at_steps(config.policy)
+        # Backwards so far, until it is known whether a guard runs the actions at step sites.
+        self._backwards: set[int] | None = set() if self.may_have_step_sites else None
 
     def explanation(self) -> Explanation:
         """Return what was compiled so far."""
-        return Explanation(tuple(self.graphs), tuple(self.skipped))
+        return Explanation(tuple(self.graphs), tuple(self.skipped), self.outside)
+
+    def note_graph(self, report: GraphReport) -> None:
+        """List a graph.
+
+        Raises:
+            PolicyError: A group is clipped together in the graphs of several regions, or of several calls of one.
+        """
+        if report.region:
+            groups = _groups_of(report)
+            other = next((g for g in self.graphs if g.region != report.region and groups & _groups_of(g)), None)
+            if other is not None:
+                self.check_group(_first_group(report), report.region, other.region)
+        self.graphs.append(report)
+        averaging = next((e.action for e in report.edits if isinstance(e.action, BucketedAction)), None)
+        if averaging is not None and averaging.processes().size() == distributed.get_world_size():
+            # They agree on skipped steps. Not a part of them: with DTensors each rank would make another group of it.
+            self.recorder.process_group = averaging.processes()
+
+    def check_group(self, action: Any, region: str, other: str) -> None:
+        """Raise PolicyError for an action of a group in two different regions."""
+        if region != other:
+            raise PolicyError(_SPANS.format(action, f"the regions {other!r} and {region!r}"))
+
+    def check_outside(self, watched: Sequence[Tensor]) -> None:
+        """Look once for answers at gradient sites that do not exist, because parameters are outside of all regions.
+
+        Args:
+            watched: The parameters that are used in regions alone.
+
+        Raises:
+            PolicyError: One of them is an action of a group, which would act on a part of the group.
+        """
+        if self._checked_outside:
+            return
+        inside = set(map(id, watched))
+        silent = []
+        for name, parameter in self.names.known_parameters().items():
+            if id(parameter) in inside or not parameter.requires_grad:
+                continue
+            site = replace(step_site(name, parameter), kind="gradient")
+            answers = ask_in_order(self.config.policy, site)
+            group = next((a.action for a in answers if isinstance(a.action, GroupAction | BucketedAction)), None)
+            if group is not None:
+                raise PolicyError(_SPANS.format(group, f"a region and {name!r}, which is used outside of all regions"))
+            silent += [name] if answers else []
+        self._checked_outside = True
+        if silent:
+            shown = ", ".join(silent[:_MANY]) + (f" and {len(silent) - _MANY} more" if len(silent) > _MANY else "")
+            self.warnings.warn_once(
+                "outside regions",
+                f"the policy answers at the gradients of {shown}, which are used outside of all regions: there is no "
+                'gradient site, or one that has a part of the gradient. Use gr.on("step:*", action) with gr.guard',
+            )
 
     def note_skipped(self, line: str) -> None:
         """List a region that the tracer skipped, and say so once."""
@@ -78,7 +151,9 @@ class Session:
     def forget(self) -> None:
         """Forget the compiled graphs: they are not in use any more."""
         self.graphs.clear()
-        self._checked_rules = False
+        self.entry_frames.clear()
+        self.begun.clear()
+        self._checked_rules = self._checked_outside = False
 
     def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
         """Warn once that the actions at a site were not inserted."""
@@ -90,26 +165,73 @@ class Session:
             "view, in place. Return or change a copy (.clone()), or act on another value",
         )
 
-    def check_ranks(self, trainer: str, number: int) -> None:
-        """Raise PolicyError for what does not act on the gradients of several processes as it should.
+    def warn_outside(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Warn of the parameters of the plain model that a backward reached through no rewritten graph."""
+        is_partial = not self.config.fullgraph or not self.has_model
+        if is_partial and (self.skipped or "plain" in self.warnings):
+            return  # the tracer skipped a region, of which the user was told
+        shown = ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+        children = list(dict.fromkeys(name.partition(".")[0] for name in names))
+        kind = "rewritten" if self.has_model else "compiled"
+        reason = f"the {kind} model was never called"
+        if self.graphs:
+            used = ", ".join(map(repr, children[:_MANY]))
+            reason = f"the plain model, or {used} of it, was called directly or used outside of the graphs"
+        way_out = f"call the {kind} model itself, or {'transform' if self.has_model else 'compile'} what is called"
+        methods = methods_that_use(model, children)[:_MANY]
+        if methods:
+            reason += f", or a method without an entry point ({', '.join(f'{name}()' for name in methods)})"
+            way_out += f"; or name the methods, gr.transform(model, policy, methods={tuple(methods)!r})"
+        self.warnings.warn_once(
+            "outside",
+            f"a backward reached {shown} through no rewritten graph of the model, so the policy did not hold there: "
+            f"{reason}. To have it there, {way_out}",
+        )
+        self.warnings.flush_warnings()
 
-        Args:
-            trainer: What shares the training among them.
-            number: How many processes there are.
-        """
-        if number == 1:
+    def note_backward(self, backward: int) -> None:
+        """Warn at the second backward if there are answers at step sites and no guard that runs them."""
+        if self._backwards is None:
             return
-        edits = [e for graph in self.graphs for e in graph.edits]
-        clips = [e for e in edits if isinstance(e.action, GroupAction) and e.site.kind == "gradient"]
-        if clips:
-            raise PolicyError(_CLIPS_APART.format(clips[0].action, trainer, number))
-        skips = [e for e in edits if isinstance(e.action, Measurement) and e.action.fails == "skip"]
-        if skips and self.recorder.live_guards:
-            raise PolicyError(_SKIPS_APART.format(skips[0].action, trainer, number))
+        self._backwards.add(backward)
+        if len(self._backwards) < 2:
+            return
+        self._backwards = None
+        if any(guard.has_step_sites for guard in self.recorder.live_guards):
+            return
+        parameters = self.names.known_parameters()
+        site = first_step_site(self.config.policy, parameters)
+        if site is not None:
+            self.warnings.warn_once(
+                "no guard",
+                f"the policy has actions at step sites ({site}), which nothing runs: let the optimizer run them, with "
+                "gr.guard(optimizer, model)",
+            )
+            self.warnings.flush_warnings()
+
+    def note_parallelism(self, around: DataParallelism) -> None:
+        """Take note of the data parallelism around the model: its ranks are those that agree on skipped steps.
+
+        Raises:
+            PolicyError: A global clip would act on the gradients of each process by itself.
+        """
+        if around.size == 1:
+            return
+        if around.group is not None:
+            self.recorder.process_group = around.group
+        edits = [edit for graph in self.graphs for edit in graph.edits if edit.site.kind == "gradient"]
+        averaged = {edit.site: edit.action for edit in edits if isinstance(edit.action, BucketedAction)}
+        if averaged and around.name.startswith("DistributedDataParallel"):
+            raise PolicyError(_AVERAGED_TWICE.format(next(iter(averaged.values())), around.name))
+        clips = (edit.action for edit in edits if isinstance(edit.action, GroupAction) and edit.site not in averaged)
+        clip = next(clips, None)
+        if clip is not None:
+            raise PolicyError(_CLIPS_APART.format(clip, around.name, around.size))
 
     def check_rules(self) -> None:
-        """Raise NoSuchSiteError for a rule that matched no site of any graph so far; once."""
-        if self._checked_rules or not self.graphs:
+        """Raise NoSuchSiteError for a rule that matched no site of any graph; once, when all methods were called."""
+        is_begun = bool(self.regions) or self.begun.issuperset(self.entry_frames.values())
+        if self._checked_rules or not self.graphs or not is_begun:
             return
         sites = dict.fromkeys(site for graph in self.graphs for site in graph.sites)
         self.check_rules_on(sites)
@@ -119,8 +241,8 @@ class Session:
         """Raise for the first rule that matches none of these sites, warn where its module made no value."""
         for rule in rules_of(self.config.policy):
             pattern = Pattern.parse(rule.pattern)
-            if any(pattern.matches(site) for site in sites):
-                continue
+            if pattern.kind == "step" or any(pattern.matches(site) for site in sites):
+                continue  # gr.guard checks the rules for its step sites
             silent = sorted(self._names_without_site(pattern))
             if not silent:
                 meant = self._likely_sites(pattern, sites)
@@ -163,3 +285,17 @@ class Session:
             ". An nn.Identity names no value under gr.backend, or if it has both forward hooks and forward pre-hooks; "
             "name the value in the forward with gr.tap(x, name)"
         )
+
+
+def _groups_of(report: GraphReport) -> set[Any]:
+    found = (e.action for e in report.edits if isinstance(e.action, GroupAction) and e.site.kind == "gradient")
+    return {(type(action), action.group) for action in found}
+
+
+def _first_group(report: GraphReport) -> Any:
+    return next(e.action for e in report.edits if isinstance(e.action, GroupAction) and e.site.kind == "gradient")
+
+
+def attached_state(value: Any) -> Any:
+    """Return the state (``ModelState``) of a rewritten model; None for any other object, its plain view included."""
+    return getattr(value, STATE, None) if hasattr(type(value), STATE) else None

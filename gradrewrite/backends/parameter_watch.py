@@ -1,0 +1,160 @@
+"""Parameters whose gradients come from outside of the rewritten graphs, where the policy does not hold."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from types import FunctionType
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradrewrite._compat import autograd
+
+
+class GraphCoverage:
+    """The parameters whose gradients one rewritten backward graph computes, and its last backward.
+
+    Attributes:
+        task: Number of the backward that ran the graph last; -1 before the first.
+    """
+
+    __slots__ = ("__weakref__", "task")
+
+    def __init__(self, parameters: Sequence[weakref.ref[Tensor]]) -> None:
+        self.task = -1
+        for ref in parameters:
+            parameter = ref()
+            if parameter is not None:
+                _hook_of(parameter).add_graph(self)
+
+    def note(self) -> None:
+        """Note that the backward which is running runs the graph."""
+        self.task = autograd.backward_id()
+
+
+class _ParameterHook:
+    """The hook on one parameter; it runs after its gradient is accumulated."""
+
+    def __init__(self) -> None:
+        self.watches: list[weakref.ref[ParameterWatch]] = []
+        self._graphs: list[weakref.ref[GraphCoverage]] = []
+        self._handle: RemovableHandle | None = None
+
+    def add_graph(self, graph: GraphCoverage) -> None:
+        self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(graph)]
+
+    def add_watch(self, watch: ParameterWatch, parameter: Tensor) -> None:
+        self.watches.append(weakref.ref(watch))
+        if self._handle is None:
+            self._handle = parameter.register_post_accumulate_grad_hook(self)
+
+    def remove_watch(self, watch: ParameterWatch | None) -> None:
+        """Remove one watch and those that are gone; without any, the parameter has no hook."""
+        self.watches = [ref for ref in self.watches if ref() is not None and ref() is not watch]
+        if not self.watches and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, parameter: Tensor) -> None:
+        task = autograd.backward_id()
+        for ref in self._graphs:
+            graph = ref()
+            if graph is not None and graph.task == task:
+                return
+        for watch in [known() for known in self.watches]:
+            if watch is not None:
+                watch.note_outside(parameter)
+
+
+_hooks: MutableMapping[Tensor, _ParameterHook] = WeakIdKeyDictionary()
+
+
+def _hook_of(parameter: Tensor) -> _ParameterHook:
+    hook = _hooks.get(parameter)
+    if hook is None:
+        hook = _hooks[parameter] = _ParameterHook()
+    return hook
+
+
+class ParameterWatch:
+    """Notices the first backward that reaches parameters of a model through none of its rewritten graphs.
+
+    A submodule that is called directly, a method without an entry point, and the plain module do that. Until then each
+    parameter that needs a gradient has a hook (``register_post_accumulate_grad_hook``).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        report: Callable[[nn.Module, list[str]], None],
+        parameters: Callable[[], Iterable[Tensor]] | None = None,
+    ) -> None:
+        """Watch the parameters of a model.
+
+        Args:
+            model: The model; it is held weakly.
+            report: Called at the end of that backward, with the model and the names of the parameters.
+            parameters: Gives the parameters that are watched; None for all of the model.
+        """
+        self._model = weakref.ref(model)
+        self._report = report
+        self._parameters = parameters
+        self._outside: set[int] = set()
+        self._hooks: list[_ParameterHook] = []
+        self._is_over = False
+        self.refresh()
+        weakref.finalize(self, _remove_watch, self._hooks).atexit = False
+
+    def refresh(self) -> None:
+        """Watch the parameters that the model has by now and that need a gradient."""
+        model = self._model()
+        if model is None or self._is_over:
+            return
+        known = set(map(id, self._hooks))
+        for parameter in model.parameters() if self._parameters is None else self._parameters():
+            if not parameter.requires_grad or not parameter.is_leaf or is_lazy(parameter):
+                continue
+            hook = _hook_of(parameter)
+            if id(hook) not in known:
+                hook.add_watch(self, parameter)
+                self._hooks.append(hook)
+
+    def remove(self) -> None:
+        """Take the hooks off, for good."""
+        self._is_over = True
+        _remove_watch(self._hooks, self)
+        self._hooks.clear()
+
+    def note_outside(self, parameter: Tensor) -> None:
+        """Take a parameter whose gradient no rewritten graph of the running backward has computed."""
+        if not self._outside:
+            autograd.at_end_of_backward(self._end)
+        self._outside.add(id(parameter))
+
+    def _end(self) -> None:
+        found, self._outside = self._outside, set()
+        model = self._model()
+        names = [name for name, p in model.named_parameters() if id(p) in found] if model is not None else []
+        if model is not None and names:  # others were replaced since
+            self.remove()
+            self._report(model, names)
+
+
+def _remove_watch(hooks: Iterable[_ParameterHook], watch: ParameterWatch | None = None) -> None:
+    for hook in hooks:
+        hook.remove_watch(watch)
+
+
+def methods_that_use(model: nn.Module, attributes: Sequence[str]) -> list[str]:
+    """Return the public methods of a model's own classes, ``forward`` excepted, whose code names an attribute."""
+    found: dict[str, None] = {}
+    for cls in type(model).__mro__[: type(model).__mro__.index(nn.Module)]:
+        for name, value in vars(cls).items():
+            if name.startswith("_") or name == "forward" or not isinstance(value, FunctionType):
+                continue
+            if not set(attributes).isdisjoint(value.__code__.co_names):
+                found[name] = None
+    return list(found)
