@@ -19,7 +19,8 @@ LIVE = "_live_tensor_"
 
 def erase_markers(graph: fx.Graph) -> None:
     """Take out all markers; the graph is then what it would be without probes."""
-    for node in reversed(list(graph.nodes)):
+    # In this order, so that a chain of markers hands each user on once.
+    for node in list(graph.nodes):
         if node.target is ops.mark_error:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -73,6 +74,30 @@ def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None
     outputs = outputs_of(output)
     outputs[position] = replacement
     output.args = (tuple(outputs),)
+
+
+def add_outputs(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Return further nodes, after the outputs that there are."""
+    output = graph.output_node()
+    _set_outputs(output, [*outputs_of(output), *nodes], [*_descs(output), *["gradrewrite"] * len(nodes)])
+
+
+def write_back(graph: fx.Graph, count: int) -> None:
+    """Write the first ``count`` outputs into the first placeholders, where they differ, and return the others.
+
+    An output that is a placeholder itself is copied: what is written comes after it.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    results = outputs_of(graph.output_node())
+    with graph.inserting_before(graph.output_node()):
+        others = [
+            graph.call_function(torch.ops.aten.clone.default, (node,)) if node.op == "placeholder" else node
+            for node in results[count:]
+        ]
+        for old, new in zip(inputs, results[:count], strict=False):
+            if old is not new:
+                graph.call_function(torch.ops.aten.copy_.default, (old, new))
+    graph.output_node().args = (tuple(others),)
 
 
 def hold(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:

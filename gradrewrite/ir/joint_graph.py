@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import unified_diff
 
@@ -19,7 +19,7 @@ _OWN_LINE = re.compile(r"^\s*# (?:.* in gradrewrite_entry_\d+|No stacktrace foun
 _DELETED = re.compile(r";  [\w, =]+ = None$")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JointGraph:
     """A joint forward/backward graph, as Inductor gets it.
 
@@ -30,6 +30,8 @@ class JointGraph:
         record_nodes: Names of the inserted nodes that carry records out of the graph.
         before: The same graph without the rewrite; None for such a graph itself.
         provenance: What its parts mean: lanes, ops and modules of nodes, the nodes of sites.
+        name: Name of the model's class; ``""`` where the graph is not that of a model.
+        to_html: Writes the graph for a notebook.
     """
 
     graph_module: fx.GraphModule = field(repr=False)
@@ -38,6 +40,18 @@ class JointGraph:
     record_nodes: tuple[str, ...] = ()
     before: JointGraph | None = None
     provenance: Provenance = field(default_factory=Provenance, repr=False)
+    name: str = ""
+    to_html: Callable[[JointGraph], str] | None = None
+
+    def __repr__(self) -> str:
+        """Class, model and sizes, on one line; ``print`` shows the code."""
+        nodes = sum(node.op != "output" for node in self.graph_module.graph.nodes)
+        name = f" of {self.name}" if self.name else ""
+        return f"<JointGraph{name}: {len(self.sites)} sites, {len(self.edits)} edits, {nodes} nodes>"
+
+    def _repr_html_(self) -> str | None:
+        """Return the page in a frame, for notebooks; None where the graph is not from ``trace``."""
+        return self.to_html(self) if self.to_html is not None else None
 
     @property
     def code(self) -> str:

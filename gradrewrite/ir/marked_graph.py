@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.values import Value
 
@@ -20,9 +21,13 @@ class MarkedJointGraph:
         values: The values, by the number of their markers.
         inputs: The tensor inputs of the Dynamo graph, by position.
         is_last: Whether the gradients of its outputs come from outside of the model, not from behind a graph break.
+        call: How many calls of the same graph came before, in one call of the model.
+        layouts: The layouts of these inputs and of their gradients, where they are DTensors.
     """
 
     graph: fx.Graph
     values: Sequence[Value]
     inputs: Mapping[int, GraphInput]
     is_last: bool = True
+    call: int = 0
+    layouts: InputLayouts = field(default_factory=InputLayouts)

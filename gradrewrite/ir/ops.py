@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gradrewrite._compat import dtensors
 from gradrewrite.ir.native_statistics import figures_of, names_of
-from gradrewrite.ir.statistics import STATISTICS, Statistic, _dtype, norm_of
+from gradrewrite.ir.statistics import STATISTICS, Statistic, _dtype, measure_shards, norm_of
 
 _LIBRARY = torch.library.Library("gradrewrite", "DEF")
 _LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
@@ -118,6 +119,8 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
         names: Keys of ``STATISTICS``.
         is_opaque: One operation that the compiler does not look into, instead of nodes that it fuses.
     """
+    if dtensors.is_dtensor(x):
+        return measure_shards([(x, names)], lambda part, names: measure(part, names, is_opaque=is_opaque))
     if is_opaque:
         return measure_all([(x, names)])
     values = [STATISTICS[name](x).to(_dtype(x)) for name in names]

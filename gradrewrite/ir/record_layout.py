@@ -2,84 +2,21 @@
 
 from __future__ import annotations
 
-import re
+import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.sites import Site
 
 OnFailure = Literal["raise", "skip", "warn", "record"]
 
 # Records of the bounds of clips, by norm and by value; a bound has the occurrence of what it bounds.
 BOUNDS = frozenset(("bound", "limit"))
-
-_NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordKey:
-    """The key of a record: its text is ``record@site``, or ``record.2@site`` for the second of a name at a site.
-
-    A name that a user gave and that itself ends in a dot and a whole number > 1 (``expert.3``) is read as such an
-    occurrence, so ``RecordKey.parse(str(key)) == key`` for every key.
-
-    Attributes:
-        record: Name of the record, without ``@``.
-        occurrence: Number of the record among those of this name at this site, from 1.
-        site: ``kind:name`` of the site; for what has none ``group:default``, ``optimizer:0``, ``run``.
-
-    Raises:
-        ValueError: The key could not be parsed back: ``record`` has an ``@``, ``occurrence`` is not in 1 to
-            999,999,999, or it is 1 and ``record`` ends in a number (see ``of``).
-    """
-
-    record: str
-    occurrence: int
-    site: str
-
-    def __post_init__(self) -> None:
-        """Refuse what could not be parsed back."""
-        if "@" in self.record:
-            raise ValueError(f"the name of a record has no '@', got {self.record!r}")
-        if not 1 <= self.occurrence <= 999_999_999:
-            raise ValueError(f"the occurrence of {self.record!r} is in 1 to 999,999,999, got {self.occurrence!r}")
-        if self.occurrence == 1 and _NUMBERED.fullmatch(self.record) is not None:
-            raise ValueError(f"{self.record!r} ends in an occurrence; use RecordKey.of")
-
-    @property
-    def kind(self) -> str:
-        """Kind of the site: ``error`` of ``error:a``."""
-        return self.site.partition(":")[0]
-
-    @property
-    def name(self) -> str:
-        """The record with its occurrence: ``norm``, ``norm.2``."""
-        return self.record if self.occurrence == 1 else f"{self.record}.{self.occurrence}"
-
-    def __str__(self) -> str:
-        """``record@site``."""
-        return f"{self.name}@{self.site}"
-
-    @classmethod
-    def of(cls, name: str, site: str) -> RecordKey:
-        """Make the key whose text is ``name@site``; ValueError if ``name`` has an ``@``."""
-        numbered = _NUMBERED.fullmatch(name)
-        return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
-
-    @classmethod
-    def parse(cls, text: str) -> RecordKey:
-        """Parse ``record@site`` or ``record.2@site``.
-
-        Raises:
-            ValueError: There is no ``@``.
-        """
-        name, at, site = text.partition("@")
-        if not at:
-            raise ValueError(f"wanted record@site as the name of a record, got {text!r}")
-        return cls.of(name, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +34,54 @@ class LogLine:
     max_abs: RecordKey
     mean_abs: RecordKey
     clipped: RecordKey
+
+
+@dataclass(frozen=True, slots=True)
+class NormClip:
+    """The records of one clip by norm.
+
+    Attributes:
+        norm: The norm before the clip.
+        bound: Its bound.
+        factor: What the clip multiplies by, which follows from both.
+        is_wide: Whether the clip compares and divides in float64, not float32.
+    """
+
+    norm: RecordKey
+    bound: RecordKey
+    factor: RecordKey
+    is_wide: bool
+
+    def strength(self, known: Mapping[RecordKey, float]) -> float:
+        """Return bound / norm, in float64, where the clip acts; else 1, also for a norm of 0, inf or NaN."""
+        norm, bound = known[self.norm], known[self.bound]
+        bound = bound if self.is_wide else ctypes.c_float(bound).value
+        return bound / norm if bound < norm < math.inf and norm != 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueClip:
+    """The records of one clip by value that logs.
+
+    Attributes:
+        before: The L2 norm before the clip; no record of a step.
+        after: The L2 norm after it; no record of a step.
+        clipped: 1 if an element changed, else 0.
+        factor: The ratio of the norms after and before.
+    """
+
+    before: RecordKey
+    after: RecordKey
+    clipped: RecordKey
+    factor: RecordKey
+
+    def strength(self, known: Mapping[RecordKey, float]) -> float:
+        """Return after / before, where an element changed and there was a norm; else 1.
+
+        By IEEE rules: 0 where infinities were bounded, NaN where an element is NaN or remains infinite.
+        """
+        before, after = known[self.before], known[self.after]
+        return after / before if known[self.clipped] > 0 and before != 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +109,7 @@ class BackwardOutputs:
 
     Attributes:
         packs: Keys of the records in each packed tensor.
-        keys: All of them, in the order of the sites.
+        keys: Those of a step, factors of clips included, in the order of the sites.
         num_skips: How many counts of checks that skip each packed tensor begins with.
         verdicts: Whether each packed tensor has one element more, behind the records: 1 if one of these counts is not
             0, else 0. Elsewhere the counts are looked at where somebody wants to know.
@@ -132,6 +117,8 @@ class BackwardOutputs:
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
+        clips: The clips of which a factor is known.
+        group_logs: Clips by norm of groups that log.
         bounds: Bounds of clips that the host has (numbers, tensors in host memory), by key: ``bound@site`` by norm,
             ``limit@site`` by value, which counts by its size.
         counts: Keys of counts of elements, which add up over several graphs of one backward.
@@ -146,6 +133,8 @@ class BackwardOutputs:
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
+    clips: tuple[NormClip | ValueClip, ...] = ()
+    group_logs: tuple[NormClip, ...] = ()
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)

@@ -7,13 +7,19 @@ at once and reads the tensor by itself. ``docs/design.md`` says which is used wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gradrewrite._compat import fake_tensors
+from gradrewrite._compat import collectives, dtensors, fake_tensors
+from gradrewrite.distributed.layouts import added_up
 from gradrewrite.ir.stages import reduce_all
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Statistic = Callable[[Tensor], Tensor]
 
@@ -25,6 +31,8 @@ def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
     narrower elements are summed in float64, which holds them all: one pass. Otherwise it is
     ``m * (sum (|x| / m)^p)^(1/p)`` with ``m = max |x|``: two passes.
     """
+    if dtensors.is_dtensor(tensor):
+        return norms_of([tensor], order)[0]
     size = size_of(tensor)
     if _is_empty(tensor):
         return size.new_zeros(())
@@ -42,6 +50,37 @@ def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
     if order == 2:
         return unit * reduce_all(torch.sum, share * share).sqrt()
     return unit * reduce_all(torch.sum, share**order) ** (1.0 / order)
+
+
+def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norms of tensors, see ``norm_of``; those of DTensors with equal shards by one collective together."""
+    norms: list[Tensor | None] = [None if dtensors.is_dtensor(t) else norm_of(t, order) for t in tensors]
+    alike: dict[object, list[tuple[int, DTensor]]] = defaultdict(list)
+    for position, tensor in enumerate(tensors):
+        if dtensors.is_dtensor(tensor):
+            whole = added_up(tensor)
+            replicated = tuple(placement.is_replicate() for placement in whole.placements)
+            alike[whole.device_mesh, replicated, _dtype(whole)].append((position, whole))
+    for members in alike.values():
+        own = torch.stack([norm_of(dtensors.local_of(whole), order) for _, whole in members])
+        rows = _gather_shards(own, members[0][1])
+        for column, (position, _) in enumerate(members):
+            norms[position] = own[column] if rows.shape[0] == 1 else norm_of(rows[:, column], order)
+    return [norm for norm in norms if norm is not None]
+
+
+def shares_of(norms: Tensor, order: float = 2.0) -> Tensor:
+    """Share of each norm in the sum of their ``order``-th powers, same shape; the shares add up to 1.
+
+    ``order=inf``: those at the largest norm have equal shares, the others 0. Norms that are not finite have equal
+    shares, the others 0. All norms 0: all shares 0.
+    """
+    largest = norms.amax()
+    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    powers = (norms == unit).to(norms.dtype) if math.isinf(order) else (norms / unit) ** order
+    parts = torch.where(torch.isfinite(largest), powers, torch.isfinite(norms).logical_not().to(norms.dtype))
+    total = parts.sum()
+    return parts / torch.where(total > 0, total, 1.0)
 
 
 def size_of(x: Tensor) -> Tensor:
@@ -86,14 +125,15 @@ def _or_nan(reduce: Statistic) -> Statistic:
 
 def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
     """Share of the elements for which the mask holds; 0 for an empty tensor."""
+    return lambda x: share_of(mask(x))
 
-    def share(x: Tensor) -> Tensor:
-        if _is_empty(x):
-            return torch.zeros((), device=x.device)
-        found = mask(x).to(torch.float32)
-        return found.sum() / _number(x).clamp(min=1.0) if _may_be_empty(x) else reduce_all(torch.mean, found)
 
-    return share
+def share_of(mask: Tensor) -> Tensor:
+    """Share of the elements that are true; 0 for an empty tensor."""
+    if _is_empty(mask):
+        return torch.zeros((), device=mask.device)
+    found = mask.to(torch.float32)
+    return found.sum() / _number(mask).clamp(min=1.0) if _may_be_empty(mask) else reduce_all(torch.mean, found)
 
 
 def _count(mask: Statistic) -> Statistic:
@@ -120,3 +160,69 @@ STATISTICS: Mapping[str, Statistic] = {
 COUNTS = frozenset(("nan", "inf", "nonfinite"))
 # What grows with the gradient: in units of the unscaled loss where there is a loss scale.
 IN_UNITS = frozenset(("max_abs", "mean_abs", "norm", "min", "max"))
+
+# How the figures of shards become those of the whole; means and shares are weighted by the number of elements.
+_SMALLEST, _LARGEST = frozenset(("min",)), frozenset(("max", "max_abs"))
+_MEANS = STATISTICS.keys() - _SMALLEST - _LARGEST - COUNTS - {"norm"}
+
+
+def measure_shards(
+    reports: Sequence[tuple[DTensor, Sequence[str]]], measure: Callable[[Tensor, Sequence[str]], Tensor]
+) -> Tensor:
+    """Statistics of global tensors, tensor after tensor, as a plain vector; one collective for all of them.
+
+    Args:
+        reports: Tensors of one shape on one mesh, each with keys of ``STATISTICS``.
+        measure: Measures a plain tensor.
+    """
+    first = added_up(reports[0][0])
+    wholes = [added_up(tensor).redistribute(first.device_mesh, first.placements) for tensor, _ in reports]
+    names = [name for _, own in reports for name in own]
+    parts = [_of_shard(whole, own, measure) for whole, (_, own) in zip(wholes, reports, strict=True)]
+    found = torch.cat([part.to(_widest(parts)) for part in parts])
+    if _is_empty(first) or all(placement.is_replicate() for placement in first.placements):
+        return found
+    rows = _gather_shards(found, first)
+    return torch.stack([_combine(name, rows[:, column]) for column, name in enumerate(names)])
+
+
+def _of_shard(whole: DTensor, names: Sequence[str], measure: Callable[[Tensor, Sequence[str]], Tensor]) -> Tensor:
+    """The part of one process in the statistics of a global tensor."""
+    local = dtensors.local_of(whole)
+    if _is_empty(whole):
+        return measure(local, names)
+    if _is_empty(local):
+        neutral = [math.inf if n in _SMALLEST else -math.inf if n in _LARGEST else 0.0 for n in names]
+        return torch.stack([local.new_full((), value, dtype=_dtype(local)) for value in neutral])
+    weight = local.numel() / whole.numel()
+    figures = measure(local, names)
+    return torch.stack([figures[n] * weight if name in _MEANS else figures[n] for n, name in enumerate(names)])
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _combine(name: str, figures: Tensor) -> Tensor:
+    if name in _SMALLEST:
+        return figures.amin()
+    if name in _LARGEST:
+        return figures.amax()
+    return norm_of(figures) if name == "norm" else figures.sum()
+
+
+def _gather_shards(values: Tensor, like: DTensor) -> Tensor:
+    """Gather what each process computed of its shard; replicas are counted once.
+
+    Args:
+        values: A vector, ``[N]``, the same in all replicas of a shard.
+        like: The sharded tensor, without partial sums.
+
+    Returns:
+        The vectors of all shards, ``[shards, N]``; by one collective for each dimension of the mesh that is sharded.
+    """
+    rows = values.unsqueeze(0)
+    for dim, placement in enumerate(like.placements):
+        if not placement.is_replicate():
+            rows = collectives.gather_rows(rows, like.device_mesh.get_group(dim))
+    return rows

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gradrewrite.distributed.layouts import Layout
+
 ModuleCall = tuple[str, str, str]  # a module's name, and the two strings that tell its calls apart
 
 
@@ -29,6 +31,9 @@ class Value:
         replaces: The value that the same tensor was before an in-place op.
         is_overwritten: Whether autograd gave the tensor another history when such an op changed it.
         same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
+        is_part: Whether it is a plain tensor that is a part of a global one, and nobody knows of which.
+        layout: The layout of a DTensor; None for a plain tensor.
+        error_layout: That of its error.
     """
 
     op: str
@@ -46,6 +51,9 @@ class Value:
     replaces: Value | None = None
     is_overwritten: bool = False
     same_as: Value | None = None
+    is_part: bool = False
+    layout: Layout | None = None
+    error_layout: Layout | None = None
 
     @property
     def is_bypassed(self) -> bool:
@@ -58,6 +66,6 @@ class Value:
         return self.is_selection and not self.used_in and not self.is_returned
 
 
-def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
-    """Sizes of a fake tensor; None where one is symbolic."""
+def shape_of(tensor: Tensor | Layout) -> tuple[int | None, ...]:
+    """Sizes of a fake tensor, or of a global one; None where one is symbolic."""
     return tuple(size if isinstance(size, int) else None for size in tensor.shape)

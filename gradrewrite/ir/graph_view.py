@@ -1,0 +1,267 @@
+"""``GraphView``: an immutable view of a joint graph, with the provenance of its nodes; drawings and exports read it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, fx
+
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.provenance import Lane, Origin
+from gradrewrite.sites import Site
+
+Role = Literal["op", "placeholder", "constant"]
+Mark = Literal["", "edit", "records"]
+
+_RESHAPES = frozenset(
+    "_unsafe_view alias as_strided chunk clone detach expand permute reshape select slice split split_with_sizes "
+    "squeeze t transpose unbind unsqueeze view".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of a joint graph, with its provenance.
+
+    Attributes:
+        name: Its fx name.
+        role: ``"op"``; ``"placeholder"`` for an input of the graph; ``"constant"`` for a live tensor of an action or a
+            constant of the model.
+        target: What it calls, ``aten.mul.Tensor``.
+        lane: Whether it runs in the forward or in the backward.
+        order: Number of the torch-level op in the order of the forward; the nodes of its backward share it.
+        calls: The module calls around the op, outermost first: each a module's name and the number of the call.
+        op: Name of the op as the user called it; of a placeholder its kind (``"parameter"``, ``"input"``, ...).
+        argument: What a placeholder stands for: a parameter's name; ``""`` for ops.
+        source: ``file:line "code"`` of the op; ``""`` where there is none.
+        mark: ``"edit"`` if an edit inserted it, ``"records"`` if it packs records, else ``""``.
+        edit: Number of the edit, -1 if there is none.
+        shape: Sizes as text, ``"4, 16"``; several values are in brackets.
+        dtype: Element type, ``"float32"``.
+        reshapes: Whether it only gives a tensor another shape, or takes a tuple apart.
+    """
+
+    name: str
+    role: Role
+    target: str
+    lane: Lane
+    order: int
+    calls: tuple[tuple[str, int], ...]
+    op: str
+    argument: str
+    source: str
+    mark: Mark
+    edit: int
+    shape: str
+    dtype: str
+    reshapes: bool
+
+    @property
+    def module(self) -> str:
+        """Name of the innermost module; ``""`` is the root."""
+        return self.calls[-1][0] if self.calls else ""
+
+    @property
+    def module_call(self) -> str:
+        """The innermost module with the number of its call, ``cell#3``."""
+        return call_name(self.calls[-1]) if self.calls else ""
+
+    @property
+    def aten(self) -> str:
+        """The op without its namespace and overload: ``mul`` of ``aten.mul.Tensor``."""
+        parts = self.target.split(".")
+        return parts[1] if len(parts) > 1 else parts[0]
+
+    @property
+    def op_and_argument(self) -> str:
+        """``parameter decoder.weight`` for a placeholder, the op's name otherwise."""
+        return f"{self.op} {self.argument}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class GraphView:
+    """Immutable view of a joint graph.
+
+    Attributes:
+        nodes: By name, in execution order.
+        edges: Which node reads which: pairs (read, reader), each once, in execution order.
+        returned: What the graph returns: pairs (label, name of the node).
+        edits: The edits, with the names of their nodes.
+        sites: All sites of the graph.
+        anchors: Name of the node that holds a site's value before anything acts on it.
+        orders: Number of the torch-level op of a site.
+    """
+
+    nodes: Mapping[str, Node]
+    edges: tuple[tuple[str, str], ...]
+    returned: tuple[tuple[str, str], ...]
+    edits: tuple[Edit, ...]
+    sites: tuple[Site, ...]
+    anchors: Mapping[Site, str]
+    orders: Mapping[Site, int]
+
+    @property
+    def num_inserted(self) -> int:
+        """Number of inserted nodes."""
+        return sum(bool(node.mark) for node in self.nodes.values())
+
+    @property
+    def summary(self) -> str:
+        """Numbers of nodes and edits, as text."""
+        return f"{len(self.nodes)} nodes, {len(self.edits)} edits, {self.num_inserted} nodes inserted"
+
+
+def read_graph(graph: JointGraph) -> GraphView:
+    """Return the view of a joint graph.
+
+    Raises:
+        TypeError: ``graph`` is no JointGraph.
+    """
+    if not isinstance(graph, JointGraph):
+        raise TypeError(
+            f"a picture is drawn of a JointGraph, as model.trace(...) returns it; got {type(graph).__name__}"
+        )
+    marks: dict[str, tuple[Mark, int]] = dict.fromkeys(graph.record_nodes, ("records", -1))
+    marks |= {name: ("edit", number) for number, edit in enumerate(graph.edits) for name in edit.nodes}
+    fx_nodes = [node for node in graph.graph_module.graph.nodes if node.op != "output"]
+    nodes = {node.name: _node(node, graph, *marks.get(node.name, ("", -1))) for node in fx_nodes}
+    edges = [(read.name, node.name) for node in fx_nodes for read in node.all_input_nodes]
+    anchors = graph.provenance.anchors
+    return GraphView(
+        nodes=nodes,
+        edges=tuple(dict.fromkeys(edges)),
+        returned=tuple(_returned(graph)),
+        edits=graph.edits,
+        sites=graph.sites,
+        anchors={site: anchor.node for site, anchor in anchors.items()},
+        orders={site: anchor.order for site, anchor in anchors.items()},
+    )
+
+
+def contracted_edges(graph_view: GraphView, hidden: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the edges between visible nodes, with hidden nodes contracted into direct edges."""
+    gone = set(hidden)
+    reads: dict[str, list[str]] = {name: [] for name in graph_view.nodes}
+    for source, reader in graph_view.edges:
+        reads[reader].append(source)
+    through: dict[str, list[str]] = {}
+    found: list[tuple[str, str]] = []
+    for name in graph_view.nodes:  # in execution order, so what is read is known
+        sources = [s for read in reads[name] for s in (through[read] if read in gone else [read])]
+        through[name] = list(dict.fromkeys(sources))
+        if name not in gone:
+            found += [(source, name) for source in through[name]]
+    return found
+
+
+def visible_outputs(
+    graph_view: GraphView, returned: Iterable[tuple[str, str]], hidden: Collection[str]
+) -> list[tuple[str, str]]:
+    """Return pairs (label, node) of the graph's outputs, each with its nearest visible ancestor."""
+    reads: dict[str, str] = {}
+    for source, reader in graph_view.edges:
+        reads.setdefault(reader, source)
+    found = []
+    for label, name in returned:
+        while name in hidden and name in reads:
+            name = reads[name]
+        found.append((label, name))
+    return found
+
+
+def hidden_nodes(graph_view: GraphView, *, reshapes: bool = False, records: bool = False) -> set[str]:
+    """Return the nodes that drawings leave out: ops that only reshape, and what only serves records.
+
+    Args:
+        graph_view: The graph.
+        reshapes: Whether ops that only reshape are shown.
+        records: Whether what only serves records is shown: what packs them, and the part of an edit that computes them.
+    """
+    hidden: set[str] = set()
+    if not reshapes:
+        hidden |= {name for name, node in graph_view.nodes.items() if node.reshapes and not node.mark}
+    if not records:
+        hidden |= _record_nodes(graph_view)
+    return hidden
+
+
+def _record_nodes(graph_view: GraphView) -> set[str]:
+    """Return the inserted nodes that lead to records alone."""
+    readers: dict[str, list[str]] = {}
+    for source, reader in graph_view.edges:
+        readers.setdefault(source, []).append(reader)
+    returned = {name for label, name in graph_view.returned if not graph_view.nodes[name].mark == "records"}
+    found = {name for name, node in graph_view.nodes.items() if node.mark == "records"}
+    for name in reversed(list(graph_view.nodes)):
+        leads = readers.get(name, [])
+        if graph_view.nodes[name].mark and leads and name not in returned and found.issuperset(leads):
+            found.add(name)
+    return found
+
+
+def action_name(action: object) -> str:
+    """Return the short name of an action: its class, or the function's name."""
+    name = getattr(action, "__name__", type(action).__name__)
+    return "lambda" if name == "<lambda>" else str(name)
+
+
+def action_text(edit: Edit) -> str:
+    """Return an action with its settings, of a tensor function its name."""
+    return action_name(edit.action) if edit.text.startswith("<") else edit.text
+
+
+def lane_of_site(site: Site) -> Lane:
+    """Return the lane of a site and of its edits."""
+    return "forward" if site.kind == "activation" else "backward"
+
+
+def call_name(call: tuple[str, int]) -> str:
+    """Return ``cell#3`` for the fourth call of ``cell``."""
+    return f"{call[0]}#{call[1]}" if call[1] else call[0]
+
+
+def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
+    shape, dtype = _describe_value(node.meta.get("val"))
+    target = str(node.target) if not callable(node.target) or hasattr(node.target, "overloadpacket") else ""
+    target = target or getattr(node.target, "__name__", str(node.target))
+    is_reshape = node.target is operator.getitem or (target.startswith("aten.") and target.split(".")[1] in _RESHAPES)
+    role: Role = "op" if node.op == "call_function" else ("placeholder" if node.op == "placeholder" else "constant")
+    origin = graph.provenance.origins.get(node.name, Origin("backward", -1, op="unknown"))
+    return Node(
+        name=node.name,
+        role=role,
+        target=target,
+        lane=origin.lane,
+        order=origin.order,
+        calls=origin.calls,
+        op=origin.op,
+        argument=origin.name,
+        source=origin.source,
+        mark=mark,
+        edit=edit,
+        shape=shape,
+        dtype=dtype,
+        reshapes=is_reshape,
+    )
+
+
+def _describe_value(value: Any) -> tuple[str, str]:
+    """Return sizes and element type as text."""
+    if isinstance(value, Tensor):
+        return ", ".join(str(size) for size in value.shape), str(value.dtype).removeprefix("torch.")
+    if isinstance(value, list | tuple):
+        parts = [_describe_value(v) for v in value]
+        return ", ".join(f"({shape})" for shape, _ in parts), ", ".join(dict.fromkeys(dtype for _, dtype in parts))
+    return "", "" if value is None else type(value).__name__
+
+
+def _returned(graph: JointGraph) -> list[tuple[str, str]]:
+    returned = graph.graph_module.graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    labels = graph.provenance.outputs or ("",) * len(returned)
+    pairs = zip(labels, returned, strict=True)
+    return [(label or f"#{n}", node.name) for n, (label, node) in enumerate(pairs) if isinstance(node, fx.Node)]

@@ -1,0 +1,71 @@
+"""``RecordKey``: the key of a record, ``record@site``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """The key of a record: its text is ``record@site``, or ``record.2@site`` for the second of a name at a site.
+
+    A name that a user gave and that itself ends in a dot and a whole number > 1 (``expert.3``) is read as such an
+    occurrence, so ``RecordKey.parse(str(key)) == key`` for every key.
+
+    Attributes:
+        record: Name of the record, without ``@``.
+        occurrence: Number of the record among those of this name at this site, from 1.
+        site: ``kind:name`` of the site; for what has none ``group:default``, ``optimizer:0``, ``run``.
+
+    Raises:
+        ValueError: The key could not be parsed back: ``record`` has an ``@``, ``occurrence`` is not in 1 to
+            999,999,999, or it is 1 and ``record`` ends in a number (see ``of``).
+    """
+
+    record: str
+    occurrence: int
+    site: str
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be parsed back."""
+        if "@" in self.record:
+            raise ValueError(f"the name of a record has no '@', got {self.record!r}")
+        if not 1 <= self.occurrence <= 999_999_999:
+            raise ValueError(f"the occurrence of {self.record!r} is in 1 to 999,999,999, got {self.occurrence!r}")
+        if self.occurrence == 1 and _NUMBERED.fullmatch(self.record) is not None:
+            raise ValueError(f"{self.record!r} ends in an occurrence; use RecordKey.of")
+
+    @property
+    def kind(self) -> str:
+        """Kind of the site: ``error`` of ``error:a``."""
+        return self.site.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The record with its occurrence: ``norm``, ``norm.2``."""
+        return self.record if self.occurrence == 1 else f"{self.record}.{self.occurrence}"
+
+    def __str__(self) -> str:
+        """``record@site``."""
+        return f"{self.name}@{self.site}"
+
+    @classmethod
+    def of(cls, name: str, site: str) -> RecordKey:
+        """Make the key whose text is ``name@site``; ValueError if ``name`` has an ``@``."""
+        numbered = _NUMBERED.fullmatch(name)
+        return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
+
+    @classmethod
+    def parse(cls, text: str) -> RecordKey:
+        """Parse ``record@site`` or ``record.2@site``.
+
+        Raises:
+            ValueError: There is no ``@``.
+        """
+        name, at, site = text.partition("@")
+        if not at:
+            raise ValueError(f"wanted record@site as the name of a record, got {text!r}")
+        return cls.of(name, site)

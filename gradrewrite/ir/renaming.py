@@ -1,0 +1,105 @@
+"""Renaming: what was compiled for one region of a model, said of another region of equal structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.replay_graph import ReplayGraph
+from gradrewrite.sites import Site
+
+_Described = TypeVar("_Described")
+
+
+def calls_by_name(sites: Sequence[Site]) -> dict[str, int]:
+    """Return how often each name of values occurs in one call of a graph with these sites."""
+    found: dict[str, int] = {}
+    for site in sites:
+        if site.kind in ("error", "activation"):
+            for name, call in site.addresses or ((site.name, site.call),):
+                found[name] = max(found.get(name, 0), call + 1)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Names of one region, and of the call in which it runs, in place of those of another.
+
+    Attributes:
+        old: Name of the module whose graph it is.
+        new: Name of the module that the graph stands for.
+        shift: How many calls of the module come before, in the call of the model that the graph stands for, more than
+            in the one it was made for.
+        calls: How often each name of a value occurs in one call of the graph.
+    """
+
+    old: str
+    new: str
+    shift: int = 0
+    calls: Mapping[str, int] = field(default_factory=dict)
+
+    def name(self, text: str) -> str:
+        """Exchange the name of the region, where a name begins with it."""
+        if text == self.old or (text.startswith(self.old) and text[len(self.old)] in "./"):
+            return self.new + text[len(self.old) :]
+        return text
+
+    def site(self, site: Site) -> Site:
+        """Rename a site; calls of values are counted on."""
+        by = self.shift if site.kind in ("error", "activation") else 0
+        number = by * self.calls.get(site.name, 0)
+        return replace(
+            site,
+            name=self.name(site.name),
+            module=self.name(site.module),
+            output_of=tuple(map(self.name, site.output_of)),
+            call=site.call + number,
+            addresses=tuple((self.name(name), call + by * self.calls.get(name, 0)) for name, call in site.addresses),
+        )
+
+    def outputs(self, outputs: BackwardOutputs, sites: Sequence[Site]) -> BackwardOutputs:
+        """Rename the auxiliary outputs of a graph with these sites; groups and other owners of records keep theirs."""
+        known = {str(site): str(self.site(site)) for site in sites}
+
+        def key(old: RecordKey) -> RecordKey:
+            return replace(old, site=known.get(old.site, old.site))
+
+        def described(old: _Described) -> _Described:
+            """Rename the keys and the site among the fields of a log line, a check or a clip."""
+            given = {f.name: getattr(old, f.name) for f in fields(old)}  # type: ignore[arg-type]
+            new: dict[str, Any] = {name: key(value) for name, value in given.items() if isinstance(value, RecordKey)}
+            new |= {name: self.site(value) for name, value in given.items() if isinstance(value, Site)}
+            return replace(old, **new)  # type: ignore[type-var]
+
+        return replace(
+            outputs,
+            packs=tuple(tuple(map(key, pack)) for pack in outputs.packs),
+            keys=tuple(map(key, outputs.keys)),
+            kept=tuple(map(self.site, outputs.kept)),
+            logs=tuple(map(described, outputs.logs)),
+            checks=tuple(map(described, outputs.checks)),
+            clips=tuple(map(described, outputs.clips)),
+            group_logs=tuple(map(described, outputs.group_logs)),
+            bounds=tuple((key(old), bound) for old, bound in outputs.bounds),
+            counts=frozenset(map(key, outputs.counts)),
+        )
+
+    def edit(self, edit: Edit, sites: Sequence[Site]) -> Edit:
+        """Rename an edit of a graph with these sites."""
+        known = {str(site): str(self.site(site)) for site in sites}
+        records = tuple(replace(key, site=known.get(key.site, key.site)) for key in edit.records)
+        return replace(edit, site=self.site(edit.site), records=records)
+
+    def replay_graph(self, graph: ReplayGraph, sites: Sequence[Site]) -> ReplayGraph:
+        """Rename what the nodes of a replay graph mean; ``inputs`` stays, for it refers to parameters."""
+        return replace(
+            graph,
+            activations={number: self.site(site) for number, site in graph.activations.items()},
+            errors={number: self.site(site) for number, site in graph.errors.items()},
+            gradients={number: self.site(site) for number, site in graph.gradients.items()},
+            actions={name: self.edit(edit, sites) for name, edit in graph.actions.items()},
+        )
