@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import fake_tensors, make_fx, operators
+from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
+from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
-from gradrewrite.policy.recording import recording
+from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.sites import Site
 
 
@@ -27,6 +29,10 @@ class TracedAction:
         logs: Whether the last records are those of a log line.
         fails: What the finite check does whose count is the last record.
         bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
+        norm_dtype: Type of the norm that is the first record, where a clip bounds it.
+        logs_group: Whether a clip of a group logs.
+        has_members: Whether the last records are of the members of a group, one each.
+        has_strength: Whether the first records are the norms before and after a clip, which give its factor.
         has_live: Whether the graph reads live tensors.
     """
 
@@ -35,7 +41,27 @@ class TracedAction:
     logs: bool = False
     fails: OnFailure | None = None
     bound: tuple[str, float | Tensor] | None = None
+    norm_dtype: torch.dtype | None = None
+    logs_group: bool = False
+    has_members: bool = False
+    has_strength: bool = False
     has_live: bool = False
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
+        """Put a graph together with what was reported while it was traced."""
+        return cls(
+            graph,
+            tuple(reported.names),
+            logs=reported.logs,
+            fails=reported.fails,
+            bound=reported.bound,
+            norm_dtype=reported.norm_dtype,
+            logs_group=reported.logs_group,
+            has_members=reported.has_members,
+            has_strength=reported.has_strength,
+            has_live=bool(graph.graph.find_nodes(op="get_attr")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +86,24 @@ class ActionTracer:
     def __init__(self) -> None:
         self._known: dict[Hashable, TracedAction] = {}
 
-    def trace(self, action: Any, site: Site, value: Tensor, mode: TraceMode = PLAIN) -> TracedAction:
+    def trace(
+        self,
+        action: Any,
+        site: Site,
+        value: Tensor,
+        mode: TraceMode = PLAIN,
+        further: Sequence[Tensor] = (),
+        layouts: Sequence[Layout | None] = (),
+    ) -> TracedAction:
         """Trace one action at one site.
+
+        Args:
+            action: The action.
+            site: The site.
+            value: Its fake tensor.
+            mode: How it is traced.
+            further: The second argument of the action, if it takes one.
+            layouts: Layouts of ``value`` and ``further``, if they may be parts of DTensors.
 
         Raises:
             UnsupportedGradientError: The value is sparse.
@@ -69,11 +111,14 @@ class ActionTracer:
         """
         check_dense(action, site, value)
         asked, action = action, action.specialize(site) if isinstance(action, SpecializingAction) else action
-        key = (action_key(action), _tensor_key(value), mode.is_opaque, id(mode.scale)) if _is_static(value) else None
+        tensors = (value, *further)
+        shapes = tuple(map(_tensor_key, tensors)) if all(map(_is_static, tensors)) else None
+        is_known = shapes is not None and all(layout is None or layout.is_static for layout in layouts)
+        key = (action_key(action), shapes, mode.is_opaque, id(mode.scale), tuple(layouts)) if is_known else None
         if key is not None and key in self._known:
             return self._known[key]
         run = action.apply if isinstance(action, Action) else action
-        traced = trace_function(lambda g: (run(g),), [value], [site], asked, mode)
+        traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], asked, mode, further, layouts)
         if key is not None:
             self._known[key] = traced
         return traced
@@ -89,28 +134,50 @@ def check_dense(action: Any, site: Site, value: Tensor) -> None:
 
 
 def trace_function(
-    run: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], sites: Sequence[Site], action: Any, mode: TraceMode
+    run: Callable[..., Sequence[Tensor]],
+    values: Sequence[Tensor],
+    sites: Sequence[Site],
+    action: Any,
+    mode: TraceMode,
+    further: Sequence[Tensor] = (),
+    layouts: Sequence[Layout | None] = (),
 ) -> TracedAction:
-    """Trace a function of tensors that returns their replacements; check all of it before any edit."""
+    """Trace a function of tensors that returns their replacements; check all of it before any edit.
+
+    Args:
+        run: The function.
+        values: The tensors that are replaced.
+        sites: Their sites.
+        action: The action, for messages.
+        mode: How it is traced.
+        further: Arguments after ``values``, which are not replaced.
+        layouts: Layouts of ``values`` and ``further``, for the function works on global tensors; none if all are plain.
+    """
     has_units = not isinstance(action, Action | GroupAction) or action.has_units
     given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
     refused, leaving = _refusals(sites[0], action)
+    own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale) as reported:
 
-        def whole(*tensors: Tensor) -> list[Tensor]:
+        def whole(*parts: Tensor) -> list[Tensor]:
             reported.clear()
+            given = [_global(part, layout) for part, layout in zip_longest(parts, layouts)]
+            tensors, more = given[: len(values)], given[len(values) :]
             with make_fx.RefuseToChangeReal(refused), make_fx.RefuseToLeave(leaving):
                 seen = tensors if given_scale is None else [_unscale(t, given_scale) for t in tensors]
-                results = run(*seen)
+                results = run(*seen, *more)
             for result, value, site in zip(results, seen, sites, strict=True):
                 _check_result(result, value, site, action)
             if given_scale is not None:
                 results = [_rescale(r, u, t, given_scale) for r, u, t in zip(results, seen, tensors, strict=True)]
+            if sharded:
+                results = [_part(*four) for four in zip_longest(results, tensors, parts[: len(values)], own_layouts)]
             results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
-            return [*results, *reported.values, *reported.kept]
+            return [*results, *map(full, reported.values), *map(full, reported.kept)]
 
         try:
-            graph = make_fx.trace(whole, values)
+            inputs = [*values, *further]
+            graph = make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
         except RewriteError as err:
             if str(sites[0]) not in str(err):
                 raise type(err)(f"{sites[0]}: {err}") from err
@@ -123,15 +190,22 @@ def trace_function(
             ) from err
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
-    live = bool(graph.graph.find_nodes(op="get_attr"))
-    return TracedAction(
-        graph,
-        tuple(reported.names),
-        logs=reported.logs,
-        fails=reported.fails,
-        bound=reported.bound,
-        has_live=live,
-    )
+    return TracedAction.of(graph, reported)
+
+
+def _global(part: Tensor, layout: Layout | None) -> Tensor:
+    """The global tensor, without partial sums."""
+    return part if layout is None else added_up(layout.wrap(part))
+
+
+def _part(result: Tensor, given: Tensor, part: Tensor, layout: Layout | None) -> Tensor:
+    """The part of a result that this process holds, in the layout of what was given."""
+    if layout is None:
+        return result
+    if result is given:  # only measured
+        return part
+    assert dtensors.is_dtensor(result)
+    return layout.unwrap(result)
 
 
 def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
@@ -185,6 +259,10 @@ def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
 def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
     if not isinstance(result, Tensor):
         raise CallbackError(f"{site}: {describe(action)} returned {type(result).__name__}; it has to return a tensor")
+    if dtensors.is_dtensor(value) and not dtensors.is_dtensor(result):
+        raise CallbackError(
+            f"{site}: {describe(action)} made a plain tensor of a DTensor; compute with the DTensor that it is given"
+        )
     for what in ("shape", "dtype", "device"):
         got, wanted = getattr(result, what), getattr(value, what)
         same = _same_shape(got, wanted) if what == "shape" else got == wanted

@@ -17,9 +17,13 @@ class RewriteConfig:
         loss_scale: The loss scale; None if there is none.
         fullgraph: Whether what the tracer cannot see is refused.
         dynamic: Symbolic shapes, as in ``torch.compile``.
+        methods: Names of the methods of the model that have an entry point; ``forward`` stands for a call.
+        regions: Patterns of the names of modules that are compiled separately; empty for the model as a whole.
     """
 
     policy: Policy
     loss_scale: LossScale | None = None
     fullgraph: bool = True
     dynamic: bool | None = None
+    methods: tuple[str, ...] = ("forward",)
+    regions: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -17,6 +18,11 @@ from gradrewrite._compat import autograd, fake_tensors, operators
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether a node runs an activation checkpoint."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def is_nested_region(node: fx.Node) -> bool:
+    """Whether a node runs what ``torch.compiler.nested_compile_region`` has made one op."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "invoke_subgraph"
 
 
 def fake_of(node: fx.Node) -> Tensor | None:
@@ -80,19 +86,18 @@ class Aliases:
     def __init__(self, graph: fx.Graph) -> None:
         """Read the graph."""
         self._position = {node: number for number, node in enumerate(graph.nodes)}
-        self._sharing: dict[int, dict[int, fx.Node]] = defaultdict(dict)  # by storage and tensor: its first node
-        self._uses: dict[int, list[int]] = defaultdict(list)  # by tensor, in execution order
+        fakes = {node: fake for node in graph.nodes if _has_storage(fake := fake_of(node))}
+        storages = {node: fake_tensors.storage_key(fake) for node, fake in fakes.items()}
+        self._first: dict[int, fx.Node] = {}  # by tensor: its first node
+        self._uses: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)  # by storage, in execution order
         self._writes: dict[int, list[int]] = defaultdict(list)  # by storage, in execution order
-        for node in graph.nodes:
-            fake = fake_of(node)
-            if not _has_storage(fake):
-                continue
-            self._sharing[fake_tensors.storage_key(fake)].setdefault(id(fake), node)
         for node, position in self._position.items():
-            for read in node.all_input_nodes:
-                self._uses[id(fake_of(read))].append(position)
-            for fake in filter(_has_storage, map(fake_of, changed_in_place(node))):
-                self._writes[fake_tensors.storage_key(fake)].append(position)
+            if node in fakes:
+                self._first.setdefault(id(fakes[node]), node)
+            for read in filter(fakes.__contains__, node.all_input_nodes):
+                self._uses[storages[read]].append((position, self._first[id(fakes[read])]))
+            for written in filter(fakes.__contains__, changed_in_place(node)):
+                self._writes[storages[written]].append(position)
 
     def of_all(self, changed: Sequence[fx.Node], *, after: fx.Node) -> list[fx.Node]:
         """Return the changed tensors, then all that share their memory and are used before it is written to again."""
@@ -100,11 +105,18 @@ class Aliases:
         now = self._position[after]
         for fake in filter(_has_storage, map(fake_of, changed)):
             storage = fake_tensors.storage_key(fake)
-            until = next((write for write in self._writes[storage] if write > now), len(self._position))
-            for identity, alias in self._sharing[storage].items():
-                if self._position[alias] < now and any(now < use <= until for use in self._uses[identity]):
-                    found.setdefault(identity, alias)
+            writes, uses = self._writes[storage], self._uses[storage]
+            number = bisect_right(writes, now)
+            until = writes[number] if number < len(writes) else len(self._position)
+            begin, end = (bisect_right(uses, position, key=_position_of) for position in (now, until))
+            used = {alias for _, alias in uses[begin:end] if self._position[alias] < now}
+            for alias in sorted(used, key=self._position.__getitem__):
+                found.setdefault(id(fake_of(alias)), alias)
         return list(found.values())
+
+
+def _position_of(use: tuple[int, fx.Node]) -> int:
+    return use[0]
 
 
 def _has_storage(fake: Tensor | None) -> TypeGuard[Tensor]:

@@ -43,7 +43,7 @@ def _check_same(first: tuple[InsertionPoint, GroupAction], other: tuple[Insertio
     if action_key(first[1]) != action_key(other[1]):
         raise PolicyError(
             f"{other[0].site}: {other[1]!r} and {first[1]!r} at {first[0].site} are in one group {first[1].group!r}, "
-            "which has one bound and one norm type; give one of them another group"
+            "which has one bound, one norm type and one log; give one of them another group"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -76,6 +76,15 @@ class ModuleNames:
         """Name of a parameter, or None for any other tensor."""
         return self.parameters.get(id(tensor))
 
+    def known_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of the roots by their first names."""
+        found: dict[str, Tensor] = {}
+        for prefix, ref in self._roots:
+            root = ref()
+            for name, parameter in root.named_parameters(prefix=prefix) if root is not None else ():
+                found.setdefault(name, parameter)
+        return found
+
     def first_names(self, pattern: Pattern) -> set[str]:
         """First names of the modules and parameters whose second name a pattern matches (shared, tied)."""
         found = set()
@@ -136,25 +145,35 @@ class ModuleNames:
 
 
 class InputNames:
-    """Names of a model's inputs: those of its ``forward``'s arguments.
+    """Names of a model's inputs: those of the arguments of its methods.
 
     Attributes:
+        method: The method whose frame is being compiled, or was last.
         known: The arguments, and all inputs that were named.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
-        """Read the signature of ``model.forward``; without a model, variables keep their own names."""
-        self._arguments: list[str] = []
-        self._rest: str | None = None
+    def __init__(self, model: nn.Module | None, methods: Sequence[str] = ("forward",)) -> None:
+        """Read the signatures of the methods; without a model, variables keep their own names."""
+        self.method = methods[0]
         self.known: set[str] = set()
-        if model is not None:
-            for parameter in inspect.signature(model.forward).parameters.values():
-                if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                    self._arguments.append(parameter.name)
-                elif parameter.kind == parameter.VAR_POSITIONAL:
-                    self._rest = parameter.name
-                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                    self.known.add(parameter.name)
+        self._positional: dict[str, tuple[list[str], str | None]] = {}
+        for method in methods if model is not None else ():
+            self.add(method, getattr(model, method))
+        self.method = methods[0]
+
+    def add(self, method: str, function: Callable[..., Any]) -> None:
+        """Read the signature of a method that is being compiled, or of the forward of a region, by its name."""
+        self.method = method
+        arguments: list[str] = []
+        rest: str | None = None
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                arguments.append(parameter.name)
+            elif parameter.kind == parameter.VAR_POSITIONAL:
+                rest = parameter.name
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                self.known.add(parameter.name)
+        self._positional[method] = arguments, rest
 
     def name(self, path: str) -> str:
         """Return the name of the input at a Dynamo path: ``x``, ``batch.mask``, ``xs.0``."""
@@ -164,15 +183,16 @@ class InputNames:
 
     def _name(self, path: str) -> str:
         _, steps = _steps(path)
-        if not self._arguments and self._rest is None:
+        arguments, rest = self._positional.get(self.method, ([], None))
+        if not arguments and rest is None:
             return ".".join(steps)
         if steps[:1] == ["kwargs"] and len(steps) > 1:
             return ".".join(steps[1:])
         if steps[:1] == ["args"] and len(steps) > 1 and steps[1].isdecimal():
             index = int(steps[1])
-            if index < len(self._arguments):
-                return ".".join([self._arguments[index], *steps[2:]])
-            return ".".join([self._rest or "args", str(index - len(self._arguments)), *steps[2:]])
+            if index < len(arguments):
+                return ".".join([arguments[index], *steps[2:]])
+            return ".".join([rest or "args", str(index - len(arguments)), *steps[2:]])
         return ".".join(steps[1:] if steps[:1] == ["model"] else steps)
 
 

@@ -10,8 +10,13 @@ from gradrewrite.ir.values import ModuleCall, Value, shape_of
 from gradrewrite.sites import Kind, Site
 
 
-def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
-    """Name the values, after tracing: by its number, what makes the site of each; two names for one value are one."""
+def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Callable[[Kind], Site]]:
+    """Name the values, after tracing: by its number, what makes the site of each; two names for one value are one.
+
+    Args:
+        values: The values of one graph.
+        calls_before: How many calls of the graph came before; calls of modules and ops are counted on from there.
+    """
     for value in values:
         first = value.same_as
         if first is not None:
@@ -22,14 +27,14 @@ def name_values(values: Sequence[Value]) -> dict[int, Callable[[Kind], Site]]:
             first.taps += value.taps
             first.identities += value.identities
     named = {n: value for n, value in enumerate(values) if value.same_as is None and not value.is_unused_selection}
-    names = _Namer(list(named.values()))
+    names = _Namer(list(named.values()), calls_before)
     return {n: partial(names.site, value) for n, value in named.items()}
 
 
 class _Namer:
     """Gives values their names: first the calls of modules and ops are counted, then sites are made."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[Value], calls_before: int) -> None:
         self._values = values
         self._outputs: dict[ModuleCall, list[Value]] = defaultdict(list)
         self._call_number: dict[ModuleCall, int] = {}
@@ -60,6 +65,13 @@ class _Namer:
             chosen = next(a for a in first if a not in taken)
             taken.add(chosen)
             self._address[id(value)] = list(dict.fromkeys([chosen, *given, *produced, op]))
+        if calls_before:
+            self._count_on(calls_before)
+
+    def _count_on(self, calls_before: int) -> None:
+        last = dict(sorted(address for found in self._address.values() for address in found))
+        for found in self._address.values():
+            found[:] = [(name, call + calls_before * (last[name] + 1)) for name, call in found]
 
     def site(self, value: Value, kind: Kind) -> Site:
         """The site of one value."""

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import autograd, make_fx
+from gradrewrite._compat import autograd, dtensors, make_fx
+from gradrewrite._progress import current_progress
+from gradrewrite.distributed.layouts import InputLayouts, Layout
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir import ops
 from gradrewrite.ir.mask_infinities import propagates_infinity
@@ -72,11 +74,42 @@ def _probe(x: Tensor, number: int) -> None:
     tracing = _tracing.get()
     if tracing is None or not make_fx.is_tracing() or autograd.is_transformed(x) or tracing.knows(x, number):
         return
+    progress = tracing.progress
+    progress.advance()
+    value = tracing.values[number]
+    value.layout = Layout.of(x)
     with torch.no_grad():
-        ops.mark_activation(x, number)
+        ops.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
     if x.requires_grad:
-        # Of a gradient that autograd knows to be zero there may be none.
-        x.register_hook(lambda g: None if g is None else ops.mark_error(g, number))
+
+        def mark(g: Tensor | None) -> Tensor | None:
+            progress.advance()
+            if g is None:  # of a gradient that autograd knows to be zero there may be none
+                return None
+            layout = value.error_layout = Layout.of(g)
+            if layout is None or not dtensors.is_dtensor(g):
+                marked: Tensor = ops.mark_error(g, number)
+                return marked
+            return layout.wrap(ops.mark_error(dtensors.local_of(g), number))
+
+        x.register_hook(mark)
+
+
+def _probe_gradient(x: Tensor, position: int) -> None:
+    """Note the layouts of an input of the graph and of its gradient."""
+    tracing = _tracing.get()
+    if tracing is None or not make_fx.is_tracing() or autograd.is_transformed(x) or not x.requires_grad:
+        return
+
+    def note(g: Tensor | None) -> None:
+        layout = None if g is None else Layout.of(g)
+        if layout is not None:
+            tracing.layouts.gradients[position] = layout
+
+    own = Layout.of(x)
+    if own is not None:
+        tracing.layouts.values[position] = own
+    x.register_hook(note)
 
 
 def _probe_outputs(*outputs: Any) -> None:
@@ -89,26 +122,30 @@ torch.compiler.allow_in_graph(tap)
 torch.compiler.allow_in_graph(tap_module)
 fx.node.has_side_effect(_probe)
 fx.node.has_side_effect(_probe_outputs)
+fx.node.has_side_effect(_probe_gradient)
 
 
 class _Tracing:
     """The values that are one tensor, and the outputs that are views of values, while AOTAutograd traces."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
-        self._values = values
+    def __init__(self, values: Sequence[Value], layouts: InputLayouts) -> None:
+        self.values = values
+        self.layouts = layouts
+        self.progress = current_progress()
+        self.progress.begin("differentiating", 2 * len(values))
         self._first: dict[tuple[Any, int], int] = {}  # by autograd node and output of it
 
     def knows(self, x: Tensor, number: int) -> bool:
         """Note a value; True if an earlier one is the same tensor at the same version."""
         if not x.requires_grad:
             return False
-        value = self._values[number]
+        value = self.values[number]
         value.is_view = x._is_view()
         first = self._first.setdefault((x.grad_fn or x, x.output_nr), number)
         if first == number and value.replaces is not None:
             value.replaces.is_overwritten = True
         if first != number:
-            value.same_as = self._values[first]
+            value.same_as = self.values[first]
         return first != number
 
     def note_outputs(self, outputs: Sequence[Any]) -> None:
@@ -118,45 +155,66 @@ class _Tracing:
                 for node in autograd.view_chain(output):
                     number = self._first.get(node)
                     if number is not None:
-                        self._values[number].returned_through.add(position)
+                        self.values[number].returned_through.add(position)
 
 
 _tracing: ContextVar[_Tracing | None] = ContextVar("gradrewrite_tracing", default=None)
 
 
 @contextlib.contextmanager
-def tracing(values: Sequence[Value]) -> Iterator[None]:
-    """Let the probes of these values act inside the block."""
-    token = _tracing.set(_Tracing(values))
+def tracing(values: Sequence[Value], layouts: InputLayouts) -> Iterator[None]:
+    """Let the probes of these values act inside the block.
+
+    Args:
+        values: The values.
+        layouts: Takes the layouts of inputs that are DTensors, and of their gradients.
+    """
+    token = _tracing.set(_Tracing(values, layouts))
     try:
         yield
     finally:
         _tracing.reset(token)
 
 
-def insert_probes(gm: fx.GraphModule, names: ModuleNames, infinite: Collection[fx.Node] = ()) -> list[Value]:
+def insert_probes(
+    gm: fx.GraphModule, names: ModuleNames, infinite: Collection[fx.Node] = (), *, region: str = ""
+) -> list[Value]:
     """Insert a probe behind every value of a Dynamo graph; taps are taken out.
 
     Args:
         gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
         names: The names of the frame's modules.
         infinite: Placeholders of buffers that hold infinities on purpose.
+        region: Name of the module whose forward the graph is, which Dynamo may not have seen called; ``""`` for any
+            other graph.
 
     Returns:
         The values in execution order; a probe's number is the position of its value.
     """
-    reader = _Reader(names, infinite)
+    reader = _Reader(names, infinite, region)
     reader.read(gm, {}, is_body=False)
+    _probe_gradients(gm.graph)
     return reader.values
+
+
+def _probe_gradients(graph: fx.Graph) -> None:
+    placeholders = graph.find_nodes(op="placeholder")
+    for position, node in reversed(list(enumerate(placeholders))):
+        value = fake_of(node)
+        if value is not None and dtensors.is_dtensor(value) and value.requires_grad:
+            with graph.inserting_after(placeholders[-1]):
+                graph.call_function(_probe_gradient, (node, position))
 
 
 class _Reader:
     """Walks a Dynamo graph in execution order."""
 
-    def __init__(self, names: ModuleNames, infinite: Collection[fx.Node]) -> None:
+    def __init__(self, names: ModuleNames, infinite: Collection[fx.Node], region: str) -> None:
         self.names = names
+        self._region: tuple[ModuleCall, ...] = ((region, f"region {region}", region),) if region else ()
         self._infinite = set(infinite)
         self.values: list[Value] = []
+        self._parts: set[fx.Node] = set()
         self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
 
     def read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node], *, is_body: bool) -> None:
@@ -195,6 +253,9 @@ class _Reader:
             value = Value(op_name(node), calls, source_of(node), fake, may_be_infinite=may_be_infinite)
             value.is_selection = node.target is operator.getitem
             value.replaces = self._current.get(id(fake))
+            value.is_part = self._is_part(node, fake)
+            if value.is_part:
+                self._parts |= {node, made}
             last = self._add(value, made, after=last)
 
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
@@ -228,6 +289,17 @@ class _Reader:
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
+    def _is_part(self, node: fx.Node, fake: Tensor) -> bool:
+        """Whether a plain value was taken out of a sharded DTensor, or computed from such a value."""
+        if dtensors.is_dtensor(fake):
+            return False
+        if any(read in self._parts for read in node.all_input_nodes):
+            return True
+        given = fake_of(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if given is None or not dtensors.is_dtensor(given) or "to_local" not in op_name(node):
+            return False
+        return not all(placement.is_replicate() for placement in given.placements)
+
     def _add(self, value: Value, made: fx.Node, *, after: fx.Node) -> fx.Node:
         self._current[id(value.fake)] = value
         with after.graph.inserting_after(after):
@@ -247,4 +319,6 @@ class _Reader:
 
     def _calls(self, node: fx.Node) -> tuple[ModuleCall, ...]:
         stack = node.meta.get("nn_module_stack", {})
-        return tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())
+        calls = tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())
+        is_seen = not self._region or (calls and calls[0][0] == self._region[0][0])
+        return calls if is_seen else (*self._region, *calls)

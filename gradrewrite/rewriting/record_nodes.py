@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from gradrewrite.ir.record_layout import BOUNDS, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BOUNDS
 from gradrewrite.ir.statistics import COUNTS
 
 
@@ -65,16 +66,18 @@ class RecordNumbering:
             bound: Name of a bound that is a number, and so no record; None if there is none.
 
         Returns:
-            The keys, and that of the bound; bounds are numbered like what they bound.
+            The keys, and that of the bound. The bound of a norm is numbered like the norm, the first record; the limit
+            of values like the last record, which says whether the clip acted.
         """
         plain = self.new((name for names in named for name in names if name not in BOUNDS), where)
-        occurrence = self._number[plain[0]] if plain else 1
         rest = iter(plain)
-        keys = [
-            [self.new([name], where, occurrence=occurrence)[0] if name in BOUNDS else next(rest) for name in names]
-            for names in named
-        ]
-        return keys, self.new([bound], where, occurrence=occurrence)[0] if bound is not None else None
+
+        def bounding(name: str) -> RecordKey:
+            occurrence = self._number[plain[-1 if name == "limit" else 0]] if plain else 1
+            return self.new([name], where, occurrence=occurrence)[0]
+
+        keys = [[bounding(name) if name in BOUNDS else next(rest) for name in names] for names in named]
+        return keys, bounding(bound) if bound is not None else None
 
 
 def _key(name: str, occurrence: int, where: str) -> RecordKey:

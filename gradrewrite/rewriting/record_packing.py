@@ -14,7 +14,8 @@ from gradrewrite._compat import make_fx
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all, pack
-from gradrewrite.ir.record_layout import BackwardOutputs, Check, LogLine, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs, Check, LogLine, NormClip, ValueClip
 from gradrewrite.rewriting.action_tracing import TracedAction
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
@@ -34,6 +35,9 @@ class RecordPacking:
         kept: Nodes that ``Keep`` keeps, by their site.
         logs: Log lines of clips.
         groups: Names of the groups that are clipped together.
+        clips: The clips of which a factor is known.
+        group_logs: Clips by norm of groups that log.
+        shown: The keys of a step that come in the place of a key, where it is not that key alone.
         bounds: Bounds of clips that the host has.
         numbering: Makes the keys of records.
     """
@@ -43,22 +47,63 @@ class RecordPacking:
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    clips: list[NormClip | ValueClip] = field(default_factory=list)
+    group_logs: list[NormClip] = field(default_factory=list)
+    shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
     bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)
     numbering: RecordNumbering = field(default_factory=RecordNumbering)
 
-    def add(self, where: str, site: Site, traced: TracedAction, extras: Sequence[fx.Node]) -> list[RecordKey]:
-        """Take what a traced action returns beside the replacement; returns the keys of its records."""
+    def add(
+        self, where: str, site: Site, traced: TracedAction, extras: Sequence[fx.Node], members: Sequence[Site] = ()
+    ) -> list[RecordKey]:
+        """Take what a traced action returns beside the replacement.
+
+        Args:
+            where: The site of its records.
+            site: Its site, or the first.
+            traced: The action.
+            extras: Nodes of what it returns.
+            members: The sites of its last records, if they are of members of a group.
+
+        Returns:
+            The keys of its records.
+        """
         bound = None if traced.bound is None else traced.bound[0]
-        named, key_of_bound = self.numbering.of_action(traced.records, where, bound)
+        reported = traced.records[:-1] if traced.has_members else traced.records
+        named, key_of_bound = self.numbering.of_action(reported, where, bound)
+        if traced.norm_dtype is not None:
+            self._add_norm_clip(named, key_of_bound, traced)
+        if traced.has_members:
+            names = zip(traced.records[-1], members, strict=True)
+            named.append([key for name, member in names for key in self.numbering.new([name], str(member))])
         for own, node in zip(named, extras, strict=False):
             self.records.append(RecordNode(tuple(own), node, site.kind == "activation", traced.fails == "skip"))
         keys = [key for own in named for key in own]
         self.kept += [(site, node) for node in extras[len(traced.records) :]]
+        if traced.has_strength:
+            self._add_value_clip(before=keys[0], after=keys[1], clipped=keys[-1])
         if traced.logs:
             self.logs.append(LogLine(site, *keys[-3:]))
         if traced.bound is not None and key_of_bound is not None:
             self.bounds.append((key_of_bound, traced.bound[1]))
         return keys
+
+    def _add_norm_clip(
+        self, named: Sequence[Sequence[RecordKey]], key_of_bound: RecordKey | None, traced: TracedAction
+    ) -> None:
+        norm = named[0][0]
+        bound = key_of_bound or next(key for own in named for key in own if key.record == "bound")
+        (factor,) = self.numbering.new(["factor"], norm.site, occurrence=norm.occurrence)
+        clip = NormClip(norm, bound, factor, traced.norm_dtype == torch.float64)
+        self.clips.append(clip)
+        self.shown[norm] = (norm, factor)
+        if traced.logs_group:
+            self.group_logs.append(clip)
+
+    def _add_value_clip(self, before: RecordKey, after: RecordKey, clipped: RecordKey) -> None:
+        (factor,) = self.numbering.new(["factor"], clipped.site)
+        self.clips.append(ValueClip(before, after, clipped, factor))
+        self.shown |= {before: (factor,), after: ()}
 
     def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
         """Take for each node of a graph the one that is read instead of it now, before anything is packed."""
@@ -70,7 +115,8 @@ class RecordPacking:
     def pack_into(self, graph: fx.Graph) -> tuple[BackwardOutputs, list[fx.Node]]:
         """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
-        order = tuple(key for record in self.records for key in record.keys)
+        keys = [key for record in self.records for key in record.keys]
+        order = tuple(shown for key in keys for shown in self.shown.get(key, (key,)))
         for record in sorted(self.records, key=_comes_later):
             # Those of the forward are packed in the forward: one tensor is carried into the backward.
             groups[value_of(record.node).device, record.is_forward].append(record)
@@ -104,6 +150,8 @@ class RecordPacking:
             logs=tuple(self.logs),
             groups=tuple(self.groups),
             checks=tuple(sorted(self.checks, key=lambda check: check.order)),
+            clips=tuple(self.clips),
+            group_logs=tuple(self.group_logs),
             bounds=tuple(self.bounds),
             counts=frozenset(self.numbering.counts),
         )

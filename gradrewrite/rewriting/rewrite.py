@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors, inductor, operators
+from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
+from gradrewrite._progress import current_progress
+from gradrewrite.distributed.layouts import Layout
+from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -21,16 +24,27 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import number_of
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs, Check
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.statistics import IN_UNITS
-from gradrewrite.policy.actions import GroupAction, Measurement, SpecializingAction
+from gradrewrite.ir.values import shape_of
+from gradrewrite.policy.actions import BucketedAction, GroupAction, Measurement, SpecializingAction, takes_value
 from gradrewrite.policy.rules import Answered, ask_in_order
-from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, trace_function
+from gradrewrite.rewriting.action_tracing import (
+    ActionTracer,
+    TracedAction,
+    TraceMode,
+    check_dense,
+    describe,
+    trace_function,
+)
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
+from gradrewrite.rewriting.bucketed_actions import buckets_of, rounds_of
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.group_actions import groups_of, share_nodes
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
+from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Kind, Site
@@ -57,6 +71,7 @@ class RewriteResult:
         replay_graph: What a replay of a failed step needs; None where nothing is checked.
         assumes: Whether an action assumes something of a size that depends on data. Such an assumption becomes part of
             the code of the forward and the backward, but not of the key under which Inductor stores that code.
+        of_parts: Edits that reduce the plain part of a global tensor, of which each process knows its own alone.
     """
 
     sites: tuple[Site, ...]
@@ -69,6 +84,7 @@ class RewriteResult:
     out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
     replay_graph: ReplayGraph | None
     assumes: bool
+    of_parts: tuple[Edit, ...] = ()
 
 
 def rewrite_joint_graph(
@@ -89,10 +105,10 @@ def rewrite_joint_graph(
         CallbackError: A tensor function breaks its contract.
     """
     graph = marked.graph
-    rewriter = _Rewriter(marked, config)
+    rewriter = Rewriter(graph, config.loss_scale)
     assumed = fake_tensors.assumptions(graph)
     points, out_of_reach = find_insertion_points(marked)
-    anchors = {point.site: _anchor(point) for point in points}
+    anchors = _anchors(points)
 
     def ask(site: Site) -> tuple[Answered, ...]:
         return asked[site] if site in asked else ask_in_order(config.policy, site)
@@ -104,12 +120,22 @@ def rewrite_joint_graph(
         for point, found in answers
         if point.marker is not None and not all(_only_measures(a.action, point.site) for a in found)
     }
+    progress = current_progress()
+    progress.begin("rewriting", len(answers))
+    bucketed: list[tuple[InsertionPoint, list[Any]]] = []
     for point, found in answers:
-        rewriter.insert(point, [a.action for a in found if not isinstance(a.action, GroupAction)])
+        single = [a.action for a in found if not isinstance(a.action, GroupAction)]
+        if any(isinstance(action, BucketedAction) for action in single):
+            bucketed.append((point, single))
+        else:
+            rewriter.insert(point, single)
+        progress.advance()
+    rewriter.insert_bucketed(bucketed)
     for action, members in groups_of(answers):
         rewriter.insert_group(action, members)
     rewriter.packing.follow(rewriter.current, graph)
-    replay_graph = rewriter.make_replay_graph(points)
+    replay_graph = rewriter.make_replay_graph(points, marked)
+    of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])
     outputs, record_nodes = rewriter.packing.pack_into(graph)
     editing.erase_markers(graph)
     live = editing.live_tensors(graph)
@@ -127,6 +153,7 @@ def rewrite_joint_graph(
         out_of_reach=tuple((site, tuple(a.action for a in found)) for site, found in lost if found),
         replay_graph=replay_graph,
         assumes=fake_tensors.assumptions(graph) != assumed,
+        of_parts=of_parts,
     )
 
 
@@ -147,18 +174,26 @@ def rewrite_and_compare(marked: MarkedJointGraph, config: RewriteConfig) -> tupl
     return JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance), result
 
 
-class _Rewriter:
-    """The edits of one rewrite, as they are made."""
+class Rewriter:
+    """The edits of one rewrite, as they are made.
 
-    def __init__(self, marked: MarkedJointGraph, config: RewriteConfig) -> None:
-        self.graph = marked.graph
+    Attributes:
+        graph: The graph.
+        num_measured: Number of errors and activations that are measured.
+        edits: The edits so far.
+        packing: What leaves the graph beside the gradients.
+        counters: Names of the nodes of boundary counters.
+        changed: Markers of errors that actions change.
+    """
+
+    def __init__(self, graph: fx.Graph, scale: LossScale | None = None) -> None:
+        self.graph = graph
         self.num_measured = 0
-        self._marked = marked
-        self._scale = config.loss_scale
+        self._scale = scale
         self.edits: list[Edit] = []
         self.packing = RecordPacking()
-        self.counters: list[str] = []  # nodes of boundary counters
-        self.changed: set[fx.Node] = set()  # markers of errors that actions change
+        self.counters: list[str] = []
+        self.changed: set[fx.Node] = set()
         self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
         self._tracer = ActionTracer()
 
@@ -168,22 +203,38 @@ class _Rewriter:
         now, later = self._split(point, actions)
         for action in now:
             seen = current
-            if _is_on_cuda(current) and _only_measures(action, point.site):
+            if _is_on_cuda(current) and point.layout is None and _only_measures(action, point.site):
                 base = base_of(current, self.changed)  # equal measurements are one in the compiled graph
                 traced = self._tracer.trace(action, point.site, value_of(base), self._mode(point.site))
                 (_, *extras), new = self._splice(traced, [base], point)
             else:
-                traced = self._tracer.trace(action, point.site, value_of(current), self._mode(point.site))
-                (current, *extras), new = self._splice(traced, [current], point)
-            self.edits.append(Edit(point.site, action, tuple(n.name for n in new)))
+                further = self._further_arguments(point, action)
+                values = [value_of(node) for node in further]
+                layouts = _layouts_of(point, further)
+                traced = self._tracer.trace(
+                    action, point.site, value_of(current), self._mode(point.site), values, layouts
+                )
+                (current, *extras), new = self._splice(traced, [current, *further], point)
             keys = self.packing.add(str(point.site), point.site, traced, extras)
+            self.edits.append(Edit(point.site, action, tuple(n.name for n in new), tuple(keys)))
             if traced.fails is not None:
-                self._check(point, traced.fails, keys[-1], seen)
+                self.check(point, traced.fails, keys[-1], seen)
         if current is not point.node:
             self._replace(point, current)
         for action, measurement in later:
             self.edits.append(Edit(point.site, action, ()))
             self._measure(point, measurement)
+
+    def _further_arguments(self, point: InsertionPoint, action: Any) -> list[fx.Node]:
+        """Return the second argument of an action that takes one: what the value is the gradient of."""
+        if not takes_value(action):
+            return []
+        if point.value is None:
+            raise CallbackError(
+                f"{point.site}: {describe(action)} has two required parameters, the gradient and what it is the "
+                "gradient of, which this graph does not have; give the second one a default"
+            )
+        return [point.value]
 
     def _split(self, point: InsertionPoint, actions: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Measurement]]]:
         """The actions before, and the last ones that only measure: several values are measured by one operation."""
@@ -197,7 +248,7 @@ class _Rewriter:
         """Return the measurement of an action, if it can be put off: at gradients, and where all is measured apart."""
         value = value_of(point.node)
         is_put_off = point.output is not None or value.device.type in MEASURED_APART
-        is_traced = _is_on_cuda(point.node)
+        is_traced = _is_on_cuda(point.node) or point.layout is not None
         if not is_put_off or is_traced or value.layout is not torch.strided or value.is_complex():
             return None
         found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
@@ -215,31 +266,88 @@ class _Rewriter:
         skips = measurement.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
         if measurement.fails is not None:
-            self._check(point, measurement.fails, keys[-1], point.node)
+            self.check(point, measurement.fails, keys[-1], point.node)
 
-    def _check(self, point: InsertionPoint, fails: Any, key: RecordKey, seen: fx.Node) -> None:
+    def check(self, point: InsertionPoint, fails: Any, key: RecordKey, seen: fx.Node) -> None:
+        """Let the count under a key decide whether what a node had at a site is finite."""
         self.packing.checks.append(Check(point.site, fails, key, point.order, seen.name))
 
     def _mode(self, site: Site) -> TraceMode:
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
-        is_apart = site.device.type in MEASURED_APART or site.kind in ("gradient", "input")
+        is_apart = site.device.type in MEASURED_APART or site.kind in ("gradient", "input", "step")
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
         has_scale = self._scale is not None and site.kind != "activation"
         return TraceMode(is_opaque, self._scale.on(site.device) if has_scale and self._scale is not None else None)
 
-    def insert_group(self, action: GroupAction, points: Sequence[InsertionPoint]) -> None:
-        """Insert one group action; its sites are treated together."""
+    def insert_bucketed(self, members: Sequence[tuple[InsertionPoint, Sequence[Any]]]) -> None:
+        """Insert the actions of single sites that have bucketed actions among theirs.
+
+        What comes before the last of these is inserted right behind the gradient, so that their operations begin as
+        soon as their gradients are there; what comes after it, at the end.
+        """
+        at_end = {point: point.before for point, _ in members}
+        rounds = {point: rounds_of(actions) for point, actions in members}
+        while rounds:
+            begun: list[tuple[InsertionPoint, BucketedAction]] = []
+            for point, left in list(rounds.items()):
+                single, action = left.pop(0)
+                point.before = at_end[point] if action is None else self._behind([self.current(point.node)])
+                self.insert(point, single)
+                if action is None:
+                    del rounds[point]
+                elif action.processes().size() == 1:
+                    self.edits.append(Edit(point.site, action, ()))
+                else:
+                    begun.append((point, action))
+            nodes = {point: self.current(point.node) for point, _ in begun}
+            for action, points in buckets_of(begun, nodes) if begun else ():
+                self._insert_bucket(action, points)
+
+    def _insert_bucket(self, action: BucketedAction, points: Sequence[InsertionPoint]) -> None:
+        points = points[::-1]  # nodes of all of them are listed at the first: the gradient behind which they are
+        nodes = [self.current(point.node) for point in points]
+        values = [value_of(node) for node in nodes]
+        for point, value in zip(points, values, strict=True):
+            check_dense(action, point.site, value)
+        begin = make_fx.trace(lambda *tensors: [action.begin(tensors)], values)
+        (begun,), new = editing.splice(begin, self.graph, nodes, self._behind(nodes), "must_be_in_backward")
+        end = make_fx.trace(lambda begun, *tensors: list(action.end(begun, tensors)), [value_of(begun), *values])
+        end.graph.eliminate_dead_code()
+        results, added = editing.splice(end, self.graph, [begun, *nodes], self.graph.output_node(), "is_backward")
+        for point, names in zip(points, share_nodes([*new, *added], nodes, results), strict=True):
+            self.edits.append(Edit(point.site, action, names))
+        for point, result in zip(points, results, strict=True):
+            self._replace(point, result)
+
+    def _behind(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """Return the node before which new ones come right behind the last of these, and behind all inputs."""
+        last_input = self.graph.find_nodes(op="placeholder")[-1]
+        last: fx.Node = max([last_input, *nodes])  # nodes compare by their position
+        return last.next
+
+    def insert_group(self, action: GroupAction, points: Sequence[InsertionPoint], where: str = "") -> None:
+        """Insert one group action; its sites are treated together.
+
+        Args:
+            action: The action.
+            points: The insertion points of its sites.
+            where: The site of its records; ``group:<name>`` if empty.
+        """
         sites = [p.site for p in points]
         nodes = [self.current(p.node) for p in points]
         for point in points:
             check_dense(action, point.site, value_of(point.node))
         mode = self._mode(sites[0])
-        traced = trace_function(lambda *g: action.apply_group(g), [value_of(n) for n in nodes], sites, action, mode)
+        layouts = [point.layout for point in points]
+        values = [value_of(n) for n in nodes]
+        traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
         outputs, new = self._splice(traced, nodes, points[0])
         results, extras = outputs[: len(points)], outputs[len(points) :]
+        where = where or f"group:{action.group}"
+        keys = self.packing.add(where, sites[0], traced, extras, sites)
         for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
-            self.edits.append(Edit(point.site, action, names))
-        self.packing.add(f"group:{action.group}", sites[0], traced, extras)
+            own = tuple(key for key in keys if key.site in (where, str(point.site)))
+            self.edits.append(Edit(point.site, action, names, own))
         self.packing.groups.append(str(action.group))
         for point, result in zip(points, results, strict=True):
             self._replace(point, result)
@@ -271,17 +379,33 @@ class _Rewriter:
             editing.replace_output(self.graph, point.output, result)
         point.node = result  # of an activation too, which only the next action reads: the forward is never changed
 
-    def make_replay_graph(self, points: Sequence[InsertionPoint]) -> ReplayGraph | None:
-        """Count at the boundary of a checked graph, and copy the graph for a replay; None if nothing is checked."""
+    def edits_of_parts(self, points: Sequence[InsertionPoint]) -> tuple[Edit, ...]:
+        """Return the edits at these that are not elementwise."""
+        if not points:
+            return ()
+        shapes = {node.name: shape_of(v) for node in self.graph.nodes if isinstance(v := node.meta.get("val"), Tensor)}
+        sites = {point.site for point in points}
+
+        def reduces(edit: Edit) -> bool:
+            others = (shapes.get(name, edit.site.shape) != edit.site.shape for name in edit.nodes)
+            return _only_measures(edit.action, edit.site) or any(others)
+
+        return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
+
+    def make_replay_graph(self, points: Sequence[InsertionPoint], marked: MarkedJointGraph) -> ReplayGraph | None:
+        """Count at the boundary of a checked graph, and copy the graph for a replay; None if there can be none."""
         if not self.packing.checks:
             return None
         inputs = {
-            node: self._marked.inputs[position]
+            node: marked.inputs[position]
             for node, position in aot_autograd.plain_inputs(self.graph).items()
-            if position in self._marked.inputs and isinstance(node.meta.get("val"), Tensor)
+            if position in marked.inputs and isinstance(node.meta.get("val"), Tensor)
         }
         tangents = aot_autograd.tangents(self.graph)
-        self._count_at_boundary(inputs, tangents if self._marked.is_last else [])
+        self._count_at_boundary(inputs, tangents if marked.is_last else [])
+        averaged = {name for e in self.edits if isinstance(e.action, BucketedAction) for name in e.nodes}
+        if any(collectives.is_collective(node) and node.name not in averaged for node in self.graph.nodes):
+            return None  # the model computes with other processes, which may not replay this step
         return ReplayGraph(
             graph=editing.copy_of_nodes(self.graph),
             activations=_sites_by_value(points, "activation"),
@@ -311,6 +435,12 @@ def _is_on_cuda(node: fx.Node) -> bool:
     return value_of(node).device.type == "cuda"
 
 
+def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[Layout | None]:
+    """Return the layouts of a value and of what it is the gradient of, if either is a part of a DTensor."""
+    layouts = (point.layout, point.value_layout)[: 1 + len(further)]
+    return layouts if any(layout is not None for layout in layouts) else ()
+
+
 def _only_measures(action: Any, site: Site) -> bool:
     found = action.specialize(site) if isinstance(action, SpecializingAction) else action
     return isinstance(found, Measurement)
@@ -320,8 +450,17 @@ def _is_measured(found: Sequence[Answered]) -> bool:
     return any(isinstance(answered.action, SpecializingAction) for answered in found)
 
 
-def _anchor(point: InsertionPoint) -> Anchor:
-    node, marker = point.node, point.marker or (point.before if point.site.kind == "activation" else None)
-    while node.target is ops.mark_error:  # an error that passes through an op unchanged
-        node = node.all_input_nodes[0]
-    return Anchor(node.name, -1 if marker is None else number_of(marker))
+def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
+    """Return the nodes of the sites, behind the markers of errors that pass through ops unchanged."""
+    made_by: dict[fx.Node, fx.Node] = {}  # by marker; each chain is followed once
+    anchors = {}
+    for point in points:
+        node, chain = point.node, []
+        while node.target is ops.mark_error and node not in made_by:
+            chain.append(node)
+            node = node.all_input_nodes[0]
+        node = made_by.get(node, node)
+        made_by.update(dict.fromkeys(chain, node))
+        marker = point.marker or (point.before if point.site.kind == "activation" else None)
+        anchors[point.site] = Anchor(node.name, -1 if marker is None else number_of(marker))
+    return anchors
