@@ -1,0 +1,268 @@
+"""What ranks exchange in a step graph: figures of gradients that are spread over them, and their verdicts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, fx
+from torch.distributed import _functional_collectives as collectives
+
+from gradrewrite._compat import make_fx
+from gradrewrite.distributed.figures import COMBINATIONS, Combination, Part, decode, encode, num_slots
+from gradrewrite.distributed.shards import Spread
+from gradrewrite.ir import editing
+from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.ops import measure, measure_all
+from gradrewrite.ir.statistics import norm_of
+from gradrewrite.policy.actions import Measurement, NormScaling, SpecializingAction
+from gradrewrite.policy.rules import Answered
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadSite:
+    """A gradient at which there are actions and which is spread over ranks, on this rank or not.
+
+    Attributes:
+        site: Its site.
+        spread: How it is spread.
+        answers: The answers of the policy.
+        position: Its position among the gradients of the graph; None where this rank has none, and others may.
+    """
+
+    site: Site
+    spread: Spread
+    answers: tuple[Answered, ...]
+    position: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """Who exchanges what in a step graph; ranks exchange the same, whichever gradients they have.
+
+    Attributes:
+        sites: The gradients, in the order of the optimizer.
+        groups: A process group for the ranks of each of them.
+        rank: The rank of this process.
+        voters: The ranks that exchange verdicts; ``()`` if none do.
+        num_votes: How many verdicts each of them has.
+    """
+
+    sites: tuple[SpreadSite, ...]
+    groups: Mapping[tuple[int, ...], distributed.ProcessGroup]
+    rank: int
+    voters: tuple[int, ...] = ()
+    num_votes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What ranks exchange for one figure: of one gradient, or the norm of several.
+
+    Attributes:
+        ranks: The ranks, ascending.
+        how: How the figure is put together.
+        statistic: The statistic of each part.
+        members: The gradients.
+        group: Type and name of the group action whose norm it is; None for a statistic of one gradient.
+    """
+
+    ranks: tuple[int, ...]
+    how: Combination
+    statistic: str
+    members: tuple[SpreadSite, ...]
+    group: Hashable = None
+
+
+def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
+    """Return what is exchanged: first what is measured of each gradient, in their order, then the norms of groups.
+
+    The norms of a group are summed together over one set of ranks, unless its action needs that of each member.
+    """
+    slots = [
+        Slot(member.spread.ranks, COMBINATIONS[name], name, (member,))
+        for member in sites
+        for answered in member.answers
+        for name in statistics_of(answered.action, member.site)
+    ]
+    group: Hashable
+    norms: dict[Hashable, tuple[Hashable, NormScaling, list[SpreadSite]]] = {}
+    for member in sites:
+        for answered in member.answers:
+            action = answered.action
+            if isinstance(action, NormScaling):
+                group = (type(action), action.group)
+                alone = member.site if getattr(action, "log", False) else None
+                norms.setdefault((group, member.spread.ranks, alone), (group, action, []))[2].append(member)
+    for group, action, members in norms.values():
+        how = Combination("norm", action.norm_type)
+        slots.append(Slot(members[0].spread.ranks, how, "norm", tuple(members), group))
+    return slots
+
+
+def statistics_of(action: Any, site: Site) -> tuple[str, ...]:
+    """Return the statistics that an action measures at a site."""
+    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
+    return tuple(found.statistics.values()) if isinstance(found, Measurement) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A slot with what this rank has of it.
+
+    Attributes:
+        slot: The slot.
+        nodes: The parts of the gradients on this rank.
+        parts: What they are parts of.
+        skips: Whether it is the count of a check that skips.
+    """
+
+    slot: Slot
+    nodes: tuple[fx.Node, ...] = ()
+    parts: tuple[Part, ...] = ()
+    skips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The nodes of an exchange.
+
+    Attributes:
+        figures: A 0-d node for each figure, float32, or float64 where a part is.
+        votes: The sums of the verdicts of all ranks; None if there are none.
+        new: All new nodes.
+    """
+
+    figures: list[fx.Node]
+    votes: fx.Node | None
+    new: list[fx.Node]
+
+
+def insert_exchange(
+    graph: fx.Graph,
+    settings: ExchangeSettings,
+    figures: Sequence[Figure],
+    checks: Sequence[tuple[fx.Node, Sequence[str]]],
+    votes: fx.Node | None,
+    device: torch.device,
+) -> Exchanged:
+    """Insert the exchange before the outputs of a step graph: one all-reduce for each set of ranks.
+
+    Args:
+        graph: The graph.
+        settings: Who exchanges.
+        figures: The figures, in an order that is the same on all ranks.
+        checks: Nodes with the statistics of checks that skip; a count that is not 0 makes the first vote 1.
+        votes: The votes of this rank, flat float64; None if there are none.
+        device: Where numbers are that no node gives.
+    """
+    inputs = list(dict.fromkeys([*(n for f in figures for n in f.nodes), *(node for node, _ in checks)]))
+    position = {node: n for n, node in enumerate(inputs)}
+    parts = [tuple(position[n] for n in figure.nodes) for figure in figures]
+    counted = [(position[node], list(names)) for node, names in checks]
+
+    def exchange(*values: Tensor) -> list[Tensor]:
+        tensors, given = values[: len(inputs)], values[len(inputs) :]
+        measured = iter(_measure([(tensors[n], f.slot) for f, own in zip(figures, parts, strict=True) for n in own]))
+        found = [[next(measured) for _ in own] for own in parts]
+        own_votes = given[0] if given else None
+        if own_votes is not None:
+            counts = [measure_all([(tensors[n], names)]) for n, names in counted]
+            counts += [torch.stack(own) for own, figure in zip(found, figures, strict=True) if figure.skips]
+            for count in counts:
+                failed = (count.amax() > 0).to(torch.float64).reshape(1)
+                own_votes = torch.cat([torch.maximum(own_votes[:1], failed), own_votes[1:]])
+        return _exchange(settings, figures, found, own_votes, device)
+
+    nodes = [*inputs, *([] if votes is None else [votes])]
+    traced = make_fx.trace(exchange, [value_of(node) for node in nodes])
+    results, new = editing.splice(traced, graph, nodes, graph.output_node(), "is_backward")
+    return Exchanged(results[1:], results[0], new) if votes is not None else Exchanged(results, None, new)
+
+
+def send_nothing(settings: ExchangeSettings, votes: Tensor | None, device: torch.device) -> Tensor | None:
+    """Take part in an exchange without a gradient; returns the sums of the verdicts of all ranks, if there are any."""
+    figures = [Figure(slot) for slot in slots_of(settings.sites)]
+    results = _exchange(settings, figures, [[] for _ in figures], votes, device)
+    return None if votes is None else results[0]
+
+
+def _exchange(
+    settings: ExchangeSettings,
+    figures: Sequence[Figure],
+    found: Sequence[Sequence[Tensor]],
+    votes: Tensor | None,
+    device: torch.device,
+) -> list[Tensor]:
+    """Return the sums of the votes, if there are any, and the figures of the wholes."""
+    vectors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    if votes is not None:
+        vectors[settings.voters].append(votes)
+    for figure, own in zip(figures, found, strict=True):
+        flat = torch.stack(list(own)) if own else torch.zeros(0, dtype=torch.float64, device=device)
+        slot = figure.slot
+        vectors[slot.ranks].append(encode(flat, figure.parts, slot.how, slot.ranks, settings.rank))
+    sums = {
+        ranks: collectives.all_reduce(torch.cat(vectors[ranks]), "sum", settings.groups[ranks])
+        for ranks in sorted(vectors)  # in the same order on all ranks
+    }
+    offset = dict.fromkeys(sums, 0)
+    results = []
+    if votes is not None:
+        offset[settings.voters] = settings.num_votes
+        results.append(sums[settings.voters][: settings.num_votes])
+    for figure, own in zip(figures, found, strict=True):
+        slot = figure.slot
+        begin, count = offset[slot.ranks], num_slots(slot.how, slot.ranks)
+        offset[slot.ranks] += count
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in own) else torch.float32
+        results.append(decode(sums[slot.ranks][begin : begin + count], slot.how).to(dtype))
+    return results
+
+
+def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
+    """Return the statistics of tensors, 0-d each; on the CPU all of one tensor are measured by one operation."""
+    results: list[Tensor | None] = [None] * len(wanted)
+    alike: dict[tuple[str, ...], list[tuple[Tensor, list[int]]]] = {}
+    of_tensor: dict[int, tuple[Tensor, list[int]]] = {}
+    for n, (tensor, slot) in enumerate(wanted):
+        if slot.how.kind == "norm" and slot.how.order != 2:
+            results[n] = norm_of(tensor, slot.how.order)
+        elif tensor.device.type != "cpu" or tensor.is_complex():
+            results[n] = measure(tensor, [slot.statistic], is_opaque=False).reshape(())
+        else:
+            of_tensor.setdefault(id(tensor), (tensor, []))[1].append(n)
+    for tensor, numbers in of_tensor.values():
+        alike.setdefault(tuple(wanted[n][1].statistic for n in numbers), []).append((tensor, numbers))
+    for statistics, members in alike.items():
+        found = measure_all([(tensor, statistics) for tensor, _ in members]).unbind()
+        flat = iter(found)
+        for _, numbers in members:
+            for n in numbers:
+                results[n] = next(flat)
+    return [result for result in results if result is not None]
+
+
+def reason_not_elementwise(graph: fx.Graph) -> str:
+    """Return why a traced function is not elementwise in its inputs; ``""`` if it is."""
+    derived = set(graph.find_nodes(op="placeholder"))
+    for node in graph.nodes:
+        if node.op == "get_attr" and value_of(node).numel() != 1:
+            return "it reads a tensor of many elements, of which a part is not known"
+        if node.op != "call_function":
+            continue
+        if derived.isdisjoint(node.all_input_nodes):
+            if value_of(node).numel() != 1 and node.target is not torch.ops.aten.full.default:
+                return f"{node.target} makes a tensor of the size of the gradient"
+            continue
+        derived.add(node)
+        if torch.Tag.pointwise not in node.target.tags and node.target not in _LIKE:
+            return f"{node.target} is not elementwise"
+    return ""
+
+
+_LIKE = frozenset((torch.ops.aten.full_like.default, torch.ops.aten.zeros_like.default))

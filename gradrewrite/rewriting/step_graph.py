@@ -1,0 +1,494 @@
+"""Step graphs: what happens to the gradients of an optimizer before its update."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import make_fx
+from gradrewrite.distributed.figures import Part
+from gradrewrite.distributed.shards import Spread
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import editing
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.ops import measure_all
+from gradrewrite.ir.provenance import Anchor, Origin, Provenance
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.statistics import IN_UNITS, norm_of
+from gradrewrite.policy.actions import (
+    GroupAction,
+    Measurement,
+    NormScaling,
+    ParameterScaling,
+    SpecializingAction,
+    takes_value,
+)
+from gradrewrite.policy.recording import recording
+from gradrewrite.policy.rules import Answered
+from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, check_dense, describe
+from gradrewrite.rewriting.group_actions import groups_of
+from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.record_nodes import RecordNode
+from gradrewrite.rewriting.rewrite import Rewriter
+from gradrewrite.rewriting.step_exchange import (
+    ExchangeSettings,
+    Figure,
+    insert_exchange,
+    reason_not_elementwise,
+    slots_of,
+)
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class StepGradient:
+    """A gradient that an optimizer is about to use.
+
+    Attributes:
+        site: Its site.
+        gradient: The gradient, fake.
+        parameter: The parameter, fake.
+        answers: The answers of the policy.
+        spread: How it is spread over ranks; then both tensors are the parts on this rank. None for a plain gradient.
+    """
+
+    site: Site
+    gradient: Tensor
+    parameter: Tensor
+    answers: tuple[Answered, ...]
+    spread: Spread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """The choices that decide the form of a step graph.
+
+    Attributes:
+        divides: Whether the optimizer divides all gradients by a number of ours, if one group action scales them all.
+        suffix: What follows the name of a group in the site of its records (``#1`` for the second optimizer).
+        exchange: What ranks exchange; None where no gradient is spread over several.
+    """
+
+    divides: bool = False
+    suffix: str = ""
+    exchange: ExchangeSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRewrite:
+    """A step graph: gradients, parameters that actions read, the loss scale and the votes of this rank in.
+
+    It returns the gradients in their order, a factor for each of ``scaled``, the sums of the votes of all ranks, the
+    packed records, and what is kept.
+
+    Attributes:
+        shown: The graph with its edits.
+        num_gradients: Number of gradients, its first inputs and outputs.
+        parameters: Positions of the gradients whose parameters it reads, in the order of these inputs.
+        scaled: Positions of the gradients that are multiplied by one factor after the graph, for each factor.
+        is_divided: Whether the optimizer divides all gradients by the only factor; it is float32, times the loss scale.
+        takes_scale: Whether an input is the loss scale (0-d float32) that all gradients were multiplied by.
+        takes_votes: Whether the last input is the verdicts of this rank (flat float64), which ranks exchange: the
+            output behind the factors is their sums.
+        outputs: The auxiliary outputs.
+        live: The tensors that it reads at every step, by name.
+    """
+
+    shown: JointGraph
+    num_gradients: int
+    parameters: tuple[int, ...]
+    scaled: tuple[tuple[int, ...], ...]
+    is_divided: bool
+    takes_scale: bool
+    takes_votes: bool
+    outputs: BackwardOutputs
+    live: Mapping[str, Tensor]
+
+
+def rewrite_step(
+    gradients: Sequence[StepGradient], settings: StepSettings, further: Sequence[Site] = ()
+) -> StepRewrite:
+    """Insert the actions at step sites into a graph that returns its gradients.
+
+    Args:
+        gradients: The gradients at which actions are, in the order of the optimizer; their sites differ.
+        settings: The form of the graph.
+        further: Sites without actions, which are listed.
+
+    Raises:
+        PolicyError: Two actions of one group differ; or an action at a gradient that is spread over ranks would be
+            another on its parts.
+        UnsupportedGradientError: An action does not take a gradient of this dtype.
+        CallbackError: A tensor function breaks its contract.
+    """
+    builder = _Builder(gradients, settings)
+    groups = groups_of([(point, given.answers) for point, given in zip(builder.points, gradients, strict=True)])
+    divides = settings.divides and not further and len(groups) == 1 and len(groups[0][1]) == len(gradients)
+    divides = divides and all(_is_narrow(given.gradient) for given in gradients)
+    takes_scale = divides and not any(_needs_units(a.action, g.site) for g in gradients for a in g.answers)
+    scale = builder.add_scale() if takes_scale else None
+    for point, given in zip(builder.points, gradients, strict=True):
+        single = [a.action for a in given.answers if not isinstance(a.action, GroupAction)]
+        if given.spread is None:
+            builder.rewriter.insert(point, single)
+        else:
+            for action in single:
+                builder.insert_at_part(point, action, given.spread)
+    if settings.exchange is not None:
+        builder.exchange(settings.exchange)
+    is_divided = False
+    for number, (action, members) in enumerate(groups):
+        later = {id(point) for _, others in groups[number + 1 :] for point in others}
+        if isinstance(action, NormScaling) and later.isdisjoint(map(id, members)):
+            is_divided = divides
+            builder.insert_scaling(action, members, scale, divides=divides)
+        else:
+            builder.refuse_parts(action, members)
+            builder.rewriter.insert_group(action, members, builder.where(action))
+    return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
+
+
+def _is_narrow(gradient: Tensor) -> bool:
+    """Whether a float32 divisor is as good as one in the gradient's own precision."""
+    return gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _needs_units(action: Any, site: Site) -> bool:
+    """Whether an action is wrong for a gradient that is still multiplied by the loss scale."""
+    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
+    if isinstance(found, Measurement):
+        return not IN_UNITS.isdisjoint(found.statistics.values())
+    return not isinstance(found, NormScaling | ParameterScaling)
+
+
+class _Builder:
+    """A step graph as it is built."""
+
+    def __init__(self, gradients: Sequence[StepGradient], settings: StepSettings) -> None:
+        graph = fx.Graph()
+        self.nodes = [_placeholder(graph, f"grad_{given.site.name}", given.gradient) for given in gradients]
+        self.parameters = tuple(
+            n for n, given in enumerate(gradients) if any(takes_value(a.action) for a in given.answers)
+        )
+        values = {
+            n: _placeholder(graph, f"parameter_{gradients[n].site.name}", gradients[n].parameter)
+            for n in self.parameters
+        }
+        self.names = {node.name: given.site.name for node, given in zip(self.nodes, gradients, strict=True)}
+        self.names |= {node.name: gradients[n].site.name for n, node in values.items()}
+        output = graph.output(tuple(self.nodes))
+        self.points = [
+            InsertionPoint(given.site, node, output, n, output=n, value=values.get(n))
+            for n, (given, node) in enumerate(zip(gradients, self.nodes, strict=True))
+        ]
+        self.owner = fx.GraphModule({}, graph)
+        self.graph = self.owner.graph
+        self.settings = settings
+        self.rewriter = Rewriter(self.graph)
+        self.tracer = ActionTracer()
+        self.spreads = [given.spread for given in gradients]
+        self.measured: dict[int, list[_MeasuredPart]] = defaultdict(list)  # by the order of the point
+        self.norms: dict[Hashable, list[tuple[tuple[int, ...], fx.Node]]] = defaultdict(list)  # of groups, by members
+        self.exchanged: list[fx.Node] = []
+        self.votes: fx.Node | None = None
+        self.scaled: list[tuple[int, ...]] = []
+        self.factors: list[fx.Node] = []
+
+    def add_scale(self) -> fx.Node:
+        """Add the loss scale to the inputs."""
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        device = value_of(last).device
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder("loss_scale")
+        with value_of(last).fake_mode:  # type: ignore[attr-defined]
+            node.meta = {"val": torch.empty((), device=device)}
+        return node
+
+    def insert_at_part(self, point: InsertionPoint, action: Any, spread: Spread) -> None:
+        """Insert an action at a gradient that is spread over ranks: what is measured is that of the whole.
+
+        Raises:
+            PolicyError: The action is not elementwise, so that on a part of the gradient it would be another.
+        """
+        rewriter = self.rewriter
+        found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
+        if isinstance(found, Measurement):
+            node = rewriter.current(point.node)
+            keys = tuple(rewriter.packing.numbering.new(found.statistics, str(point.site)))
+            self.measured[point.order] += [_MeasuredPart(key, node, found.fails == "skip") for key in keys]
+            rewriter.edits.append(Edit(point.site, action, (), keys))
+            if found.fails is not None:
+                rewriter.check(point, found.fails, keys[-1], node)
+            return
+        # On the whole gradient, so that all ranks find the same.
+        part = value_of(point.node)
+        with part.fake_mode:  # type: ignore[attr-defined]
+            whole = torch.empty([int(size or 0) for size in point.site.shape], dtype=part.dtype, device=part.device)
+            further = [torch.empty_like(whole)] if takes_value(action) else []
+        traced = self.tracer.trace(action, point.site, whole, further=further)
+        reason = reason_not_elementwise(traced.graph.graph)
+        if traced.records:
+            reason = "its records would be those of the part of one rank"
+        if reason:
+            raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
+        rewriter.insert(point, [action])
+
+    def refuse_parts(self, action: GroupAction, members: Sequence[InsertionPoint]) -> None:
+        """Raise PolicyError for a group action that needs whole gradients where one is spread over ranks."""
+        for point in members:
+            spread = self.spreads[point.order]
+            if spread is not None:
+                reason = "it is no global clip, or its gradients are in a later group too"
+                raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
+
+    def exchange(self, settings: ExchangeSettings) -> None:
+        """Let ranks exchange the figures of the gradients that are spread over them, and their verdicts."""
+        packing = self.rewriter.packing
+        figures: list[Figure] = []
+        measured = {n: iter(own) for n, own in self.measured.items()}
+        uses: list[_MeasuredPart | None] = []
+        for slot in slots_of(settings.sites):
+            here = [(m.position, m.spread) for m in slot.members if m.position is not None]
+            part = next(measured[here[0][0]]) if here and slot.group is None else None
+            nodes = [self.rewriter.current(self.points[n].node) if part is None else part.node for n, _ in here]
+            parts = [Part(spread, value_of(node).numel()) for (_, spread), node in zip(here, nodes, strict=True)]
+            figures.append(Figure(slot, tuple(nodes), tuple(parts), part is not None and part.skips))
+            uses.append(part)
+        checks = [(r.node, r.statistics) for r in packing.records if r.skips and r.statistics]
+        device = value_of(self.nodes[-1]).device
+        votes = self._add_votes(settings.num_votes, device) if settings.voters else None
+        result = insert_exchange(self.graph, settings, figures, checks, votes, device)
+        for use, figure, node in zip(uses, figures, result.figures, strict=True):
+            if use is not None:
+                packing.records.append(RecordNode((use.key,), node, is_forward=False, skips=use.skips))
+            elif figure.nodes:
+                members = tuple(m.position for m in figure.slot.members if m.position is not None)
+                self.norms[figure.slot.group].append((members, node))
+        self.votes, self.exchanged = result.votes, result.new
+
+    def _add_votes(self, count: int, device: torch.device) -> fx.Node:
+        """Add the votes of this rank to the inputs."""
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder("votes")
+        with value_of(last).fake_mode:  # type: ignore[attr-defined]
+            node.meta = {"val": torch.empty(count, dtype=torch.float64, device=device)}
+        return node
+
+    def where(self, action: GroupAction) -> str:
+        """Return the site of the records of a group."""
+        return f"step:group:{action.group}{self.settings.suffix}"
+
+    def insert_scaling(
+        self, action: NormScaling, points: Sequence[InsertionPoint], scale: fx.Node | None, *, divides: bool
+    ) -> None:
+        """Insert what computes the factor of a group; the gradients are multiplied after the graph."""
+        rewriter = self.rewriter
+        for point in points:
+            check_dense(action, point.site, value_of(point.node))
+        place = {point.order: n for n, point in enumerate(points)}
+        wholes = self.norms[type(action), action.group]
+        plain = [point for point in points if self.spreads[point.order] is None]
+        nodes = [rewriter.current(point.node) for point in plain]
+        is_apart = self._is_measured_apart(action, nodes)
+        norms, order, measured = self._measured_norms(nodes) if is_apart and nodes else (nodes, range(len(nodes)), [])
+        norms = [*(node for _, node in wholes), *norms]
+        order = [*(place[n] for members, _ in wholes for n in members), *(place[plain[n].order] for n in order)]
+        measured = [*self.exchanged, *measured] if wholes else measured
+        with recording(value_of(points[0].node).device) as reported:
+
+            def factor(*values: Tensor) -> list[Tensor]:
+                reported.clear()
+                given = values if scale is None else values[:-1]
+                found, rest = list(given[: len(wholes)]), given[len(wholes) :]
+                found += rest if is_apart else [norm_of(v, action.norm_type) for v in rest]
+                if scale is not None:
+                    found = [norm / values[-1].to(norm.device) for norm in found]
+                bound, total = action.bound_and_total(found)
+                if not divides:
+                    return [bound / total, *reported.values]
+                divisor = total / bound
+                return [divisor if scale is None else divisor * values[-1].to(divisor.device), *reported.values]
+
+            inputs = [*norms, *([] if scale is None else [scale])]
+            graph = make_fx.trace(factor, [value_of(node) for node in inputs])
+        traced = TracedAction.of(graph, reported)
+        (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
+        members = [points[n].site for n in order]
+        where = self.where(action)
+        keys = rewriter.packing.add(where, points[0].site, traced, extras, members)
+        rewriter.packing.groups.append(str(action.group))
+        names = tuple(node.name for node in (*measured, *new))
+        for n, point in enumerate(points):
+            own = tuple(key for key in keys if key.site in (where, str(point.site)))
+            rewriter.edits.append(Edit(point.site, action, () if n else names, own))
+        self.scaled.append(tuple(point.order for point in points))
+        self.factors.append(result)
+
+    def _is_measured_apart(self, action: NormScaling, nodes: Sequence[fx.Node]) -> bool:
+        """Whether one operation of ours measures the gradients, and reads each of them once."""
+        values = [value_of(node) for node in nodes]
+        return action.norm_type == 2 and all(v.device.type == "cpu" and not v.is_complex() for v in values)
+
+    def _measured_norms(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[int], list[fx.Node]]:
+        """Measure norms together with all else that is measured of these nodes and was put off.
+
+        Returns:
+            Flat nodes with the norms of all nodes, the positions of these nodes in the order of the norms, and all
+            new nodes.
+        """
+        packing = self.rewriter.packing
+        own = {node: [r for r in packing.records if r.statistics and r.node is node] for node in nodes}
+        alike: dict[tuple[tuple[bool, tuple[str, ...]], ...], list[fx.Node]] = {}
+        for node in nodes:
+            # Counts of checks that skip come first, as in a pack.
+            own[node].sort(key=lambda record: not record.skips)
+            alike.setdefault(tuple((r.skips, r.statistics) for r in own[node]), []).append(node)
+        taken = {id(record) for records in own.values() for record in records}
+        packing.records = [record for record in packing.records if id(record) not in taken]
+        norms: list[fx.Node] = []
+        new: list[fx.Node] = []
+        for kinds, members in alike.items():
+            statistics = ["norm", *(name for _, names in kinds for name in names)]
+            num_skips = sum(len(names) for skips, names in kinds if skips)
+            traced = make_fx.trace(_measure_together(statistics, num_skips), [value_of(n) for n in members])
+            (norm, skipping, others), added = editing.splice(
+                traced, self.graph, members, self.graph.output_node(), "is_backward"
+            )
+            norms.append(norm)
+            new += added
+            for skips, node in ((True, skipping), (False, others)):
+                keys = tuple(key for n in members for r in own[n] if r.skips == skips for key in r.keys)
+                if keys:
+                    packing.records.append(RecordNode(keys, node, is_forward=False, skips=skips))
+        position = {node: n for n, node in enumerate(nodes)}
+        return norms, [position[node] for members in alike.values() for node in members], new
+
+    def finish(self, sites: Sequence[Site], is_divided: bool, takes_scale: bool) -> StepRewrite:
+        """Add the auxiliary outputs."""
+        rewriter, graph = self.rewriter, self.graph
+        rewriter.packing.follow(rewriter.current, graph)
+        added = [*self.factors, *([] if self.votes is None else [self.votes])]
+        if added:
+            editing.add_outputs(graph, added)
+        outputs, record_nodes = rewriter.packing.pack_into(graph)
+        editing.release(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+        self.owner.recompile()
+        present = {node.name for node in graph.nodes}
+        edits = tuple(replace(e, nodes=tuple(n for n in e.nodes if n in present)) for e in rewriter.edits)
+        names = tuple(node.name for node in record_nodes if node.name in present)
+        labels = [str(point.site) for point in self.points]
+        labels += ["grad_scale" if is_divided else "factor"] * len(self.factors)
+        labels += ["votes"] * (self.votes is not None)
+        labels += ["records"] * len(outputs.packs) + [f"kept {site}" for site in outputs.kept]
+        before = JointGraph(
+            self._plain(), tuple(sites), provenance=self._provenance((), (), labels[: len(self.points)])
+        )
+        shown = JointGraph(self.owner, tuple(sites), edits, names, before, self._provenance(edits, names, labels))
+        return StepRewrite(
+            shown,
+            len(self.points),
+            self.parameters,
+            tuple(self.scaled),
+            is_divided,
+            takes_scale,
+            self.votes is not None,
+            outputs,
+            editing.live_tensors(graph),
+        )
+
+    def _plain(self) -> fx.GraphModule:
+        """Return the graph without actions."""
+        graph = fx.Graph()
+        nodes = [_placeholder(graph, node.name, value_of(node)) for node in self.nodes]
+        graph.output(tuple(nodes))
+        return fx.GraphModule({}, graph)
+
+    def _provenance(self, edits: Sequence[Edit], records: Collection[str], outputs: Sequence[str]) -> Provenance:
+        def origin(number: int, op: str, name: str = "") -> Origin:
+            module = self.points[number].site.module
+            return Origin("backward", number, ((module, 0),) if module else (), op, name)
+
+        orders = {point.site: point.order for point in self.points}
+        found = {node.name: origin(n, "gradient", self.names[node.name]) for n, node in enumerate(self.nodes)}
+        placeholders = self.graph.find_nodes(op="placeholder")
+        values = placeholders[len(self.nodes) : len(self.nodes) + len(self.parameters)]
+        for number, node in zip(self.parameters, values, strict=True):
+            found[node.name] = origin(number, "parameter", self.names[node.name])
+        for node in placeholders[len(self.nodes) + len(self.parameters) :]:
+            found[node.name] = Origin("backward", 0, op="input", name=node.name)
+        for edit in edits:
+            found.update(dict.fromkeys(edit.nodes, origin(orders[edit.site], "step")))
+        found.update(dict.fromkeys(records, Origin("backward", -1, op="records")))
+        anchors = {p.site: Anchor(node.name, p.order) for p, node in zip(self.points, self.nodes, strict=True)}
+        return Provenance(found, anchors, tuple(outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredPart:
+    """A statistic of a gradient that is spread over ranks.
+
+    Attributes:
+        key: Key of its record.
+        node: The part on this rank.
+        skips: Whether it is the count of a check that skips.
+    """
+
+    key: RecordKey
+    node: fx.Node
+    skips: bool
+
+
+_APART = (
+    "{}: {} acts on a gradient that is spread over {} ranks, and each rank would act on its part by itself: {}. There "
+    "may be elementwise actions and functions, CheckFinite, Observe, and ClipByGlobalNorm (in a group of its own for "
+    "one gradient)"
+)
+
+
+def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    """Add an input whose name begins with this one, made an identifier."""
+    node = graph.placeholder(re.sub(r"\W", "_", name))
+    node.target = node.name  # which is like no other
+    node.meta = {"val": value}
+    return node
+
+
+def _measure_together(statistics: Sequence[str], num_skips: int) -> Callable[..., list[Tensor]]:
+    """A function of tensors for their norms, the counts of checks that skip, and the other statistics, each flat."""
+
+    def measure(*tensors: Tensor) -> list[Tensor]:
+        figures = measure_all([(t, statistics) for t in tensors]).view(len(tensors), len(statistics))
+        parts = (figures[:, 0], figures[:, 1 : 1 + num_skips], figures[:, 1 + num_skips :])
+        return [part.reshape(-1) for part in parts]
+
+    return measure
+
+
+def runnable(rewrite: StepRewrite) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return a copy of a step graph that writes gradients in place and returns all else, with its live inputs.
+
+    Its inputs are those of the graph, then the live ones.
+    """
+    gm = editing.copy_of(rewrite.shown.graph_module)
+    editing.write_back(gm.graph, rewrite.num_gradients)
+    lifted = editing.lift_live(gm)
+    gm.graph.lint()
+    gm.recompile()
+    return gm, [rewrite.live[name] for name, _ in lifted]
+
+
+def keys_of(rewrite: StepRewrite) -> frozenset[RecordKey]:
+    """Return the keys of the records of a step graph, bounds included."""
+    return frozenset((*rewrite.outputs.keys, *(key for key, _ in rewrite.outputs.bounds)))
