@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-Kind = Literal["error", "gradient", "activation", "input"]
+Kind = Literal["error", "gradient", "activation", "input", "step"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -19,13 +19,15 @@ class Site:
     Attributes:
         kind: ``"error"`` for dL/d(activation), summed over all uses; ``"gradient"`` for
             dL/d(parameter); ``"activation"`` for a value of the forward; ``"input"`` for the
-            gradient of a differentiable input.
+            gradient of a differentiable input; ``"step"`` for the gradient that ``optimizer.step()``
+            uses, of a parameter.
         name: Name of the module whose output the value is, else ``module/op``; a parameter's name;
             an input's argument name; the name given to ``gr.tap``.
         module: Name of the innermost module that ran the op (``""`` is the root).
         op: Name of the op as the user called it (``"softmax"``); ``""`` for gradients and inputs.
         output_of: Names of the modules whose output this value is, innermost first.
-        call: Which call of the module (or of the op in its module), from 0.
+        call: Which call of the module (or of the op in its module), from 0; at a step site which of the models in one
+            optimizer that have a parameter of this name (policies are asked with 0).
         shape: Sizes in elements; ``None`` for a symbolic size.
         dtype: Element type.
         device: Device of the value.
@@ -59,7 +61,8 @@ class Site:
             pattern: ``[kind:]glob[#call]`` after ``fnmatch.fnmatchcase``; ``*`` crosses dots and
                 slashes. Without ``/`` the glob is compared with the modules whose output the value
                 is (or with the parameter's name), with ``/`` with ``module/op`` and with names of
-                modules and parameters that have a ``/`` themselves.
+                modules and parameters that have a ``/`` themselves. A pattern without a kind matches no step
+                site.
 
         Returns:
             True if any address of the site matches.
@@ -108,8 +111,8 @@ class Pattern:
         return cls(kind, glob, int(number))
 
     def matches(self, site: Site) -> bool:
-        """Compare with every address of the site."""
-        if self.kind is not None and self.kind != site.kind:
+        """Compare with every address of the site; without a kind, no step site matches."""
+        if site.kind != self.kind and (self.kind is not None or site.kind == "step"):
             return False
         return any(
             self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)

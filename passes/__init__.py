@@ -1,5 +1,6 @@
 """Actions: what a policy may answer."""
 
+from gradrewrite.passes._all_reduce import AllReduce as AllReduce
 from gradrewrite.passes._check_finite import CheckFinite as CheckFinite
 from gradrewrite.passes._clip_by_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from gradrewrite.passes._clip_by_norm import ClipByNorm as ClipByNorm
@@ -9,13 +10,18 @@ from gradrewrite.passes._observe import Observe as Observe
 from gradrewrite.passes._simple import NanToNum as NanToNum
 from gradrewrite.passes._simple import Scale as Scale
 from gradrewrite.passes._simple import Zero as Zero
+from gradrewrite.passes._weight_decay import L2 as L2
+from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - L2 is a class, not a constant
+    "AllReduce",
     "CheckFinite",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByValue",
+    "DecayWeights",
     "Keep",
+    "L2",
     "NanToNum",
     "Observe",
     "Scale",

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.statistics import norm_of
+from gradrewrite.ir.statistics import norm_of, norms_of
 from gradrewrite.passes._settings import check_norm, scalar, short_repr
 from gradrewrite.policy.actions import BACKWARD
-from gradrewrite.policy.recording import record_clip, record_norm
+from gradrewrite.policy.recording import record_clip, record_norm, record_shares
 from gradrewrite.sites import Kind
 
 
@@ -22,8 +22,9 @@ class ClipByNorm:
 
     Below and at the bound not a bit changes. A norm that is not finite leaves the tensor as it is; zero stays
     zero; ``max_norm=inf`` only measures. Shape, dtype and device are kept; complex tensors count by modulus.
-    Records ``norm`` (before clipping). After Pascanu, Mikolov and Bengio, "On the difficulty of training
-    recurrent neural networks", 2013, https://arxiv.org/abs/1211.5063.
+    Records ``norm`` (before clipping), ``bound`` and ``factor``: ``max_norm / norm`` where the clip acts, else 1.
+    After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013,
+    https://arxiv.org/abs/1211.5063.
 
     Attributes:
         max_norm: The bound, > 0, in units of the gradient; a number (baked in) or a tensor with one element
@@ -72,18 +73,22 @@ class ClipByGlobalNorm:
     The total norm is the norm of all gradients of the group as one vector, after the actions of the single
     sites; a tied parameter counts once, a parameter without a gradient not at all. Otherwise as ``ClipByNorm``:
     exact below the bound, unchanged where the norm is not finite, ``max_norm=inf`` measures. Records
-    ``total_norm@group:<group>`` (before clipping). After Pascanu, Mikolov and Bengio (2013),
-    https://arxiv.org/abs/1211.5063.
+    ``total_norm@group:<group>`` (before clipping), and there ``bound`` and ``factor``: ``max_norm / total_norm`` where
+    the clip acts, else 1. After Pascanu, Mikolov and Bengio (2013), https://arxiv.org/abs/1211.5063.
 
     Attributes:
         max_norm: The bound, > 0; a number or a tensor with one element (read at every backward).
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
-        group: Gradients of one group are scaled together; one group has one bound and one norm type.
+        group: Gradients of one group are scaled together; one group has one bound, one norm type and one ``log``.
+        log: Report one log line for the group at every backward in which the clip acted, and record ``norm_share`` at
+            each member: its share of the total squared norm (of the sum of p-th powers for ``norm_type=p``; for ``inf``
+            the largest have equal shares, the others 0). Shares add up to 1; all are 0 where the total norm is 0. Where
+            it is not finite, the members whose norm is not finite have equal shares.
 
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is not > 0.
         TypeError: A setting is no number.
-        PolicyError: (at the rewrite) One group has two bounds or norm types.
+        PolicyError: (at the rewrite) One group has two bounds, norm types or values of ``log``.
         UnsupportedGradientError: (at the rewrite) A gradient of the group is sparse.
 
     Example:
@@ -95,8 +100,9 @@ class ClipByGlobalNorm:
     _: KW_ONLY
     norm_type: float = 2.0
     group: Hashable = "default"
+    log: bool = False
 
-    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
     has_units: ClassVar[bool] = True
 
     __repr__ = short_repr
@@ -107,17 +113,37 @@ class ClipByGlobalNorm:
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
-        norms = [norm_of(t, self.norm_type) for t in tensors]
-        dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-        total = norm_of(torch.stack([n.to(norms[0].device, dtype) for n in norms]), self.norm_type)
-        record_norm("total_norm", total, self.max_norm)
+        norms = norms_of(tensors, self.norm_type)
+        total = self._total(torch.stack([n.to(norms[0].device, _widest(norms)) for n in norms]))
         return [_scale_down(t, total.to(t.device), self.max_norm) for t in tensors]
+
+    def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
+        total = self._total(torch.cat([n.to(norms[0].device, _widest(norms)).reshape(-1) for n in norms]))
+        bound, acts = _bound_and_verdict(total, self.max_norm)
+        return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
+
+    def _total(self, norms: Tensor) -> Tensor:
+        total = norm_of(norms, self.norm_type)
+        record_norm("total_norm", total, self.max_norm)
+        if self.log:
+            record_shares(norms, self.norm_type)
+        return total
+
+
+def _widest(norms: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
 
 
 def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    bound, acts = _bound_and_verdict(norm, max_norm)
+    wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
+    return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)
+
+
+def _bound_and_verdict(norm: Tensor, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The bound as a 0-d tensor, and whether the clip acts."""
     bound = scalar(max_norm, norm)
     if not isinstance(bound, Tensor):
         bound = norm.new_full((), bound)  # a number divided by a tensor would be rounded twice
-    acts = (norm > bound) & (norm < torch.inf)
-    wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
-    return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)
+    return bound, (norm > bound) & (norm < torch.inf)

@@ -27,7 +27,11 @@ class ClipByValue:
         max: Upper bound, in units of the gradient; a number (baked in), or a tensor with one element (read at
             every backward; change it in place).
         min: Lower bound; ``-max`` if None.
-        log: Report a log line at every backward in which an element changed.
+        log: Report a log line at every backward in which an element changed, and record what the line says
+            (``max_abs``, ``mean_abs``, ``clipped``), ``factor`` and ``share``. ``factor`` is the ratio of the L2 norms
+            after and before: 1 where no element changed or the norm was 0, 0 where infinities were bounded, NaN where
+            another element is NaN or stays infinite. ``share`` is that of the elements that changed, in [0, 1]; 0 for
+            an empty tensor.
 
     Raises:
         ValueError: A bound is NaN, or min > max. Tensors are not looked into: min > max gives max.
@@ -71,5 +75,5 @@ class ClipByValue:
         if self.log:
             if self.min is None:
                 record_limit(self.max, tensor.device)
-            record_clip(tensor, clipped)
+            record_clip(tensor, clipped, strength=True)
         return clipped

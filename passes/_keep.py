@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -19,6 +19,12 @@ class Keep:
     The tensor passes unchanged, NaN and infinities included. What is kept is a copy, as it is where the action
     stands in the order of its site.
 
+    Args:
+        what: ``"tensor"``, the only thing that is kept.
+
+    Raises:
+        ValueError: ``what`` is something else.
+
     Example:
         >>> Keep()
         Keep()
@@ -26,6 +32,12 @@ class Keep:
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
     has_units: ClassVar[bool] = False  # kept as it is, as retain_grad does
+
+    what: Literal["tensor"] = field(default="tensor", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.what != "tensor":
+            raise ValueError(f'Keep(what) is "tensor", got {self.what!r}')
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Keep; see the class."""

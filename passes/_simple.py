@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite.passes._settings import check_number, scalar, short_repr
 from gradrewrite.sites import Kind
 
-_KINDS: frozenset[Kind] = frozenset(("error", "gradient"))
+_KINDS: frozenset[Kind] = frozenset(("error", "gradient", "step"))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -85,4 +85,6 @@ class NanToNum:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Replace; see the class."""
+        if tensor.is_complex():  # for which torch's decomposition fails
+            return torch.complex(torch.nan_to_num(tensor.real), torch.nan_to_num(tensor.imag))
         return torch.nan_to_num(tensor)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from gradrewrite.errors import PolicyError
 from gradrewrite.sites import Kind, Site
 
-TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
-Answer: TypeAlias = "Action | GroupAction | TensorFunction | Sequence[Answer] | None"
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor]
+Answer: TypeAlias = "Action | ValueAction | GroupAction | TensorFunction | Sequence[Answer] | None"
 Policy: TypeAlias = "Callable[[Site], Answer] | Sequence[Policy]"
 
-BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input"))
+BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
 ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
 
 
@@ -33,6 +37,17 @@ class Action(Protocol):
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Compute the replacement with torch operations; traced once, on fake tensors."""
+        ...
+
+
+class ValueAction(Protocol):
+    """An action that also reads what the gradient is of (internal until 1.0); at run time it is an ``Action``."""
+
+    kinds: ClassVar[frozenset[Kind]]
+    has_units: ClassVar[bool]
+
+    def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
+        """Compute the replacement of a gradient from it and from its parameter or activation."""
         ...
 
 
@@ -61,6 +76,32 @@ class Measurement(Action, Protocol):
 
 
 @runtime_checkable
+class BucketedAction(Action, Protocol):
+    """An action at single sites that one operation does for several of them (internal until 1.0).
+
+    It acts at its position in the order of each site. Its operation begins behind the last gradient of a bucket, and
+    ends before the first reader.
+    """
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Largest size of a bucket."""
+        ...
+
+    def processes(self) -> ProcessGroup:
+        """Return the group of processes that it reduces over; of one process nothing is inserted."""
+        ...
+
+    def begin(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Begin the operation on gradients of one dtype and device."""
+        ...
+
+    def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute all replacements from what ``begin`` returned; of ``tensors`` no elements are read."""
+        ...
+
+
+@runtime_checkable
 class GroupAction(Protocol):
     """An action at several sites at once, after the actions of the single sites (internal until 1.0).
 
@@ -81,6 +122,50 @@ class GroupAction(Protocol):
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute all replacements, in the order of ``tensors``."""
         ...
+
+
+@runtime_checkable
+class NormScaling(GroupAction, Protocol):
+    """A group action that multiplies all its gradients by one factor, which follows from their norms (internal)."""
+
+    @property
+    def norm_type(self) -> float:
+        """Order of the norms."""
+        ...
+
+    def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return two 0-d tensors whose quotient is the factor, exactly 1 where the action does not act.
+
+        Args:
+            norms: The norms of all gradients, in tensors of any shape.
+        """
+        ...
+
+
+@runtime_checkable
+class ParameterScaling(Action, Protocol):
+    """An action that multiplies the parameter by a factor after the optimizer's update (internal until 1.0)."""
+
+    @property
+    def parameter_factor(self) -> float | Tensor:
+        """The factor: a number, or a tensor with one element that is read at every step."""
+        ...
+
+
+def takes_value(action: Any) -> bool:
+    """Whether an action or a tensor function has two required parameters: the gradient, and what it is the gradient of.
+
+    Parameters with defaults do not count.
+    """
+    if isinstance(action, GroupAction):
+        return False
+    function = action.apply if isinstance(action, Action) else action
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a built-in function without a signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) == 2
 
 
 def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:

@@ -6,16 +6,29 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
+from gradrewrite._compat import dtensors
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir.ops import measure
 from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.ir.stages import reduce_all
-from gradrewrite.ir.statistics import IN_UNITS, largest_of, mean_of, size_of
+from gradrewrite.ir.statistics import (
+    IN_UNITS,
+    largest_of,
+    mean_of,
+    measure_shards,
+    norm_of,
+    share_of,
+    shares_of,
+    size_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -29,6 +42,10 @@ class Recording:
         logs: Whether the action logs.
         fails: What a finite check does; its value is the last one.
         bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
+        norm_dtype: Type of the norm that is the first record, where a clip bounds it.
+        logs_group: Whether a clip of a group logs.
+        has_members: Whether the last value has one record for each member of a group.
+        has_strength: Whether the records begin with the norms before and after a clip.
         device: Where numbers become tensors.
         is_opaque: Whether statistics are one opaque operation.
         scale: The loss scale that the action sees through, if any.
@@ -40,6 +57,10 @@ class Recording:
     logs: bool = False
     fails: OnFailure | None = None
     bound: tuple[str, float | Tensor] | None = None
+    norm_dtype: torch.dtype | None = None
+    logs_group: bool = False
+    has_members: bool = False
+    has_strength: bool = False
     device: torch.device | None = None
     is_opaque: bool = False
     scale: Tensor | None = None
@@ -52,6 +73,10 @@ class Recording:
         self.logs = False
         self.fails = None
         self.bound = None
+        self.norm_dtype = None
+        self.logs_group = False
+        self.has_members = False
+        self.has_strength = False
 
     def add(self, names: Sequence[str], value: Tensor) -> None:
         """Report a tensor of as many records as there are names."""
@@ -101,29 +126,93 @@ def record(name: str, value: Tensor | float) -> None:
     recording.add([str(name)], tensor.reshape(()) if tensor.dim() else tensor)
 
 
-def record_clip(before: Tensor, after: Tensor) -> None:
+def record_clip(before: Tensor, after: Tensor, *, strength: bool = False) -> None:
     """Report last what a log line of a clip needs: largest and mean absolute value before, and whether it acted.
 
     It acted if an element changed; NaN is no change. Empty tensors: not acted, both figures NaN.
+
+    Args:
+        before: The tensor.
+        after: What the clip made of it.
+        strength: Report before these figures the L2 norms before and after, of which the host makes ``factor`` (a
+            quotient in the graph would be one more launch), and ``share``, that of the elements that changed.
     """
     recording = _recording.get()
     if recording is None:
         return
     recording.logs = True
+    if dtensors.is_dtensor(before):
+        _record_clip_of_shards(recording, before, after, strength=strength)
+        return
     size = size_of(before)
+    changed = _changed(before, after)
+    if strength:
+        recording.has_strength = True
+        record("norm_before", norm_of(before))
+        record("norm_after", norm_of(after))
+        share = share_of(changed)
+        record("share", share)
+        acted = share > 0
+    else:
+        acted = reduce_all(torch.any, changed)
     record("max_abs", largest_of(size))
     record("mean_abs", mean_of(size))
-    record("clipped", reduce_all(torch.any, (after != before) & (before == before)).to(size.dtype))
+    record("clipped", acted.to(size.dtype))
+
+
+def _changed(before: Tensor, after: Tensor) -> Tensor:
+    """Where an element changed; NaN is no change."""
+    return (after != before) & (before == before)
+
+
+def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor, *, strength: bool) -> None:
+    """Report what ``record_clip`` does of a global tensor; one collective for all of it."""
+    unchanged = _changed(before, after).logical_not().to(torch.float32)
+    reports: list[tuple[Tensor, tuple[str, ...]]] = [
+        (before, ("max_abs", "mean_abs", "norm")),
+        (after, ("norm",)),
+        (unchanged, ("zeros",)),
+    ]
+    figures = measure_shards(
+        [(tensor, names) for tensor, names in reports if dtensors.is_dtensor(tensor)],
+        lambda part, names: measure(part, names, is_opaque=recording.is_opaque),
+    )
+    largest, mean, norm_before, norm_after, share = figures.unbind()
+    if strength:
+        recording.has_strength = True
+        for name, figure in (("norm_before", norm_before), ("norm_after", norm_after), ("share", share)):
+            record(name, figure)
+    for name, figure in (("max_abs", largest), ("mean_abs", mean), ("clipped", (share > 0).to(mean.dtype))):
+        record(name, figure)
 
 
 def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
-    """Report the norm that a clip bounds, and its bound: from inside the graph if that is a tensor on a device."""
+    """Report first the norm that a clip bounds, and its bound: from inside the graph if that is a tensor on a device.
+
+    What the clip multiplies by follows from both, and is computed where they are read.
+    """
     record(name, norm)
     recording = _recording.get()
+    if recording is not None:
+        recording.norm_dtype = norm.dtype
     if _is_on_device(bound):
         record("bound", bound.detach().to(norm.device))
     elif recording is not None:
         recording.bound = ("bound", bound)
+
+
+def record_shares(norms: Tensor, norm_type: float) -> None:
+    """Report last the share of each member of a group in its total norm, and that the clip of the group logs.
+
+    Args:
+        norms: The norms of the members, ``[members]``; see ``statistics.shares_of``.
+        norm_type: Their order.
+    """
+    recording = _recording.get()
+    if recording is None:
+        return
+    recording.logs_group = recording.has_members = True
+    recording.add(["norm_share"] * norms.numel(), shares_of(norms, norm_type))
 
 
 def record_limit(limit: float | Tensor, device: torch.device) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradrewrite.errors import PolicyError, RewriteError
+from torch import Tensor
+
+from gradrewrite._formatting import nearest
+from gradrewrite.errors import NoSuchSiteError, PolicyError, RewriteError
 from gradrewrite.policy.actions import Action, Answer, GroupAction, Policy, actions_of, kinds_of
 from gradrewrite.sites import Pattern, Site
 
@@ -130,5 +133,59 @@ def rules_of(policy: Policy) -> tuple[Rule, ...]:
     return tuple(rule for item in policy for rule in rules_of(item))
 
 
+def may_answer_at_steps(policy: Policy) -> bool:
+    """Whether a policy may have answers at step sites: a rule for them, or a callback that is no rule."""
+    if isinstance(policy, Rule):
+        return Pattern.parse(policy.pattern).kind == "step"
+    return callable(policy) or any(map(may_answer_at_steps, policy))
+
+
+def first_step_site(policy: Policy, parameters: Mapping[str, Tensor]) -> Site | None:
+    """Return the first step site of these parameters at which a policy answers."""
+    for name, parameter in parameters.items():
+        site = step_site(name, parameter)
+        try:
+            answers = parameter.requires_grad and ask_in_order(policy, site)
+        except RewriteError:  # a callback that does not expect step sites, and that no guard asks
+            return None
+        if answers:
+            return site
+    return None
+
+
+def step_site(name: str, parameter: Tensor) -> Site:
+    """Return the step site of a parameter."""
+    return Site(
+        kind="step",
+        name=name,
+        module=name.rpartition(".")[0],
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+
+
 def _flat(answer: Any) -> tuple[Any, ...]:
     return actions_of(answer, where="a rule")
+
+
+def find_site(sites: Sequence[Site], wanted: Site | str) -> Site:
+    """Return the one site that matches.
+
+    Raises:
+        NoSuchSiteError: None is.
+        ValueError: Several are.
+    """
+    if isinstance(wanted, Site):
+        if wanted not in sites:
+            raise NoSuchSiteError(str(wanted), nearest(str(wanted), [str(s) for s in sites]))
+        return wanted
+    named = [site for site in sites if str(site) == wanted]
+    pattern = Pattern.parse(wanted)
+    found = named or [site for site in sites if pattern.matches(site)]
+    if not found:
+        raise NoSuchSiteError(wanted, nearest(wanted, [str(s) for s in sites]))
+    if len(found) > 1:
+        names = ", ".join(str(s) for s in found[:5])
+        raise ValueError(f"{wanted!r} names {len(found)} sites; give one of them: {names}{', ...' * (len(found) > 5)}")
+    return found[0]
