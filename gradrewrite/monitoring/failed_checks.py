@@ -32,7 +32,8 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
     graphs = record.checked_graphs()
     failed = tuple(tuple(check.key for check in graph.failed(modes)) for graph in graphs)
     if failed not in record.failures:
-        record.failures[failed] = analyse(record.step, graphs, modes)
+        is_backward = any(check.site.kind != "step" for graph in graphs for check in graph.failed(modes))
+        record.failures[failed] = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)
     return record.failures[failed].error(reason)
 
 

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_key import RecordKey
 
 
 @dataclass

@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gradrewrite._formatting import Table, nearest, table_of
 from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.root_cause import find_anywhere
 from gradrewrite.diagnostics.run_log import Finding, Step
+from gradrewrite.distributed.records import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.record_layout import OnFailure, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.monitoring.failed_checks import FailedCheckErrors, FailedCheckWarnings, failure_of
 from gradrewrite.monitoring.host_copy import pack_of
 from gradrewrite.monitoring.log_lines import ClipLog
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers
+from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers, path_of_rank
 from gradrewrite.sites import Site
 
 
@@ -62,6 +64,14 @@ class Monitor:
         recorder.listeners += [self._warnings, self._clip_log]
         recorder.raising.append(FailedCheckErrors())
 
+    def __repr__(self) -> str:
+        """Settings and number of steps; waits for nothing."""
+        return f"Monitor(capacity={self.capacity}, every={self.every}): {self._recorder.num_steps} steps"
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks; waits for the device."""
+        return self.table()._repr_html_()
+
     @property
     def dropped(self) -> int:
         """Number of steps that left the buffer before the host had read them."""
@@ -86,6 +96,32 @@ class Monitor:
         rows = self._values(last=1)
         return dict(rows[-1]) if rows else {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
+        """Share it: what is compiled with copied arguments, as by Lightning, reports to the monitor that was given."""
+        return self
+
+    def reduce(
+        self, how: Literal["mean", "max", "sum"] = "mean", process_group: distributed.ProcessGroup | None = None
+    ) -> dict[str, float]:
+        """Return the records of the last backward, combined over ranks; ``{}`` where no rank has any.
+
+        A collective call: all ranks of the group make it, at the same point of the program. Waits for the device. A
+        record that some ranks lack is combined over those that have it. NaN on one rank makes the result NaN, for
+        ``"max"`` too; infinities are combined as numbers are. Records that are global already (those of sharded
+        gradients at step sites, ``skipped@optimizer``) are equal on all ranks, and so is their mean.
+
+        Args:
+            how: ``"mean"``, ``"max"`` or ``"sum"``.
+            process_group: The ranks. By default those of the DistributedDataParallel in which the model was called,
+                else all; without any, the result is that of ``latest``.
+
+        Raises:
+            ValueError: ``how`` is none of the three.
+        """
+        if how not in ("mean", "max", "sum"):
+            raise ValueError(f'Monitor.reduce: how is "mean", "max" or "sum", got {how!r}')
+        return combine_over_ranks(self.latest(), how, process_group or self._recorder.process_group)
+
     def history(self, address: str) -> list[float]:
         """One record over the steps in the buffer, oldest first; NaN where a step lacks it. Waits for the device.
 
@@ -98,8 +134,14 @@ class Monitor:
             raise KeyError(f"no record {address!r}; nearest: {', '.join(nearest(address, known)) or 'there are none'}")
         return [row.get(address, math.nan) for row in rows]
 
-    def kept(self) -> dict[Site, Tensor]:
-        """Tensors that ``Keep`` kept in the last backward, on their device, with their dtype; copies."""
+    def kept(self, what: Literal["tensor"] = "tensor") -> dict[Site, Tensor]:
+        """Tensors that ``Keep(what)`` kept in the last backward, on their device, with their dtype; copies.
+
+        Raises:
+            ValueError: ``what`` is not ``"tensor"``.
+        """
+        if what != "tensor":
+            raise ValueError(f'kept(what) is "tensor", got {what!r}')
         with self._lock:
             self._flush_messages()
             records = self._recorder.records
@@ -166,14 +208,20 @@ class Monitor:
         ``"-Infinity"``. If a later step cannot be written (a full disk), a warning says so and training goes on
         without the file.
 
+        On several ranks each writes a file of its own: ``run.jsonl`` becomes ``run.rank0.jsonl``, unless the path
+        says with ``{rank}`` where the rank belongs. ``gradrewrite doctor run.rank*.jsonl`` reads them together.
+
         Raises:
             OSError: The file cannot be written now.
         """
         with self._lock:
-            self._writers.attach(self._writers.find(os.path.abspath(path)) or JsonLines(path), self._read())
+            own = path_of_rank(path)
+            self._writers.attach(self._writers.find(os.path.abspath(own)) or JsonLines(own), self._read())
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the steps with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
+
+        ``rate/site`` is the share of the steps written together in which a clip acted.
 
         Raises:
             TypeError: ``writer`` has no ``add_scalar``.
@@ -203,7 +251,8 @@ class Monitor:
                 return None
             record = self._recorder.records[-1]
             if not anywhere:
-                return failure_of(record, get_args(OnFailure))
+                failures = (failure_of(part, get_args(OnFailure)) for part in (record, *record.updates))
+                return next((failure for failure in failures if failure is not None), None)
             record.fetch()
             found = find_anywhere(record.step, record.checked_graphs())
             return None if found is None else found.error()
@@ -226,6 +275,13 @@ class Monitor:
         """Their values; under the lock, for the last record may still grow."""
         with self._lock:
             return [record.texts() for record in self._read(last)]
+
+
+def records_since(monitor: Monitor, step: int) -> list[Mapping[str, float]]:
+    """Return the records of the steps from this one on, as far as they are in the buffer. Waits for the device."""
+    with monitor._lock:
+        new = monitor._recorder.num_steps - step
+        return monitor._values(last=new) if new > 0 else []
 
 
 def recorder_of(monitor: Monitor) -> StepRecorder:

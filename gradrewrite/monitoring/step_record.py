@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
-from gradrewrite.ir.record_layout import BackwardOutputs, OnFailure, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs, OnFailure
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.sites import Site
 
@@ -44,6 +45,12 @@ class GraphRecord:
         pairs = zip(self.outputs.packs, self.packs, strict=True)
         # A verdict may follow the records.
         return {key: value for keys, pack in pairs for key, value in zip(keys, floats_of(pack), strict=False)}
+
+    def records(self) -> dict[RecordKey, float]:
+        """All records and the factors of clips; the packs are on the host."""
+        values = self.values()
+        known = values | self.bounds if self.outputs.clips else values
+        return values | {clip.factor: clip.strength(known) for clip in self.outputs.clips}
 
     def has_passed(self, mode: OnFailure) -> bool:
         """Whether the packs are in host memory, and no check of this kind failed."""
@@ -79,6 +86,7 @@ class StepRecord:
         groups: Groups that were clipped.
         host_values: Records that the host knows (learning rates).
         late: Records that came after the backward, by their keys.
+        updates: What optimizers reported of their steps since this backward and before the next: one record for each.
         failures: The analyses of the step, by the checks that failed in each of its graphs.
         was_read: Whether it has been read.
     """
@@ -89,6 +97,7 @@ class StepRecord:
     groups: list[str] = field(default_factory=list)
     host_values: dict[RecordKey, float] = field(default_factory=dict)
     late: dict[tuple[RecordKey, ...], LateRecord] = field(default_factory=dict)
+    updates: list[StepRecord] = field(default_factory=list)
     failures: dict[tuple[tuple[RecordKey, ...], ...], Failure] = field(default_factory=dict)
     was_read: bool = False
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
@@ -107,6 +116,8 @@ class StepRecord:
         """Start the copy of the records to the host; nothing waits."""
         for late in self.late.values():
             late.start_copy()
+        for update in self.updates:
+            update.start_copy()
         if self._copied is not None:
             return
         self._copied = []
@@ -123,7 +134,7 @@ class StepRecord:
         """Whether the copy has arrived."""
         if self._copied is None or not all(event.query() for event in self._copied):
             return False
-        return all(late.is_here() for late in self.late.values())
+        return all(late.is_here() for late in self.late.values()) and all(u.is_here() for u in self.updates)
 
     def fetch(self) -> None:
         """Copy if that has not begun, and wait for it."""
@@ -135,6 +146,8 @@ class StepRecord:
             graph.on_device = []
         for late in self.late.values():
             late.fetch()
+        for update in self.updates:
+            update.fetch()
 
     def values(self) -> dict[RecordKey, float]:
         """All records in the order of the sites of the forward; the copy is here.
@@ -146,12 +159,13 @@ class StepRecord:
             keys = [key for graph in reversed(self.graphs) for key in graph.outputs.keys]
             known: dict[RecordKey, float] = {}
             for graph in self.graphs:
-                for key, value in graph.values().items():
+                for key, value in graph.records().items():
                     adds_up = key in known and key in graph.outputs.counts
                     known[key] = known[key] + value if adds_up else value
             self._values = {key: known[key] for key in keys}
+        updates = {key: value for update in self.updates for key, value in update.values().items()}
         late = {key: value for added in self.late.values() for key, value in added.values().items()}
-        return self._values | self.bounds() | self.host_values | late
+        return self._values | updates | self.bounds() | self.host_values | late
 
     def texts(self) -> Mapping[str, float]:
         """All records by the text of their keys, ``record@site``; the copy is here."""
@@ -163,7 +177,7 @@ class StepRecord:
 
     def logs(self) -> bool:
         """Whether a graph has clips that log."""
-        return any([bool(graph.outputs.logs) for graph in self.graphs])
+        return any([bool(graph.outputs.logs or graph.outputs.group_logs) for graph in self.graphs])
 
     def is_checked(self, modes: Collection[OnFailure]) -> bool:
         """Whether there are checks of one of these kinds, other than those that the host knows to have passed."""

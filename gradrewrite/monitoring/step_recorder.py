@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import sys
 import threading
 import weakref
@@ -12,11 +13,12 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gradrewrite._compat import autograd
 from gradrewrite.diagnostics.step_snapshot import StepSnapshot
-from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs, Check
 from gradrewrite.monitoring.host_copy import LateRecord
 from gradrewrite.monitoring.step_record import GraphRecord, StepRecord
 
@@ -54,6 +56,10 @@ class SkipGuard(Protocol):
         """A backward begins."""
         ...
 
+    def follow(self) -> None:
+        """Be in the lists of the recorders that its models have now."""
+        ...
+
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
         """Take the verdict of one graph: 0-d float32 on its device, 1 if a check that skips failed."""
         ...
@@ -61,6 +67,11 @@ class SkipGuard(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether its optimizer is still there."""
+        ...
+
+    @property
+    def has_step_sites(self) -> bool:
+        """Whether it runs the actions at step sites."""
         ...
 
     @property
@@ -81,7 +92,10 @@ class StepRecorder:
         listeners: Told of each step after that; both with the lock held.
         raising: Told last, without the lock; what they raise leaves the backward.
         guards: Guards of optimizers.
+        num_guards: How many were added since there was none; numbers the groups of step sites.
+        closed: Number of the last step that belongs to guards which were removed; -1 if there is none.
         last_skip: The check that skips of the last graph that has one.
+        process_group: The group of the data parallelism that the model was last called in.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -93,8 +107,12 @@ class StepRecorder:
         self.listeners: list[StepListener] = []
         self.raising: list[StepListener] = []
         self.guards: list[SkipGuard] = []
+        self.num_guards = 0
+        self.closed = -1
         self.last_skip: Check | None = None
+        self.process_group: distributed.ProcessGroup | None = None
         self._num_groups = 0
+        self._has_begun = False
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
         _to_flush.add(self)
 
@@ -115,14 +133,38 @@ class StepRecorder:
     def live_guards(self) -> list[SkipGuard]:
         """The guards whose optimizer is still there."""
         with self.lock:
+            if not self.guards:
+                let_guards_follow()
             return [guard for guard in self.guards if guard.is_alive]
 
     def add_guard(self, guard: SkipGuard, num_groups: int) -> int:
         """Add a guard, which is told of every check that skips; return the number of its first group of parameters."""
         with self.lock:
             self.guards.append(guard)
+            if all(known is not guard for known in _guards.values()):
+                _guards[next(_numbers)] = guard
+            self.num_guards += 1
             self._num_groups += num_groups
             return self._num_groups - num_groups
+
+    def last_used_step(self) -> int:
+        """Return the number of the last step that a guard which is added now adds nothing to; -1 if there is none.
+
+        Such are steps of guards that were removed, and a step that updates alone made: no backward recorded anything,
+        so nothing tells whether one has followed, and a guard is rarely added between a backward and its last update.
+        """
+        with self.lock:
+            if self.records and not self.records[-1].graphs:
+                return self.records[-1].step
+            return self.closed
+
+    def remove_guard(self, guard: SkipGuard) -> None:
+        """Remove a guard; what guards report that are added later begins a record of its own."""
+        with self.lock:
+            self.guards.remove(guard)
+            self.closed = self.num_steps - 1
+            if not self.guards:
+                self.num_guards = self._num_groups = 0
 
     def collect(
         self,
@@ -163,6 +205,9 @@ class StepRecorder:
             self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
         record = self._open[task] = StepRecord()
         autograd.at_end_of_backward(partial(self._finish, task))
+        if not self._has_begun:
+            self._has_begun = True
+            let_guards_follow()
         if self.guards:
             for guard in self.live_guards:
                 guard.begin()
@@ -181,6 +226,45 @@ class StepRecorder:
                 bad = (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
                 for guard in guards:
                     guard.note(bad, parameters)
+
+    def collect_update(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int) -> int:
+        """Take what a step graph reported: into the record of the last backward, else into a record of its own.
+
+        Args:
+            outputs: What the tensors are.
+            tensors: The packed records, then what is kept.
+            previous: Number of the step that took what the same optimizer reported last; -1 if there is none.
+
+        Returns:
+            Number of the step that took it.
+
+        Raises:
+            NonFiniteError: A check that raises failed.
+        """
+        update = StepRecord()
+        number = len(outputs.packs)
+        update.graphs.append(GraphRecord(outputs, list(tensors[:number])))
+        update.close()
+        kept = dict(zip(outputs.kept, tensors[number:], strict=True))
+        with self.lock:
+            if self.records and self.records[-1].step != previous:
+                record = self.records[-1]
+                record.updates.append(update)
+                update.step = record.step
+                if self.writer is not None and outputs.keys:
+                    self.writer.note_late(record.step, outputs.keys[0])
+            else:
+                record = StepRecord(updates=[update])
+                update.step = self.num_steps
+                self._append(record)
+            record.kept.update(kept)
+            if any(outputs.num_skips):
+                self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
+            for listener in self.listeners:
+                listener.on_step(update)
+        for listener in self.raising:
+            listener.on_step(update)
+        return update.step
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
         """Add records that the host knows to the last step, if there is one."""
@@ -210,23 +294,37 @@ class StepRecorder:
     def _finish(self, task: int) -> None:
         with self.lock:
             record = self._open.pop(task)
-            record.step = self.num_steps
             record.close()
-            if self.records:
-                self.records[-1].drop_snapshots()
-                self.records[-1].kept = {}
-            try:
-                if self.writer is not None:
-                    self.writer.on_step(record)
-            finally:
-                if len(self.records) == self.capacity:
-                    self.records.popleft()
-                self.records.append(record)
-                self.num_steps += 1
+            self._append(record)
             for listener in self.listeners:
                 listener.on_step(record)
         for listener in self.raising:
             listener.on_step(record)
+
+    def _append(self, record: StepRecord) -> None:
+        """Let a record join the others; the lock is held."""
+        record.step = self.num_steps
+        if self.records:
+            self.records[-1].drop_snapshots()
+            self.records[-1].kept = {}
+        try:
+            if self.writer is not None:
+                self.writer.on_step(record)
+        finally:
+            if len(self.records) == self.capacity:
+                self.records.popleft()
+            self.records.append(record)
+            self.num_steps += 1
+
+
+_guards: weakref.WeakValueDictionary[int, SkipGuard] = weakref.WeakValueDictionary()  # by number, in order
+_numbers = itertools.count()
+
+
+def let_guards_follow() -> None:
+    """Let all guards follow models that have another monitor now, in the order in which the guards were made."""
+    for guard in list(_guards.values()):
+        guard.follow()
 
 
 _to_flush: weakref.WeakSet[StepRecorder] = weakref.WeakSet()

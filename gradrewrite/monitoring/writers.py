@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradrewrite._warnings import warn
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.distributed.groups import this_rank
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.monitoring.clip_rates import ClipRates
 from gradrewrite.monitoring.step_record import StepRecord
 
 
@@ -105,6 +107,7 @@ class Writers:
                     if record.step >= self._next.get(sink.key, 0):
                         sink.write(record.step, record.texts())
                         self._next[sink.key] = record.step + 1
+                sink.finish()
             except Exception as err:  # a writer's failure must not end training
                 self._sinks.remove(sink)
                 reason = getattr(err, "strerror", None) or f"{type(err).__name__}: {err}"
@@ -132,6 +135,24 @@ class Sink(Protocol):
     def write(self, step: int, records: Mapping[str, float]) -> None:
         """Write one step; OSError if that fails."""
         ...
+
+    def finish(self) -> None:
+        """Write what sums up the steps since the last call; OSError if that fails."""
+        ...
+
+
+def path_of_rank(path: str | os.PathLike[str]) -> str:
+    """Return the path of the file of this rank: ``{rank}`` in it is replaced, else ``.rank0`` goes before its ending.
+
+    In a process that is alone only ``{rank}`` is replaced, by 0.
+    """
+    text, rank = os.fspath(path), this_rank()
+    if "{rank}" in text:
+        return text.replace("{rank}", str(rank or 0))
+    if rank is None:
+        return text
+    stem, ending = os.path.splitext(text)
+    return f"{stem}.rank{rank}{ending}"
 
 
 class JsonLines:
@@ -161,6 +182,9 @@ class JsonLines:
                 os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_END) - written)
             raise
 
+    def finish(self) -> None:
+        """Write nothing: a reader of all steps can sum them up."""
+
     def _mend(self) -> None:
         """Take off a line that an earlier run did not finish; OSError if the file is none of ours."""
         at = size = os.lseek(self._file, 0, os.SEEK_END)
@@ -184,18 +208,30 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A ``SummaryWriter``, or anything with its ``add_scalar(tag, value, step)``; the tag is ``record/site``."""
+    """A ``SummaryWriter``, or anything with its ``add_scalar(tag, value, step)``; the tag is ``record/site``.
+
+    Whenever steps were written, ``rate/site`` follows: the share of them in which a clip acted.
+    """
 
     def __init__(self, writer: Any) -> None:
         """Write with this writer."""
         self.writer = writer
         self.key = id(writer)
+        self._rates = ClipRates()
+        self._last = 0
 
     def write(self, step: int, records: Mapping[str, float]) -> None:
         """Add one scalar a record."""
         for address, value in records.items():
             record, _, site = address.partition("@")
             self.writer.add_scalar(f"{record}/{site}", value, step)
+        self._rates.add(records)
+        self._last = step
+
+    def finish(self) -> None:
+        """Add the rates of clips, at the last step."""
+        for address, rate in self._rates.take().items():
+            self.writer.add_scalar(address.replace("@", "/", 1), rate, self._last)
 
     def __str__(self) -> str:
         return f"TensorBoard ({type(self.writer).__name__})"
