@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from gradrewrite.diagnostics.activations import dead, saturated
-from gradrewrite.diagnostics.clipping import clips_always, clips_never
-from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps
+from gradrewrite.diagnostics.activations import DEAD_LIMITS, SATURATED_LIMITS, dead, saturated
+from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, clips_always, clips_never, steps_of_clips
+from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
 from gradrewrite.diagnostics.nonfinite_steps import BadStep, bad_steps, expected_infinities
-from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run, words
+from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Series, Step, last_run, words
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRule:
+    """A rule that could not judge some of what was recorded, for there were too few steps.
+
+    Attributes:
+        kind: The kind of finding that it would have.
+        needed: How many steps it needs.
+        steps: In how many steps these sites were recorded, at most; steps that say nothing are not counted.
+        sites: The sites that it did not judge, in the order of the records.
+    """
+
+    kind: str
+    needed: int
+    steps: int
+    sites: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """One line for a reader."""
+        more = f" and {len(self.sites) - LISTED} more" if len(self.sites) > LISTED else ""
+        sites = ", ".join(self.sites[:LISTED])
+        return f"{self.kind}: needs {self.needed} steps, at most {self.steps} were recorded at {sites}{more}"
+
+    def to_json(self) -> dict[str, object]:
+        """With the keys of ``Finding.to_json``; the kind is ``"not judged"``."""
+        return {
+            "kind": "not judged",
+            "site": "",
+            "step": -1,
+            "text": f"{self}.",
+            "figures": {"needed": self.needed, "steps": self.steps, "sites": len(self.sites)},
+            "suggestion": f"Record at least {self.needed} steps.",
+        }
 
 
 def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
     """Return what is wrong with a run, the gravest first; ``()`` if nothing is found.
+
+    Each clip and each site that grows has a finding of its own, the worst of a kind first.
 
     Where the number of the step falls back, a new run begins: the last run is looked at. Trends need 5 steps, clips
     20. An input or an activation that was infinite in 5 steps whose backward was finite (a mask) is expected to be
@@ -23,34 +61,67 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
         steps: The steps of a run, oldest first.
     """
     run = last_run(steps)
-    found = [rule(run) for rule in _RULES]
-    return tuple(finding for finding in found if finding is not None)
+    return tuple(finding for rule in _RULES for finding in rule.find(run))
+
+
+def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
+    """Return the rules that had too few steps for some of what was recorded; ``()`` if all could judge all.
+
+    A rule for which nothing was recorded is not among them.
+
+    Args:
+        steps: The steps of a run, oldest first, as for ``diagnose``.
+    """
+    run = last_run(steps)
+    found = []
+    for rule in _RULES:
+        few = {site: number for site, number in rule.judged(run).items() if number < rule.needed}
+        if few:
+            found.append(SkippedRule(rule.kind, rule.needed, max(few.values()), tuple(few)))
+    return tuple(found)
 
 
 def report(findings: Sequence[Finding], steps: Sequence[Step] | None = None) -> str:
-    """Plain text for a terminal: a paragraph a finding, or one line if there is none.
+    """Plain text for a terminal: a paragraph for the first finding of a kind, a line for each further one.
 
     Args:
         findings: What ``diagnose`` returned.
-        steps: What it was given, to say how much was looked at.
+        steps: What it was given, to say how much was looked at, and which rules had too few steps.
     """
-    if findings:
-        return "\n\n".join(_paragraph(finding) for finding in findings)
+    kinds: dict[tuple[str, tuple[str, ...]], list[Finding]] = defaultdict(list)
+    for finding in findings:
+        kinds[finding.kind, tuple(finding.figures)[:1]].append(finding)
+    parts = [_paragraph(alike) for alike in kinds.values()]
     if steps is None:
-        return "nothing wrong was found"
+        return "\n\n".join(parts) or "nothing wrong was found"
     run = last_run(steps)
-    return f"nothing wrong was found in {len(run.steps)} steps, {len(run.series)} records"
+    parts = parts or [
+        f"nothing wrong was found in {len(run.steps)} steps; each has up to {len(run.series)} recorded values"
+    ]
+    skipped = skipped_rules(steps)
+    if skipped:
+        parts.append("\n".join(["not judged, for too few steps:", *(f"  {rule}" for rule in skipped)]))
+    return "\n\n".join(parts)
 
 
-def _paragraph(finding: Finding) -> str:
-    figures = ", ".join(f"{name} = {words(value)}" for name, value in finding.figures.items())
-    return f"{finding.kind}: {finding.text}\n  figures: {figures}\n  suggestion: {finding.suggestion}"
+def _paragraph(findings: Sequence[Finding]) -> str:
+    """The first finding of a kind in full, and its further sites with their figures."""
+    first, *rest = findings
+    lines = [f"{first.kind}: {first.text}", f"  figures: {_figures(first)}", f"  suggestion: {first.suggestion}"]
+    lines += [f"  also {finding.site}: {_figures(finding)}" for finding in rest[:LISTED]]
+    lines += [f"  and {len(rest) - LISTED} more"] if len(rest) > LISTED else []
+    return "\n".join(lines)
 
 
-def _non_finite(run: Run) -> Finding | None:
+def _figures(finding: Finding) -> str:
+    return ", ".join(f"{name} = {words(value)}" for name, value in finding.figures.items())
+
+
+def _non_finite(run: Run) -> list[Finding]:
     bad = _bad_steps(run)
     if not bad:
-        return _faulty_rate(run, {}, until=math.inf)
+        faulty = _faulty_rate(run, {}, until=math.inf)
+        return [] if faulty is None else [faulty]
     first = bad[0]
     site, step = first.sites[0], first.step.step
     count = _count(first.step.records, site)
@@ -59,13 +130,13 @@ def _non_finite(run: Run) -> Finding | None:
     kind, cause, suggestion = _cause(site, recovered=bad[-1].step is not run.steps[-1])
     rate = _faulty_rate(run, figures, until=step) if kind != "faulty input" else None
     if rate is not None:
-        return rate
+        return [rate]
     elements = "" if count is None else f" ({count:.0f} elements)"
     text = (
         f"{cause} {site}{elements}, in step {step}; {len(first.sites)} sites of that step and {len(bad)} of "
         f"{len(run.steps)} steps are not finite."
     )
-    return Finding(kind, site, step, text, figures, suggestion)
+    return [Finding(kind, site, step, text, figures, suggestion)]
 
 
 def _bad_steps(run: Run) -> list[BadStep]:
@@ -120,4 +191,40 @@ def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Fin
     return Finding("faulty learning rate", site, step, text, known, advice)
 
 
-_RULES = (_non_finite, growth_over_steps, growth_over_layers, saturated, dead, clips_always, clips_never)
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A rule.
+
+    Attributes:
+        kind: The kind of its findings.
+        find: Returns them.
+        needed: How many steps it needs.
+        judged: Returns for each site that it judges in how many steps it was recorded.
+    """
+
+    kind: str
+    find: Callable[[Run], Sequence[Finding]]
+    needed: int = 1
+    judged: Callable[[Run], Mapping[str, int]] = lambda _: {}
+
+
+def _longest(series: Sequence[Series]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in series:
+        found[one.at.site] = max(len(one.steps), found.get(one.at.site, 0))
+    return found
+
+
+def _with_shares(limits: Mapping[tuple[str, str], float]) -> Callable[[Run], Mapping[str, int]]:
+    return lambda run: _longest([one for one in run.series.values() if (one.record, one.at.kind) in limits])
+
+
+_RULES = (
+    _Rule("non-finite", _non_finite),
+    _Rule("exploding", growth_over_steps, MIN_STEPS, lambda run: _longest(measured_over_steps(run))),
+    _Rule("exploding", growth_over_layers),
+    _Rule("saturated", saturated, MIN_STEPS, _with_shares(SATURATED_LIMITS)),
+    _Rule("dead", dead, MIN_STEPS, _with_shares(DEAD_LIMITS)),
+    _Rule("clip acts always", clips_always, MIN_CLIP_STEPS, steps_of_clips),
+    _Rule("clip never acts", clips_never, MIN_CLIP_STEPS, lambda run: steps_of_clips(run, by_norm=True)),
+)

@@ -1,0 +1,175 @@
+"""The loss of a run and the sizes of its gradients, compared with those of a baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import stdev
+
+from gradrewrite.diagnostics.nonfinite_steps import is_bad
+from gradrewrite.diagnostics.run_log import Run, words
+
+MAX_LOSSES = 10  # steps whose mean loss is "the first" and "the last"
+LOWER_PEAK = 0.2  # of the range of both losses; a peak that is lower by less is no difference
+_TOTALS = ("total norm of the gradients", "norm of all gradients")
+_SIZES = (  # what is compared, of which kinds of sites, by which record
+    (_TOTALS[0], ("group", "step"), "total_norm"),
+    (_TOTALS[1], ("gradient",), "norm"),
+    ("largest |gradient|", ("gradient",), "max_abs"),
+    ("norm of all errors", ("error",), "norm"),
+    ("largest |error|", ("error",), "max_abs"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a run, recorded as ``loss``, or of the value that ``gr.tap(loss, "loss")`` named.
+
+    Attributes:
+        steps: How many steps have it.
+        count: How many steps ``first`` and ``last`` are means of: a tenth of them, at most 10.
+        first: Mean of the first steps.
+        last: Mean of the last steps; NaN or infinite where one of them is.
+        peak: The largest finite loss; NaN without one.
+        bad_step: The first step whose loss is not finite; -1 if none.
+        noise: Standard error of ``last``; 0 where it is the value of one step.
+        address: Text of the key of its record.
+        lowest: The smallest finite loss; NaN without one.
+        begin: The first step that has it.
+        end: The last step that has it.
+    """
+
+    steps: int
+    count: int
+    first: float
+    last: float
+    peak: float
+    bad_step: int
+    noise: float
+    address: str
+    lowest: float
+    begin: int
+    end: int
+
+    def of(self, which: str) -> str:
+        """Return of which steps a loss is the mean, ``(mean of the first 10 steps)``; ``""`` if of one."""
+        return f" (mean of the {which} {self.count} steps)" if self.count > 1 else ""
+
+
+def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
+    """Return the loss: the record ``loss``, else ``max`` of the value that ``gr.tap(loss, "loss")`` named.
+
+    Args:
+        run: The run.
+        begin: The first step that counts.
+        end: The last step that counts.
+    """
+    found = [one for one in run.series.values() if one.record == "loss"]
+    found += [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
+    rows = [row for one in found[:1] for row in zip(one.steps, one.values, strict=True) if begin <= row[0] <= end]
+    if not rows:
+        return None
+    steps, values = [step for step, _ in rows], [value for _, value in rows]
+    count = max(1, min(MAX_LOSSES, len(values) // 10))
+    finite = [value for value in values if math.isfinite(value)]
+    bad = next((step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)), -1)
+    last = values[-count:]
+    noise = stdev(last) / math.sqrt(count) if count > 1 and all(map(math.isfinite, last)) else 0.0
+    peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(found[0].at)
+    first, ends = _mean(values[:count]), (steps[0], steps[-1])
+    return Loss(len(values), count, first, _mean(last), peak, bad, noise, address, lowest, *ends)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN of infinities of both signs. A sum may be beyond the range where the mean is not."""
+    total = sum(values)
+    return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
+
+
+def compare_runs(run: Run, baseline: Run) -> str:
+    """Return what ``compare`` says of the steps from the later begin to the earlier end, and which these are."""
+    loss, other = loss_of(run), loss_of(baseline)
+    if loss is None or other is None or (loss.begin, loss.end) == (other.begin, other.end):
+        return compare(loss, other)
+    begin, end = max(loss.begin, other.begin), min(loss.end, other.end)
+    parts = loss_of(run, begin, end), loss_of(baseline, begin, end)
+    if None in parts:
+        return f"This run and the baseline have no step in common: their ends are compared. {compare(loss, other)}"
+    spans = []
+    if loss.begin != other.begin:
+        spans.append(f"from step {begin}, where {'this run' if loss.begin == begin else 'the baseline'} begins")
+    if loss.end != other.end:
+        spans.append(f"up to step {end}, where {'this run' if loss.end == end else 'the baseline'} ends")
+    text = compare(*parts)
+    return f"Compared {', '.join(spans)}: {text[0].lower()}{text[1:]}"
+
+
+def compare(loss: Loss | None, baseline: Loss | None) -> str:
+    """Return a sentence that says whether a run ended lower than its baseline, and by how much.
+
+    They end alike where the difference of their last losses is at most twice its standard error.
+    """
+    if loss is None or baseline is None:
+        missing = "neither has one" if loss is baseline else f"the {'run' if loss is None else 'baseline'} has none"
+        return f'The losses cannot be compared: {missing}; record it with monitor.log("loss", loss).'
+    figures = f"{_loss_text('The loss of this run', loss)}; {_loss_text('that of the baseline', baseline)}."
+    trains, baseline_trains = math.isfinite(loss.last), math.isfinite(baseline.last)
+    difference = baseline.last - loss.last
+    if not trains and not baseline_trains:
+        text = "Neither of them trains."
+    elif trains != baseline_trains:
+        text = "This run trains and the baseline does not." if trains else "The baseline trains and this run does not."
+    elif abs(difference) <= 2 * math.hypot(loss.noise, baseline.noise):
+        spread = max(loss.peak, baseline.peak) - min(loss.lowest, baseline.lowest)
+        lower = baseline.peak - loss.peak > LOWER_PEAK * spread
+        text = f"They end alike, within the noise of the loss{', and this run has the lower peak' if lower else ''}."
+    else:
+        text = f"This run ends {'lower' if difference > 0 else 'higher'}, by {words(abs(difference))}."
+    return f"{text} {figures}"
+
+
+def loss_text(loss: Loss | None) -> str:
+    """Return a sentence on the loss of a run without a baseline."""
+    if loss is None:
+        return 'No loss was recorded: monitor.log("loss", loss) after each backward.'
+    return f"{_loss_text('The loss', loss)}; it began at {words(loss.first)}{loss.of('first')}."
+
+
+def _loss_text(who: str, loss: Loss) -> str:
+    bad = f", first not finite in step {loss.bad_step}" if loss.bad_step >= 0 else ""
+    end = f"{words(loss.last)}{loss.of('last')}"
+    return f"{who} peaked at {words(loss.peak)} and ended at {end} after {loss.steps} steps{bad}"
+
+
+def comparable_sizes(run: Run, other: Run) -> tuple[str, dict[int, float], dict[int, float]] | None:
+    """Return sizes of gradients or errors before clipping that two runs recorded, by step, and what they are.
+
+    The root of the sum of squares of the total norms of all groups, else of the norms of all gradients, else of all
+    errors, or the largest ``max_abs``; infinite where a value is not finite. A total norm is compared with norms of
+    gradients where the runs have nothing else in common. None where they have nothing.
+    """
+    known, others = _sizes_by_kind(run), _sizes_by_kind(other)
+    key = next((name for name in known if name in others), None)
+    if key is not None:
+        return key, known[key], others[key]
+    both = [next((sizes for name, sizes in found.items() if name in _TOTALS), None) for found in (known, others)]
+    return None if both[0] is None or both[1] is None else (_TOTALS[0], both[0], both[1])
+
+
+def _sizes_by_kind(run: Run) -> dict[str, dict[int, float]]:
+    """Return sizes by step, for each kind of site and measure that was recorded, the most telling first."""
+    rows = {step.step: step.records for step in run.steps}
+    found: dict[str, dict[int, float]] = {}
+    for name, kinds, record in _SIZES:
+        join = max if record == "max_abs" else math.hypot
+        by_step: dict[int, float] = {}
+        for one in run.series.values():
+            if one.record == record and one.at.kind in kinds and one.at.occurrence == 1:
+                for step, value in zip(one.steps, one.values, strict=True):
+                    is_broken = not math.isfinite(value) and is_bad(record, one.at.site, value, rows[step])
+                    size = math.inf if is_broken else 0.0 if math.isnan(value) else abs(value)
+                    by_step[step] = join(by_step.get(step, 0.0), size)
+        if by_step:
+            found[name] = dict(sorted(by_step.items()))
+    return found

@@ -1,0 +1,122 @@
+"""Several files of one training run, one for each rank: what is wrong, and on which rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradrewrite.diagnostics.doctor import diagnose
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
+from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_jsonl
+
+_BAD = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBad:
+    """The first value of a run that is not finite.
+
+    Attributes:
+        rank: The rank that recorded it.
+        step: The step.
+        site: The site.
+        also: The other ranks with such a value in that step, ascending.
+    """
+
+    rank: int
+    step: int
+    site: str
+    also: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """One sentence."""
+        also = f" ({_named(self.also)} in the same step)" if self.also else ""
+        return f"The first value that is not finite was on rank {self.rank}{also}: {self.site} in step {self.step}."
+
+
+def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]:
+    """Read the files of the ranks of one run; the rank is in a name (``run.rank1.jsonl``), else the file's position.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A line of a file is none of a monitor's, or two files are of one rank.
+    """
+    runs: dict[int, list[Step]] = {}
+    names: dict[int, str] = {}
+    for position, path in enumerate(paths):
+        name = os.path.basename(os.fspath(path))
+        found = re.findall(r"rank[-_]?(\d+)", name)
+        rank = int(found[-1]) if found else position
+        if rank in runs:
+            raise ValueError(
+                f"{name} and {names[rank]} are both of rank {rank}; give one file for each rank of one run"
+            )
+        runs[rank], names[rank] = read_jsonl(path), name
+    return dict(sorted(runs.items()))
+
+
+def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
+    """Return what is wrong with a run of several ranks, as ``diagnose`` does; each finding names its ranks.
+
+    What several ranks find at one site is one finding, with the figures of the first of them. Of what is not finite
+    only the first is a finding: what other ranks then have may come from it, through reduced gradients.
+    """
+    if len(runs) == 1:
+        return diagnose(next(iter(runs.values())))
+    alike: dict[tuple[str, str, str], list[tuple[int, Finding]]] = {}
+    position: dict[tuple[str, str, str], int] = {}
+    for rank, steps in runs.items():
+        for number, finding in enumerate(diagnose(steps)):
+            kind = "" if finding.kind in _BAD else finding.kind
+            key = (kind, finding.site, finding.key) if kind else ("", "", "")
+            alike.setdefault(key, []).append((rank, finding))
+            position[key] = min(number, position.get(key, number))
+    first = first_bad_of(runs)
+    found = []
+    for key in sorted(alike, key=lambda key: (bool(key[0]), position[key])):
+        members = alike[key]
+        rank, finding = members[0]
+        if not key[0] and first is not None:
+            rank, finding = next((m for m in members if m[0] == first.rank), members[0])
+            text = f"{first} {finding.text}"
+        else:
+            text = f"{_named([r for r, _ in members], len(runs))}: {finding.text}"
+        figures = {**finding.figures, "rank": rank, "ranks": len(members)}
+        found.append(replace(finding, text=text, figures=figures))
+    return tuple(found)
+
+
+def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
+    """Return the first value of a run that is not finite, expected infinities left out; None if all is finite.
+
+    Of several sites in that step it is the one that is executed first, and of several ranks with it the lowest.
+    """
+    rows: list[tuple[int, int, str]] = []
+    for rank, steps in runs.items():
+        run = last_run(steps)
+        bad = bad_steps(run)
+        expected = expected_infinities(run, bad)
+        for one in bad:
+            sites = [site for site in one.sites if site not in expected]
+            if sites:
+                rows.append((one.step.step, rank, sites[0]))
+                break
+    if not rows:
+        return None
+    step = min(row[0] for row in rows)
+    there = [(rank, site) for number, rank, site in rows if number == step]
+    run = last_run(runs[there[0][0]])
+    order = {site: n for n, site in enumerate(as_executed(one.at.site for one in run.series.values()))}
+    rank, site = min(there, key=lambda row: (order.get(row[1], math.inf), row[0]))
+    return FirstBad(rank, step, site, tuple(other for other, _ in there if other != rank))
+
+
+def _named(ranks: Sequence[int], number: int | None = None) -> str:
+    """Ranks as text; with their number in all, as the beginning of a sentence."""
+    if number == len(ranks):
+        return "All ranks"
+    word = "rank" if number is None else "Rank"
+    return f"{word}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
