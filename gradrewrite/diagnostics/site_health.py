@@ -1,0 +1,257 @@
+"""Figures of every site of a run: how often and how strongly its clip acted, and the bound that its sizes suggest."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, quantiles
+from typing import TypedDict
+
+from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, Clip, clips_of
+from gradrewrite.diagnostics.run_log import Run, Series, as_executed, is_group, kind_of
+from gradrewrite.ir.record_key import RecordKey
+
+COLUMNS = (
+    "site", "clip and bound", "acted", "median factor", "worst factor", "share", "p50", "p90", "p99", "bound to try",
+    "code that sets it",
+)  # fmt: skip
+RARE = 0.2  # share of the steps: twice that of a bound at the 90 % quantile
+_MEASURES = ("norm", "total_norm", "max_abs")
+_ACTIONS = {"norm": "ClipByNorm", "total_norm": "ClipByGlobalNorm", "max_abs": "ClipByValue"}
+
+
+class _Quantiles(TypedDict, total=False):
+    p50: float
+    p90: float
+    p99: float
+    suggestion: float
+
+
+@dataclass(frozen=True, slots=True)
+class SiteHealth:
+    """Figures of one site over a run; what is not known is NaN.
+
+    Attributes:
+        site: The site.
+        action: Name of the clip that acts there; ``""`` where the site was only measured.
+        measure: Name of the record that the quantiles are of: ``norm``, ``total_norm`` or ``max_abs``; ``""`` if none.
+        steps: How many steps reported it.
+        bound: The last finite bound.
+        rate: Share of the steps in which the clip acted.
+        median_factor: Median of size after the clip / size before, of the steps in which it acted; 1 if there are none.
+        worst_factor: The smallest of these factors.
+        share: Mean share of the elements that a clip by value changed.
+        norm_share: Median share of the squared total norm of the global clip that the gradient belongs to.
+        p50: Median of the finite sizes before the clip.
+        p90: What 90 % of them stay below, interpolated linearly.
+        p99: What 99 % of them stay below.
+        suggestion: A bound that would act in a tenth of the steps: ``p90``, rounded to two digits; NaN with fewer than
+            20 finite sizes, where they were 0, the bound is not known, or a bound is no remedy. Of a baseline where
+            ``from_baseline``.
+        from_baseline: Whether the suggestion is that of the baseline, which is larger.
+        keep: Whether the bound may stay, for the clip acts rarely.
+        mark: A note on the site, where the verdict names it.
+        record: The record that tells the clip from others at the site (``norm.2``); ``""`` for the first of its kind.
+        key: Text of the key of the record that tells the clip from all others; ``""`` without a clip.
+    """
+
+    site: str
+    action: str
+    measure: str
+    steps: int
+    bound: float = math.nan
+    rate: float = math.nan
+    median_factor: float = math.nan
+    worst_factor: float = math.nan
+    share: float = math.nan
+    norm_share: float = math.nan
+    p50: float = math.nan
+    p90: float = math.nan
+    p99: float = math.nan
+    suggestion: float = math.nan
+    from_baseline: bool = False
+    keep: bool = False
+    mark: str = ""
+    record: str = ""
+    key: str = ""
+
+    @property
+    def code(self) -> str:
+        """The rule that sets the suggested bound; ``""`` without one, and for a group of gradients with a name."""
+        if not self.suggestion > 0 or self._named_group:
+            return ""
+        action = self.action or _ACTIONS[self.measure]
+        if is_group(self.site):
+            kind = "step" if self.site.startswith("step:") else "gradient"
+            return f'gr.on("{kind}:*", {action}({self.suggestion:g}))'
+        log = ", log=True" if action == "ClipByValue" else ""
+        return f"gr.on({_quoted(glob.escape(self.site))}, {action}({self.suggestion:g}{log}))"
+
+    @property
+    def _named_group(self) -> str:
+        """The group, as it was recorded, where it is another than ``default``."""
+        group = self.site.removeprefix("step:").removeprefix("group:")
+        return group if is_group(self.site) and group.partition("#")[0] != "default" else ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of ``COLUMNS``; ``-`` for what is not known."""
+        shares = [f"{percent(self.share)} of elements"] if self.share >= 0 else []
+        shares += [f"{percent(self.norm_share)} of the squared total norm"] if self.norm_share >= 0 else []
+        notes = ", ".join(note for note in (self.record, self.mark) if note)
+        texts = (
+            f"{self.site} ({notes})" if notes else self.site,
+            f"{self.action}({_number(self.bound)})" if self.action else "none",
+            percent(self.rate),
+            _number(self.median_factor, "x "),
+            _number(self.worst_factor, "x "),
+            "; ".join(shares),
+            *map(_number, (self.p50, self.p90, self.p99)),
+            "keep"
+            if self.keep
+            else f"{_number(self.suggestion)}{' (from the baseline)' if self.from_baseline else ''}",
+            f"raise max_norm of group {self._named_group} to {self.suggestion:g}"
+            if self._named_group and self.suggestion > 0
+            else self.code,
+        )
+        return tuple(text or "-" for text in texts)
+
+
+def _quoted(text: str) -> str:
+    """Return a literal of Python, in double quotes where nothing has to be escaped."""
+    return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
+
+
+def sites_of(run: Run) -> tuple[SiteHealth, ...]:
+    """Return the figures of all sites with a clip, a norm, a largest value or a share of a total norm."""
+    clips = clips_of(run)
+    by_value = Counter[str]()
+    rows = []
+    for clip in clips:
+        by_value[clip.site] += clip.kind == "value"
+        share = (
+            run.series.get(str(RecordKey("share", by_value[clip.site], clip.site))) if clip.kind == "value" else None
+        )
+        rows.append(_of_clip(run, clip, share))
+    clipped = {clip.site for clip in clips}
+    measured: dict[str, Series] = {}
+    for measure in _MEASURES:
+        for one in run.series.values():
+            if one.record == measure and one.at.kind not in ("activation", "data", "output", "run"):
+                measured.setdefault(one.at.site, one)
+    rows += [_of_sizes(run, one) for site, one in measured.items() if site not in clipped]
+    known = clipped | measured.keys()
+    shares = [one for one in run.series.values() if one.record == "norm_share" and one.at.site not in known]
+    rows += [SiteHealth(one.at.site, "", "", len(one.steps), norm_share=_median(one.values)) for one in shares]
+    order = {site: n for n, site in enumerate(backward_order(run))}
+    return tuple(sorted(rows, key=lambda row: order[row.site]))
+
+
+def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealth, ...]:
+    """Return figures with the bounds that a baseline suggests, where these are larger.
+
+    Sizes before a clip that always acts are those of a run that it shaped, and may be too small.
+
+    Args:
+        sites: Figures of the sites of a run.
+        baseline: The same training with other clips, or none. A site where one of its sizes was NaN or infinite
+            suggests nothing.
+    """
+    known: dict[tuple[str, str, str], float] = {}
+    for row in sites_of(baseline):
+        sizes = baseline.series.get(f"{row.record or row.measure}@{row.site}")
+        if sizes is not None and all(map(math.isfinite, sizes.values)):
+            known.setdefault((row.site, row.measure, row.record), row.suggestion)
+    rows = []
+    for row in sites:
+        larger = known.get((row.site, row.measure, row.record), math.nan)
+        is_larger = bool(row.action) and not math.isnan(row.bound) and larger > row.suggestion
+        rows.append(replace(row, suggestion=larger, from_baseline=True) if is_larger else row)
+    return tuple(rows)
+
+
+def where_needed(sites: Sequence[SiteHealth]) -> tuple[SiteHealth, ...]:
+    """Return figures with a suggestion only where a clip acts often, in more than a fifth of the steps."""
+    rows = []
+    for row in sites:
+        keep = bool(row.action) and row.rate <= RARE
+        if keep or not row.action:
+            row = replace(row, suggestion=math.nan, from_baseline=False, keep=keep)
+        rows.append(row)
+    return tuple(rows)
+
+
+def backward_order(run: Run) -> list[str]:
+    """Return the sites of a run, those of the backward from the output of the model to its input, kind by kind."""
+    sites = as_executed(one.at.site for one in run.series.values())
+    turned = ("gradient", "step")
+    parts = [[site for site in sites if kind_of(site) == kind] for kind in dict.fromkeys(map(kind_of, sites))]
+    return [site for part in parts for site in (reversed(part) if kind_of(part[0]) in turned else part)]
+
+
+def _of_clip(run: Run, clip: Clip, share: Series | None) -> SiteHealth:
+    if math.isinf(clip.bound) and not any(clip.acted):
+        norm_share = _norm_share(run, clip.site)
+        return SiteHealth(clip.site, "", clip.record, len(clip.steps), norm_share=norm_share, **_quantiles(clip.sizes))
+    factors = [factor for factor in clip.factors if not math.isnan(factor)]
+    sizes = _quantiles(clip.sizes)
+    if math.isnan(clip.bound):
+        sizes.pop("suggestion", None)  # of two bounds, sizes suggest neither
+    return SiteHealth(
+        clip.site,
+        _ACTIONS[clip.record],
+        clip.record,
+        len(clip.steps),
+        bound=clip.bound,
+        rate=clip.rate,
+        median_factor=clip.median_factor,
+        worst_factor=min(factors, default=math.nan),
+        record=clip.key.name if clip.key.occurrence > 1 else "",
+        key=str(clip.key),
+        share=fmean(share.values) if share is not None else math.nan,
+        norm_share=_norm_share(run, clip.site),
+        **sizes,
+    )
+
+
+def _of_sizes(run: Run, sizes: Series) -> SiteHealth:
+    share = _norm_share(run, sizes.at.site)
+    return SiteHealth(sizes.at.site, "", sizes.record, len(sizes.steps), norm_share=share, **_quantiles(sizes.values))
+
+
+def _norm_share(run: Run, site: str) -> float:
+    found = run.series.get(f"norm_share@{site}")
+    return math.nan if found is None else _median(found.values)
+
+
+def _median(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return median(known) if known else math.nan
+
+
+def _quantiles(values: Iterable[float]) -> _Quantiles:
+    """Return the quantiles of the finite values, and the bound that they suggest."""
+    sizes = [value for value in values if math.isfinite(value)]
+    if not sizes:
+        return {}
+    cuts = quantiles(sizes, n=100, method="inclusive") if len(sizes) > 1 else sizes * 99
+    known: _Quantiles = {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+    if len(sizes) >= MIN_CLIP_STEPS and cuts[89] > 0:
+        known["suggestion"] = float(f"{cuts[89]:.2g}")
+    return known
+
+
+def _number(value: float, times: str = "") -> str:
+    return "" if math.isnan(value) else f"{times}{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """Return a share as text: ``83 %``, ``0.3 %``; ``""`` for NaN."""
+    if math.isnan(share):
+        return ""
+    scaled = 100 * share
+    if 0 < scaled < 1 or 99.5 <= scaled < 100:
+        return f"{scaled:.2g} %" if scaled < 1 else "> 99 %"
+    return f"{scaled:.0f} %"
