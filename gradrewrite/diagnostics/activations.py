@@ -13,18 +13,20 @@ LAST_STEPS = 20  # how units behave now, not at the start
 SATURATED = 0.5  # a fresh tanh or sigmoid layer saturates at a few percent
 DEAD = 0.95  # a ReLU at rest is zero at about one half
 DEAD_ERROR = 0.999  # a model that reads one token of many leaves the errors of all others at exactly 0
+SATURATED_LIMITS = {("saturated", "activation"): SATURATED}
+DEAD_LIMITS = {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR}
 
 
-def saturated(run: Run) -> Finding | None:
-    """Units that sit at the bounds of their tanh or sigmoid."""
-    found = _high_shares(run, {("saturated", "activation"): SATURATED})
+def saturated(run: Run) -> list[Finding]:
+    """Return a finding for units that sit at the bounds of their tanh or sigmoid."""
+    found = _high_shares(run, SATURATED_LIMITS)
     advice = "Start from smaller weights or normalise what comes in: a saturated unit passes almost no error on."
     return _share_finding("saturated", "Units sit at the bounds of their tanh or sigmoid", found, advice)
 
 
-def dead(run: Run) -> Finding | None:
-    """Units, or errors, that are almost all 0."""
-    found = _high_shares(run, {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR})
+def dead(run: Run) -> list[Finding]:
+    """Return a finding for units, or errors, that are almost all 0."""
+    found = _high_shares(run, DEAD_LIMITS)
     advice = "Lower the learning rate or use a unit that leaks (LeakyReLU, GELU): a unit at zero learns nothing."
     return _share_finding("dead", "Almost all elements are exactly 0", found, advice)
 
@@ -54,12 +56,12 @@ def _high_shares(run: Run, limits: Mapping[tuple[str, str], float]) -> list[_Hig
     return sorted(found.values(), key=lambda high: -high.share)
 
 
-def _share_finding(kind: str, what: str, found: Sequence[_High], suggestion: str) -> Finding | None:
+def _share_finding(kind: str, what: str, found: Sequence[_High], suggestion: str) -> list[Finding]:
     if not found:
-        return None
+        return []
     worst = found[0]
     sites = listed([(high.site, high.share) for high in found])
     text = f"{what}, as the median share over the last {worst.steps} steps: {sites}."
     figures = {"share": worst.share, "steps": worst.steps, "sites": len(found)}
     figures |= {f"share@{high.site}": high.share for high in found[1:LISTED]}
-    return Finding(kind, worst.site, worst.step, text, figures, suggestion)
+    return [Finding(kind, worst.site, worst.step, text, figures, suggestion)]

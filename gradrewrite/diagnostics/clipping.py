@@ -1,34 +1,38 @@
-"""Clips over a run: their bounds, and how often they acted."""
+"""Clips over a run: their bounds, how often they acted, and how strongly."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import quantiles
+from statistics import median, quantiles
 
-from gradrewrite.diagnostics.run_log import BACKWARD, LISTED, Finding, Run, Series, listed
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.diagnostics.run_log import BACKWARD, Finding, Run, Series
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.record_key import RecordKey
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold
 
 
 @dataclass(frozen=True, slots=True)
-class _Clip:
-    """The effect of one clip over a run.
+class _Habit:
+    """The effect of one clip over the steps that count.
 
     Attributes:
-        site: The site.
-        step: The first step in which it was recorded.
+        clip: The clip.
+        step: The first of these steps.
         acted: For each step whether it acted.
         sizes: Norms or largest absolute values before it; finite.
-        bound: Its last bound; NaN if that is not known.
+        factors: Ratios of the norms after and before; finite.
+        bound: Its last finite bound; see ``Clip.bound``.
     """
 
-    site: str
+    clip: Clip
     step: int
     acted: list[bool]
     sizes: list[float]
+    factors: list[float]
     bound: float
 
     @property
@@ -36,61 +40,90 @@ class _Clip:
         """Share of the steps in which it acted."""
         return sum(self.acted) / len(self.acted)
 
+    @property
+    def strength(self) -> float:
+        """Median factor; 1 if none is known."""
+        return median(self.factors) if self.factors else 1.0
 
-def clips_always(run: Run) -> Finding | None:
-    """Clips that act in nearly every step."""
-    found = sorted((c for c in _enough(clips_of(run)) if c.share > CLIPS_ALWAYS), key=lambda clip: -clip.share)
-    if not found:
-        return None
-    worst = found[0]
-    figures = {"share": worst.share, "steps": len(worst.acted), "sites": len(found)}
-    figures |= {} if math.isnan(worst.bound) else {"bound": worst.bound}
-    figures |= {f"share@{clip.site}": clip.share for clip in found[1:LISTED]}
+
+def clips_always(run: Run) -> list[Finding]:
+    """Return a finding for each clip that acts in nearly every step; the most frequent first, then the strongest."""
+    found = [habit for habit in _habits(clips_of(run)) if habit.share > CLIPS_ALWAYS]
+    return [_always(habit) for habit in sorted(found, key=lambda habit: (-habit.share, habit.strength))]
+
+
+def _always(habit: _Habit) -> Finding:
+    clip, number = habit.clip, len(habit.acted)
+    figures: dict[str, float] = {"share": habit.share, "steps": number}
+    text = f"The clip by {clip.kind} at {clip.label} acts in {sum(habit.acted)} of {number} steps"
+    if not math.isnan(habit.bound):
+        figures["bound"] = habit.bound
+        text += f", with the bound {habit.bound:.4g}"
+    if habit.factors:
+        figures |= {"median_factor": habit.strength, "smallest_factor": min(habit.factors)}
+        text += f"; the median factor is {habit.strength:.3g}"
     advice = "Raise the threshold: a clip that always acts sets the length of every update by itself."
-    if len(worst.sizes) > 1:
-        figures["percentile_90"] = quantiles(worst.sizes, n=10, method="inclusive")[-1]
+    if len(habit.sizes) > 1:
+        figures["percentile_90"] = quantiles(habit.sizes, n=10, method="inclusive")[-1]
         advice = (
-            f"Raise the threshold to about {figures['percentile_90']:.3g}, which 90 % of the values seen stay below."
+            f"Raise the threshold to about {figures['percentile_90']:.3g}, which 90 % of the values seen stay below, "
+            "as a first step, and again until the clip acts in about a tenth of the steps."
         )
-    sites = listed([(clip.site, clip.share) for clip in found])
-    text = f"A clip acts in nearly every one of {len(worst.acted)} steps, as the share of the steps: {sites}."
-    return Finding("clip acts always", worst.site, worst.step, text, figures, advice)
+    if math.isnan(habit.bound):
+        advice = "Widen the range of this clip: one that always acts sets the values of every update by itself."
+    return Finding("clip acts always", clip.site, habit.step, f"{text}.", figures, advice, str(clip.key))
 
 
-def clips_never(run: Run) -> Finding | None:
-    """Clips by norm that act in no step."""
-    by_norm = [clip for clip in clips_of(run) if clip.record != "max_abs"]
-    idle = [clip for clip in _enough(by_norm) if not any(clip.acted) and 0 < clip.bound < math.inf]
-    found = sorted(idle, key=lambda clip: max(clip.sizes) / clip.bound)
-    if not found:
-        return None
-    worst = found[0]
-    largest = max(worst.sizes)
-    figures = {"largest_norm": largest, "bound": worst.bound, "steps": len(worst.acted), "sites": len(found)}
-    figures |= {f"largest_norm@{clip.site}": max(clip.sizes) for clip in found[1:LISTED]}
-    sites = listed([(clip.site, max(clip.sizes)) for clip in found])
+def clips_never(run: Run) -> list[Finding]:
+    """Return a finding for each clip by norm that acts in no step; the farthest from its bound first."""
+    by_norm = [clip for clip in clips_of(run) if clip.kind == "norm"]
+    found = [habit for habit in _habits(by_norm) if not any(habit.acted) and 0 < habit.bound < math.inf]
+    return [_never(habit) for habit in sorted(found, key=lambda habit: max(habit.sizes) / habit.bound)]
+
+
+def _never(habit: _Habit) -> Finding:
+    clip, number, largest = habit.clip, len(habit.acted), max(habit.sizes)
+    figures = {"largest_norm": largest, "bound": habit.bound, "steps": number}
     text = (
-        f"A clip with the bound {worst.bound:.4g} never acts in {len(worst.acted)} steps; largest norms seen: {sites}."
+        f"The clip by norm at {clip.label}, with the bound {habit.bound:.4g}, acts in none of {number} steps; the "
+        f"largest finite norm is {largest:.4g}."
     )
     advice = f"If it is to act at all, set the threshold below {largest:.3g}, the largest norm seen."
-    return Finding("clip never acts", worst.site, worst.step, text, figures, advice)
+    return Finding("clip never acts", clip.site, habit.step, text, figures, advice, str(clip.key))
 
 
-def _enough(clips: Sequence[Clip]) -> list[_Clip]:
-    """Those that were recorded in enough steps."""
-    found = [_habit(clip) for clip in clips]
-    return [clip for clip in found if clip is not None]
+def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
+    """Return for each clip, by its label and where two share it by its kind, in how many steps it could be judged."""
+    clips = [clip for clip in clips_of(run) if clip.kind == "norm" or not by_norm]
+    by_norm_too = {clip.label for clip in clips if clip.kind == "norm"}
+    both = [clip.kind == "value" and clip.label in by_norm_too for clip in clips]
+    return {f"{clip.label}{' (by value)' * two}": len(_rows(clip)) for clip, two in zip(clips, both, strict=True)}
 
 
-def _habit(clip: Clip) -> _Clip | None:
-    """Return the effect of a clip; of a clip by norm only steps with a finite norm and a finite bound count."""
-    rows = list(zip(clip.steps, clip.sizes, clip.bounds, clip.acted, strict=True))
-    if clip.record != "max_abs":
-        rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
-    if len(rows) < MIN_CLIP_STEPS:
-        return None
-    sizes = [size for _, size, _, _ in rows if math.isfinite(size)]
-    return _Clip(clip.site, rows[0][0], [acted for *_, acted in rows], sizes, rows[-1][2])
+_Row = tuple[int, float, float, bool, float]
+
+
+def _rows(clip: Clip) -> list[_Row]:
+    """Steps that count, each with size, bound, whether the clip acted, and its factor.
+
+    Of a clip by norm they are those with a finite norm and a finite bound.
+    """
+    rows = list(zip(clip.steps, clip.sizes, clip.bounds, clip.acted, clip.factors, strict=True))
+    if clip.kind == "value":
+        return rows
+    return [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
+
+
+def _habits(clips: Sequence[Clip]) -> list[_Habit]:
+    """The effects of those that were recorded in enough steps."""
+    found = ((clip, _rows(clip)) for clip in clips)
+    return [_habit(clip, rows) for clip, rows in found if len(rows) >= MIN_CLIP_STEPS]
+
+
+def _habit(clip: Clip, rows: Sequence[_Row]) -> _Habit:
+    sizes = [size for _, size, *_ in rows if math.isfinite(size)]
+    factors = [factor for *_, factor in rows if math.isfinite(factor)]
+    return _Habit(clip, rows[0][0], [row[3] for row in rows], sizes, factors, clip.bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +138,8 @@ class Clip:
         sizes: Norm or largest absolute value before it in each of them; NaN where that was not recorded.
         bounds: Its bound in each of them; NaN where that is not known (clips by value with two bounds).
         acted: Whether it acted in each of them; a size that is not finite is left alone by a clip by norm.
+        factors: Norm after / norm before in each of them; NaN where that is not known.
+        key: The record that tells it from other clips of the site: its norm, or whether it acted.
     """
 
     site: str
@@ -113,39 +148,125 @@ class Clip:
     sizes: list[float]
     bounds: list[float]
     acted: list[bool]
+    factors: list[float]
+    key: RecordKey
+
+    @property
+    def kind(self) -> str:
+        """``norm`` or ``value``."""
+        return "value" if self.record == "max_abs" else "norm"
+
+    @property
+    def bound(self) -> float:
+        """The last finite bound; without one, infinity where the clip was switched off, NaN where none is known."""
+        finite = [bound for bound in self.bounds if math.isfinite(bound)]
+        return finite[-1] if finite else self.bounds[-1]
+
+    @property
+    def rate(self) -> float:
+        """Share of the steps in which it acted."""
+        return sum(self.acted) / len(self.acted)
+
+    @property
+    def median_factor(self) -> float:
+        """Median factor of the steps in which it acted; 1 if there are none, NaN if that is not known."""
+        pairs = zip(self.factors, self.acted, strict=True)
+        factors = [factor for factor, acted in pairs if acted and not math.isnan(factor)]
+        return median(factors) if factors else math.nan if any(self.acted) else 1.0
+
+    @property
+    def label(self) -> str:
+        """The site, and the record where it is not the first of its name there."""
+        return self.site if self.key.occurrence == 1 else f"{self.site} ({self.key.name})"
 
 
 def clips_of(run: Run) -> list[Clip]:
-    """Clips whose doings were recorded, those by norm first; a site with both kinds counts as the first."""
+    """Return the clips whose doings were recorded, those by norm first."""
     series = [one for one in run.series.values() if one.at.kind in BACKWARD]
-    by_norm = [_norm_clip(run, one) for one in series if one.record == "bound"]
+    by_site: dict[str, list[Series]] = defaultdict(list)
+    for one in series:
+        by_site[one.at.site].append(one)
+    by_norm = [_norm_clip(run, one, by_site[one.at.site]) for one in series if one.record == "bound"]
     found = [clip for clip in by_norm if clip is not None]
-    known = {clip.site for clip in found}
-    return found + [_value_clip(run, one) for one in series if one.record == "clipped" and one.at.site not in known]
+    clipped_by_norm = {clip.site for clip in found}
+    for one in series:
+        own = by_site[one.at.site]
+        if one.record == "clipped" and _is_by_value(one, own, one.at.site in clipped_by_norm):
+            found.append(_value_clip(run, one, own))
+    return found
 
 
-def _norm_clip(run: Run, bound: Series) -> Clip | None:
+def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, Clip]:
+    """Return the clips that a run has records for, by number of the edit that records them."""
+    clips = {clip.key: clip for clip in clips_of(run)}
+    found = {number: [clips[key] for key in edit.records if key in clips] for number, edit in enumerate(edits)}
+    return {number: own[0] for number, own in found.items() if own}
+
+
+def _norm_clip(run: Run, bound: Series, own: Sequence[Series]) -> Clip | None:
     """The clip that a bound belongs to: a bound has the occurrence of its norm."""
     site = bound.at.site
     keys = [RecordKey(name, n, site) for n in (bound.at.occurrence, 1) for name in ("norm", "total_norm")]
     norms = _first_of(run, keys)
     if norms is None:
         return None
-    known = dict(zip(bound.steps, bound.values, strict=True))
-    bounds = [known.get(step, math.nan) for step in norms.steps]
-    acted = [b < v < math.inf for v, b in zip(norms.values, bounds, strict=True)]
-    return Clip(site, norms.record, norms.steps, norms.values, bounds, acted)
+    bounds = _aligned(bound, norms.steps)
+    after = own[own.index(norms) + 1 :][:1]  # a factor stands behind the norm that it belongs to
+    recorded = _aligned(after[0] if after and after[0].record == "factor" else None, norms.steps)
+    rows = zip(norms.values, bounds, recorded, strict=True)
+    factors = [_factor(norm, bound) if math.isnan(factor) else factor for norm, bound, factor in rows]
+    acted = [factor != 1 and not math.isnan(factor) for factor in factors]
+    return Clip(site, norms.record, norms.steps, norms.values, bounds, acted, factors, norms.at)
 
 
-def _value_clip(run: Run, clipped: Series) -> Clip:
-    site, occurrences = clipped.at.site, (clipped.at.occurrence, 1)
-    found = _first_of(run, [RecordKey("max_abs", n, site) for n in occurrences])
-    known = dict(zip(found.steps, found.values, strict=True)) if found is not None else {}
-    sizes = [known.get(step, math.nan) for step in clipped.steps]
+def _factor(norm: float, bound: float) -> float:
+    """Norm after / norm before, for runs that lack it; NaN without a bound."""
+    if math.isnan(bound):
+        return math.nan
+    return bound / norm if bound < norm < math.inf and norm != 0 else 1.0
+
+
+def _is_by_value(clipped: Series, own: Sequence[Series], has_norm_clip: bool) -> bool:
+    """Whether a clip that logs is one by value, which records its share; runs that lack it have one kind at a site."""
+    if any(one.record == "share" for one in own):
+        return _names(_before(clipped, own)) == ["factor", "share", "max_abs", "mean_abs"]
+    return not has_norm_clip or any(one.record == "limit" for one in own)
+
+
+def _value_clip(run: Run, clipped: Series, own: Sequence[Series]) -> Clip:
+    site, before = clipped.at.site, _before(clipped, own)
+    names = _names(before)
+    factor = before[0] if names[:2] == ["factor", "share"] else None
+    occurrences = (clipped.at.occurrence, 1) if factor is None else (clipped.at.occurrence,)
+    is_whole = names[-2:] == ["max_abs", "mean_abs"]
+    size = before[-2] if is_whole else _first_of(run, [RecordKey("max_abs", n, site) for n in occurrences])
     limit = _first_of(run, [RecordKey("limit", n, site) for n in occurrences])
-    limits = dict(zip(limit.steps, limit.values, strict=True)) if limit is not None else {}
-    bounds = [limits.get(step, math.nan) for step in clipped.steps]
-    return Clip(site, "max_abs", clipped.steps, sizes, bounds, [v > 0 for v in clipped.values])
+    return Clip(
+        site,
+        "max_abs",
+        clipped.steps,
+        _aligned(size, clipped.steps),
+        _aligned(limit, clipped.steps),
+        [v > 0 for v in clipped.values],
+        _aligned(factor, clipped.steps),
+        clipped.at,
+    )
+
+
+def _before(clipped: Series, own: Sequence[Series]) -> Sequence[Series]:
+    """The records of a site that stand before one of them and may be of the same clip."""
+    at = own.index(clipped)
+    return own[max(0, at - 4) : at]
+
+
+def _names(series: Sequence[Series]) -> list[str]:
+    return [one.record for one in series]
+
+
+def _aligned(series: Series | None, steps: Sequence[int]) -> list[float]:
+    """The values of a record in these steps; NaN where it is absent."""
+    known = {} if series is None else dict(zip(series.steps, series.values, strict=True))
+    return [known.get(step, math.nan) for step in steps]
 
 
 def _first_of(run: Run, keys: Sequence[RecordKey]) -> Series | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError, PrecedingSite
 from gradrewrite.sites import Site
 
@@ -35,4 +36,5 @@ class Failure:
             window=self.window,
             cause=self.cause,
             note="; ".join(part for part in (reason, self.note) if part),
+            rank=this_rank(),
         )

@@ -18,7 +18,7 @@ from gradrewrite.diagnostics.run_log import (
     Series,
     Step,
     as_executed,
-    kind_of,
+    is_group,
     listed,
 )
 
@@ -46,34 +46,45 @@ class _Growth:
     steps: int
 
 
-def growth_over_steps(run: Run) -> Finding | None:
-    """Errors or gradients that grow by a steady factor per step."""
-    measured = [
+def growth_over_steps(run: Run) -> list[Finding]:
+    """Return a finding for each site whose errors or gradients grow by a steady factor per step.
+
+    The first is that which grows most of those that begin first. Groups have one only where no single site grows.
+    """
+    found = [growth for one in measured_over_steps(run) if (growth := _growth(one)) is not None]
+    if not found:
+        return []
+    single = [g for g in found if not is_group(g.site)] or found
+    begin = min(g.step for g in single)
+    sites = as_executed(g.site for g in single)
+
+    def order(growth: _Growth) -> tuple[int, float, int]:
+        late = growth.step if growth.step > begin + SLACK else begin
+        return late, -round(math.log(growth.last) - math.log(growth.first), 6), sites.index(growth.site)
+
+    worst: dict[str, _Growth] = {}
+    for growth in sorted(single, key=order):
+        worst.setdefault(growth.site, growth)  # of several records of a site
+    return [_growing(growth) for growth in worst.values()]
+
+
+def measured_over_steps(run: Run) -> list[Series]:
+    """Return the records in which growth over the steps is looked for."""
+    return [
         one
         for one in run.series.values()
         if one.record in MAGNITUDES and one.at.kind in BACKWARD and one.at.kind != "outside"
     ]
-    found = [growth for one in measured if (growth := _growth(one)) is not None]
-    if not found:
-        return None
-    single = [g for g in found if kind_of(g.site) != "group"] or found
-    begin = min(g.step for g in single)
-    sites = as_executed(g.site for g in single)
-    near = sorted((g for g in single if g.step <= begin + SLACK), key=lambda g: sites.index(g.site))
-    worst = max(near, key=lambda g: round(math.log(g.last) - math.log(g.first), 6))
+
+
+def _growing(growth: _Growth) -> Finding:
     text = (
-        f"{worst.site} grows by a factor of {worst.factor:.4g} per step: from {worst.first:.4g} in step {worst.step} "
-        f"to {worst.last:.4g}, {worst.steps} steps later; {len(sites)} sites grow like that."
+        f"{growth.site} grows by a factor of {growth.factor:.4g} per step: from {growth.first:.4g} in step "
+        f"{growth.step} to {growth.last:.4g}, {growth.steps} steps later."
     )
-    figures = {
-        "growth_per_step": worst.factor,
-        "from": worst.first,
-        "to": worst.last,
-        "steps": worst.steps,
-        "sites": len(sites),
-    }
-    advice = f"Lower the learning rate, or clip by a norm near {worst.first:.2g}, the level at which growth begins."
-    return Finding("exploding", worst.site, worst.step, text, figures, advice)
+    figures = {"growth_per_step": growth.factor, "from": growth.first, "to": growth.last, "steps": growth.steps}
+    advice = f"Lower the learning rate, or clip by a norm near {growth.first:.2g}, the level at which growth begins."
+    return Finding("exploding", growth.site, growth.step, text, figures, advice)
 
 
 def _growth(series: Series) -> _Growth | None:
@@ -156,12 +167,12 @@ class _Profile:
         return steps[0].step
 
 
-def growth_over_layers(run: Run) -> Finding | None:
-    """Errors that grow or shrink by a steady factor per layer on the way back."""
+def growth_over_layers(run: Run) -> list[Finding]:
+    """Return a finding for errors that grow or shrink by a steady factor per layer on the way back."""
     profile = _profile(run)
     values = [v for _, v in profile.sites]
     if len(values) < MIN_LAYERS:
-        return None
+        return []
     points = [(n, math.log(v)) for n, v in enumerate(values) if v > 0]
     slope = _slope(points) if len(points) > 1 else -math.inf
     factor, fitted, ratio = _exp(slope), _exp(slope * (len(values) - 1)), values[-1] / values[0]
@@ -169,10 +180,10 @@ def growth_over_layers(run: Run) -> Finding | None:
     explodes = is_spread and min(fitted, ratio) >= EXPLODING_LAYERS and factor >= MIN_LAYER_GROWTH
     vanishes = is_spread and max(fitted, ratio) <= VANISHING_LAYERS and factor <= MAX_LAYER_SHARE
     if explodes:
-        return _exploding(run, profile, factor)
+        return [_exploding(run, profile, factor)]
     if vanishes or values[-1] == values[-2] == 0:
-        return _vanishing(run, profile, factor)
-    return None
+        return [_vanishing(run, profile, factor)]
+    return []
 
 
 def _profile(run: Run) -> _Profile:

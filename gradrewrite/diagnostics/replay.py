@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import fake_tensors, operators
+from gradrewrite._compat import collectives, fake_tensors, operators
 from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir import ops
 from gradrewrite.ir.attribution import attribute_nodes
@@ -143,6 +143,9 @@ class _Replay(fx.Interpreter):
             self._states[node] = self._states[node.all_input_nodes[0]]
             self._look_at_marker(node, result)
             return result if node.target is ops.mark_error else None
+        if collectives.is_collective(node):  # an average: other processes may not replay this step
+            self._states[node] = self._states[node.all_input_nodes[0]]
+            return values[node.all_input_nodes[0]]
         result = operators.run_node(node, args, kwargs)
         needed = [self._states[n] for n in operators.nodes_that_matter(node) if n in self._states]
         state = _State(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))

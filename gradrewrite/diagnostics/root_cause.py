@@ -7,14 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
+from gradrewrite._compat import collectives
 from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.replay import ReplayResult, RootCause, SiteObservation, replay
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph
 from gradrewrite.errors import PrecedingSite
-from gradrewrite.ir.record_layout import OnFailure, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.sites import Site
 
 _WINDOW = 5
+_ELSEWHERE = (
+    "what this process computed is finite: it came from another process, with which gradients are averaged, and which "
+    "names the op"
+)
 _DID_NOT_FAIL = (
     "a replay op by op did not fail: compiled code may round elsewhere, or something that the step read has changed"
 )
@@ -104,7 +110,7 @@ def _from_replays(
         note = f"the step could not be replayed: {overwritten} was overwritten since the forward"
         return analyse_checks(step, graphs, modes, note)
     if not roots:
-        return analyse_checks(step, graphs, modes, _DID_NOT_FAIL)
+        return analyse_checks(step, graphs, modes, _ELSEWHERE if any(map(_averages, graphs)) else _DID_NOT_FAIL)
     _, number, root = roots[0]
     seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
@@ -139,6 +145,13 @@ def _changed_unseen(root: RootCause, graph: CheckedGraph) -> str:
         return ""
     was_finite = graph.values.get(RecordKey("nonfinite", 1, f"data:{root.given.name}")) == 0
     return f"input {root.given.name}" if was_finite else ""
+
+
+def _averages(graph: CheckedGraph) -> bool:
+    """Whether a graph averages gradients over processes."""
+    if graph.snapshot is None:
+        return False
+    return any(map(collectives.is_collective, graph.snapshot.replay_graph.graph.graph.nodes))
 
 
 def _name(site: Site) -> str:

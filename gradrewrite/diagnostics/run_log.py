@@ -10,18 +10,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradrewrite.ir.record_layout import BOUNDS, RecordKey
+from gradrewrite._formatting import table_of
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BOUNDS
 
 MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding
+SHOWN = 4  # records in the text of a step
 
 COUNTS = ("nonfinite", "nan", "inf")
 MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
-BACKWARD = frozenset(("outside", "error", "input", "gradient", "group"))
-_EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group")
+BACKWARD = frozenset(("outside", "error", "input", "gradient", "group", "step"))
+_EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group", "step")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Step:
     """The records of one backward.
 
@@ -43,6 +46,11 @@ class Step:
         if wrong is not None:
             raise ValueError(f"wanted record@site as the name of a record, got {wrong!r}")
 
+    def __repr__(self) -> str:
+        """All of it, or the number of records where they are many."""
+        many = len(self.records) > SHOWN
+        return f"Step({self.step}, {f'{{{len(self.records)} records}}' if many else dict(self.records)})"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -56,6 +64,7 @@ class Finding:
         text: One or two sentences.
         figures: Every number that the finding rests on, by name.
         suggestion: What to try.
+        key: Text of the key of the record that tells the clip from others at the site; ``""`` if it is on no clip.
     """
 
     kind: str
@@ -64,6 +73,7 @@ class Finding:
     text: str
     figures: Mapping[str, float]
     suggestion: str
+    key: str = ""
 
     def to_json(self) -> dict[str, object]:
         """As strict JSON takes it; NaN and infinities as strings."""
@@ -83,8 +93,9 @@ class Series:
 
     Attributes:
         at: Its key.
-        record: Name of the record: without its occurrence where there is a first one, or where it is a bound, which has
-            the occurrence of what it bounds; a user may give any name, and ``norm.2`` is then no second norm.
+        record: Name of the record: without its occurrence where there is a first one, or where it is a bound or a
+            factor, which have the occurrence of a norm; a user may give any name, and ``norm.2`` is then no second
+            norm.
         steps: Numbers of the steps that have it.
         values: Its value in each of them.
     """
@@ -95,7 +106,7 @@ class Series:
     values: list[float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """One run, by step and by record.
 
@@ -106,6 +117,18 @@ class Run:
 
     steps: Sequence[Step]
     series: Mapping[str, Series]
+
+    def __repr__(self) -> str:
+        """Numbers of steps and records."""
+        return f"Run({self._extent()})"
+
+    def _repr_html_(self) -> str:
+        """A table of the records, for notebooks."""
+        return table_of([step.records for step in self.steps], self._extent())._repr_html_()
+
+    def _extent(self) -> str:
+        span = f", {self.steps[0].step} to {self.steps[-1].step}" if self.steps else ""
+        return f"{len(self.steps)} steps{span}; {len(self.series)} records"
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
@@ -155,13 +178,18 @@ def record_of(key: RecordKey, known: Collection[str]) -> str:
         key: Its key.
         known: The texts of all keys.
     """
-    is_numbered = key.record in BOUNDS or str(RecordKey.of(key.record, key.site)) in known
+    is_numbered = key.record in BOUNDS or key.record == "factor" or str(RecordKey.of(key.record, key.site)) in known
     return key.record if key.occurrence == 1 or is_numbered else key.name
 
 
 def kind_of(site: str) -> str:
     """Kind of a site: ``error`` of ``error:a``."""
     return site.partition(":")[0]
+
+
+def is_group(site: str) -> bool:
+    """Whether records of a site are those of a group of gradients: ``group:default``, ``step:group:default``."""
+    return site.removeprefix("step:").startswith("group:")
 
 
 def as_executed(sites: Iterable[str]) -> list[str]:

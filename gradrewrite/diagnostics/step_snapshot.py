@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradrewrite.ir.record_layout import BackwardOutputs, Check, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import BackwardOutputs, Check
 from gradrewrite.ir.replay_graph import ReplayGraph
 
 _KEYS = 4
@@ -33,10 +34,15 @@ class VersionedRef(NamedTuple):
         return cls(value, _version(value))
 
     def get(self) -> Any:
-        """The value; RuntimeError if it is gone with its model."""
+        """The value; RuntimeError if it is gone with its model, or its memory was released since."""
         value = self.value() if isinstance(self.value, weakref.ref) else self.value
         if value is None and isinstance(self.value, weakref.ref):
             raise RuntimeError("the model is gone")
+        if _is_released(value):
+            raise RuntimeError(
+                "the memory of parameters was released behind the backward, as fully_shard does; "
+                "model.set_reshard_after_backward(False) keeps it while you look for the cause"
+            )
         return value
 
     def is_overwritten(self) -> bool:
@@ -47,6 +53,12 @@ class VersionedRef(NamedTuple):
 
 def _version(value: Any) -> int:
     return value._version if _has_version(value) else 0
+
+
+def _is_released(value: Any) -> bool:
+    """Whether the memory of a tensor was freed, though the tensor is there."""
+    is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    return is_plain and value.numel() > 0 and value.untyped_storage().nbytes() == 0
 
 
 def _has_version(value: Any) -> bool:
