@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import weakref
 from collections import deque
@@ -10,30 +12,57 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from gradrewrite._compat import optimizers
+from gradrewrite._compat import dynamo, optimizers
 from gradrewrite._warnings import warn
+from gradrewrite.distributed.agreement import Ballot
+from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
+from gradrewrite.distributed.shards import is_sharded
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.record_layout import OnFailure, RecordKey
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.monitoring.failed_checks import failure_of
 from gradrewrite.monitoring.host_copy import floats_of, number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, names_of, packs_of
+from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
+from gradrewrite.optimizer._target import Target, targets_of
+from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
+from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, packs_of
+from gradrewrite.policy.actions import Action, GroupAction
+from gradrewrite.rewriting.action_tracing import describe
+from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.optim")
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _REPORT_EVERY = 100
-_NAME = "_gradrewrite_guard"
 _SKIP: tuple[OnFailure, ...] = ("skip",)
+_SCALED = "scaled by a GradScaler"
+_BAD = 0  # among the votes: checks; then what a GradScaler found
 
 
 def guard(
-    optimizer: _Optimizer, model_or_monitor: Any, *, max_consecutive_skips: int = 50, update_ratios: bool = False
+    optimizer: _Optimizer,
+    model: Any,
+    *,
+    max_consecutive_skips: int = 50,
+    update_ratios: bool = False,
+    process_group: distributed.ProcessGroup | None = None,
 ) -> _Optimizer:
-    """Let an optimizer skip its update when a ``CheckFinite("skip")`` failed since its last step.
+    """Run the actions at step sites before each update, and skip updates for which a ``CheckFinite("skip")`` failed.
+
+    A step site is the gradient that ``optimizer.step()`` uses: accumulated over backwards and, under a GradScaler,
+    unscaled, whether or not ``unscale_`` was called. Its name is the parameter's. The policies of the models are asked
+    at the step sites of the optimizer's parameters, once for each set of gradients that are there (``None`` is left
+    out, at most 16 such sets are kept compiled), and the actions run as one graph, compiled if the model is. After the
+    step ``.grad`` holds the gradient that was used. Records are added to those of the last backward; they make a step
+    of their own where no backward has recorded anything since this optimizer's last step.
+
+    Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
+    the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
+    own; the quotient may differ from ``gradient * (max_norm / total norm)`` in the last bit. Otherwise gradients of a
+    group are multiplied in place.
 
     A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
     device, through ``found_inf``, and nothing waits; any other costs one host read a step. A failed micro-batch spoils
@@ -44,9 +73,21 @@ def guard(
     was skipped, 0 where it was made after a check. Every 100th skipped step is logged as a warning; ``monitor.skipped``
     counts all.
 
+    On several ranks all of a process group skip a step that one of them skips: after a failed check, or where a
+    GradScaler found an infinity for a fused optimizer. Every ``step`` then makes one all-reduce of two numbers, and
+    those of the step sites of sharded gradients, so all ranks must call ``step`` equally often. The host waits for no
+    device; on the CPU the collective itself blocks. ``monitor.skipped`` and ``skipped@optimizer`` are those of the
+    group. An optimizer that is not fused is not called at all by a GradScaler that found an infinity;
+    DistributedDataParallel and FSDP2 let all ranks find it.
+
     Args:
-        optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision.
-        model_or_monitor: What ``transform`` or ``backend`` returned, or its monitor.
+        optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision. Of an
+            optimizer that accelerate or Lightning has prepared, it is that of the optimizer inside.
+        model: What ``transform`` or ``backend`` returned; its monitor (then there are no step sites); or a sequence of
+            such, whose parameters the optimizer has. A name that several of them have is that of the first one's site;
+            the others' are numbered, ``step:weight#1``, in the order of the optimizer; each policy is asked without the
+            number. All records go to each monitor. A model that is restored and rewritten again in place stays
+            guarded: its new policy holds, and its new monitor gets the records.
         max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step`` (with
             a fused optimizer on a GPU as soon as the count has arrived).
         update_ratios: Record ``update_ratio@gradient:<name>``, the L2 length of the update over that of the parameter,
@@ -54,7 +95,10 @@ def guard(
             optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
             a parameter was 0 before, NaN where it is not finite; complex numbers count by modulus. Nothing waits for
             the device; each step copies the parameters (in float32 at least) and reads them three times. A policy
-            that records nothing has nothing to add them to: a warning tells once.
+            that records nothing has nothing to add them to: a warning tells once. Not for sharded parameters.
+        process_group: The ranks that skip a step together. By default those of the DistributedDataParallel in which
+            the model is called, and of the device meshes of the parameters (FSDP2, tensor parallel); without any of
+            these nothing is communicated.
 
     Returns:
         The same optimizer.
@@ -62,8 +106,11 @@ def guard(
     Raises:
         TypeError: ``optimizer`` is none, has a guard already, or evaluates its closure itself (LBFGS); or there is no
             monitor.
-        ValueError: ``max_consecutive_skips`` is not a whole number >= 1; or ``update_ratios`` with a bare monitor,
-            which knows no names.
+        ValueError: ``max_consecutive_skips`` is not a whole number >= 1; ``update_ratios`` with a bare monitor,
+            which knows no names, or (from ``step``) with sharded parameters; or this process is not in
+            ``process_group``.
+        NoSuchSiteError: A rule for step sites matches no parameter of its model (of a backend: from ``step``).
+        UnsupportedGradientError: (from ``step``) There is an action at a sparse gradient.
 
     Example:
         >>> import gradrewrite as gr
@@ -73,76 +120,160 @@ def guard(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"gr.guard takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    outer: torch.optim.Optimizer = optimizer
+    inner = optimizers.inside_of(outer)
+    if isinstance(inner, torch.optim.LBFGS):
         raise TypeError("gr.guard: LBFGS evaluates its closure several times in a step, so no single verdict holds")
-    if _NAME in optimizer.__dict__:
+    if GUARD in inner.__dict__:
         raise TypeError("gr.guard: this optimizer has a guard already")
-    monitor = model_or_monitor if isinstance(model_or_monitor, Monitor) else _monitor_of(model_or_monitor)
+    targets = targets_of(model)
     number = max_consecutive_skips
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"gr.guard: max_consecutive_skips is a whole number >= 1, got {number!r}")
-    if update_ratios and isinstance(model_or_monitor, Monitor):
+    if update_ratios and any(isinstance(item, Monitor) for item in (model if isinstance(model, Sequence) else [model])):
         raise ValueError(
             "gr.guard: a monitor knows no names of parameters, which update_ratios=True needs; give the model: "
             "gr.guard(optimizer, model, update_ratios=True)"
         )
-    ratios = UpdateRatios(names_of(model_or_monitor)) if update_ratios else None
-    watching = Guard(optimizer, monitor, number, ratios)
-    optimizer.__dict__[_NAME] = watching
-    _replace(optimizer, "step", watching.step)
-    _replace(optimizer, "zero_grad", watching.zero_grad)
+    check_group(process_group)
+    ratios = UpdateRatios(lambda: _names_of(targets)) if update_ratios else None
+    watching = Guard(inner, targets, number, ratios, process_group)
+    inner.__dict__[GUARD] = watching
+    _replace(inner, "step", watching, watching.step)
+    _replace(inner, "zero_grad", watching, watching.zero_grad)
+    optimizers.use_methods_of(inner, outer)
     return optimizer
 
 
-def _monitor_of(model: Any) -> Monitor:
-    monitor = getattr(model, "monitor", None)
-    if not isinstance(monitor, Monitor):
-        raise TypeError(
-            f"gr.guard(optimizer, model): {type(model).__name__} has no monitor; give what gr.transform or gr.backend "
-            "returned"
-        )
-    return monitor
+def _names_of(targets: Sequence[Target]) -> dict[int, str]:
+    return {id(p): name for target in reversed(targets) for name, p in target.parameters().items()}
 
 
-def _replace(optimizer: torch.optim.Optimizer, name: str, run: Callable[..., Any]) -> None:
+def unguard(optimizer: torch.optim.Optimizer) -> None:
+    """Take the guard off an optimizer, if it has one; what wraps its methods since (a scheduler) goes on without it."""
+    inner = optimizers.inside_of(optimizer)
+    watching = inner.__dict__.pop(GUARD, None)
+    if not isinstance(watching, Guard):
+        return
+    watching.remove()
+    for name, (method, own) in watching.methods.items():
+        if inner.__dict__.get(name) is method:
+            del inner.__dict__[name]
+            if own is not None:
+                inner.__dict__[name] = own
+
+
+def _replace(optimizer: torch.optim.Optimizer, name: str, watching: Guard, run: Callable[..., Any]) -> None:
     """Put a method on the object; learning-rate schedulers expect a bound method there."""
     inner = getattr(optimizer, name)
 
+    @functools.wraps(inner, updated=())
     def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return run(self, inner, *args, **kwargs)
+        return inner(*args, **kwargs) if watching.is_removed else run(self, inner, *args, **kwargs)
 
+    # GradScaler looks for a parameter ``grad_scaler``; the signature of a bound method lacks the first one. That of a
+    # scheduler's function has a ``self`` which it does not take.
+    own = inspect.signature(inner)
+    taken = [parameter for parameter in own.parameters.values() if parameter.name != "self"]
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = own.replace(parameters=[first, *taken])  # type: ignore[attr-defined]
     if "_wrapped_by_lr_sched" in vars(inner):  # so that a scheduler does not wrap it again
         method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.__dict__[name] = MethodType(method, optimizer)
+    bound = MethodType(method, optimizer)
+    watching.methods[name] = bound, optimizer.__dict__.get(name)
+    optimizer.__dict__[name] = bound
 
 
 class Guard:
-    """The state of one guarded optimizer: the verdict since its last step, and its counts, on the device."""
+    """The state of one guarded optimizer: the verdict since its last step, and its counts, on the device.
+
+    Attributes:
+        is_removed: Whether it was taken off.
+        methods: Its methods on the optimizer by name, with what the object had in their place.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        monitor: Monitor,
+        targets: Sequence[Target],
         max_consecutive_skips: int,
         ratios: UpdateRatios | None = None,
+        process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Watch an optimizer of which nothing was skipped yet."""
+        """Watch an optimizer of which nothing was skipped yet.
+
+        Raises:
+            NoSuchSiteError: A rule for step sites matches no parameter.
+        """
         self._optimizer = weakref.ref(optimizer)
-        self._recorder = recorder_of(monitor)
+        self.is_removed = False
+        self.methods: dict[str, tuple[MethodType, Any]] = {}
+        self.targets = targets
+        recorders = _recorders_of(targets)
+        self.number = recorders[0].num_guards
+        self._has_policy = any(target.session is not None for target in targets)
+        self._groups = RankGroups()
+        self._step_sites = StepSites(targets, self.number, self._groups) if self._has_policy else None
+        self._last_steps = [r.last_used_step() for r in recorders]  # which took records last
+        self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._max_consecutive_skips = max_consecutive_skips
         self._ratios = ratios
+        self._process_group = process_group
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if is_sharded(p)}
+        named = ((name, p) for t in targets for name, p in t.parameters().items()) if own else ()
+        self._sharded_names = {name for name, p in named if id(p) in own} or ({""} if own else set())
+        self._is_agreed = False  # whether other ranks have a say in the counts
         self._warned_of_no_step = False
         self._verdicts: dict[torch.device, Tensor] = {}
         self._counts: Tensor | None = None  # [in all, in a row], float64
         self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
         self._reported = 0
         self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
-        self._first_group = self._recorder.add_guard(self, len(optimizer.param_groups))
+        # Each with the number of the optimizer's first group of parameters there.
+        self._recorders = [(recorder, recorder.add_guard(self, len(optimizer.param_groups))) for recorder in recorders]
 
     @property
     def is_alive(self) -> bool:
-        """Whether the optimizer is still there."""
-        return self._optimizer() is not None
+        """Whether the optimizer is still there, with this guard."""
+        return self._optimizer() is not None and not self.is_removed
+
+    def follow(self) -> None:
+        """Go on with the recorders that the models have now: one may have been rewritten again in place."""
+        optimizer = self._optimizer()
+        recorders = _recorders_of(self.targets)
+        before = [recorder for recorder, _ in self._recorders]
+        if recorders == before or optimizer is None or self.is_removed:
+            return
+        for recorder in before:
+            if recorder not in recorders:
+                recorder.remove_guard(self)
+        if recorders[0] not in before:
+            self.number = recorders[0].num_guards
+            if self._step_sites is not None:
+                self._step_sites.set_number(self.number)
+        first = {id(recorder): number for recorder, number in self._recorders}
+        last = dict(zip(map(id, before), self._last_steps, strict=True))
+        self._last_steps = [last[id(r)] if id(r) in last else r.last_used_step() for r in recorders]
+        for recorder in recorders:
+            if recorder not in before:
+                first[id(recorder)] = recorder.add_guard(self, len(optimizer.param_groups))
+                recorder.last_skip = recorder.last_skip or before[0].last_skip
+        self._recorders = [(recorder, first[id(recorder)]) for recorder in recorders]
+
+    def _follow_all(self) -> None:
+        if _recorders_of(self.targets) != [recorder for recorder, _ in self._recorders]:
+            let_guards_follow()
+
+    def remove(self) -> None:
+        """Let the optimizer, and the monitors, be without it."""
+        self.is_removed = True
+        for recorder, _ in self._recorders:
+            recorder.remove_guard(self)
+
+    @property
+    def has_step_sites(self) -> bool:
+        """Whether it runs the actions at step sites: not with a bare monitor."""
+        return self._has_policy
 
     @property
     def skipped(self) -> int:
@@ -167,18 +298,28 @@ class Guard:
         optimizer = self._optimizer()
         assert optimizer is not None
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        refs = {id(p): ref for ref in parameters if (p := ref()) is not None and id(p) in own}
-        if parameters and not refs:
-            return
+        alive = [(p, ref) for ref in parameters if (p := ref()) is not None]
+        refs = {id(p): ref for p, ref in alive if id(p) in own}
+        if alive and not refs and not self._has_shards_of([p for p, _ in alive]):
+            return  # those that are gone were replaced (``load_state_dict(assign=True)``), and may be its own by now
         self._judged |= refs
         known = self._verdicts.get(bad.device)
         self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
+
+    def _has_shards_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the optimizer has shards of one of these, which are whole while their module runs (FSDP2)."""
+        if not self._sharded_names:
+            return False
+        whole = {id(p) for p in parameters}
+        names = {name for t in self.targets for name, p in t.parameters().items() if id(p) in whole}
+        return not names or not names.isdisjoint(self._sharded_names)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict with them."""
         if self._verdicts:
             self._give_up()
             self._look_at_counts()
+        self._follow_all()
         return inner(*args, **kwargs)
 
     def step(
@@ -189,22 +330,138 @@ class Guard:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._recorder.add_host_values(_learning_rates(optimizer, self._first_group))
-        before = self._ratios.before(optimizer) if self._ratios is not None else []
+        outcome, bad, before = _prepare(self, optimizer, kwargs.get("grad_scaler"))
+        with optimizers.attributes_set(optimizer, _attributes(outcome)):
+            result = self._update(optimizer, inner, bad, kwargs, outcome)
+        _finish(self, bad, before)
+        return loss if closure is not None else result
+
+    def prepare(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+    ) -> tuple[StepOutcome | None, Tensor | None, Sequence[Before]]:
+        """Run the actions at step sites and judge.
+
+        Args:
+            optimizer: The optimizer, before its update.
+            scaler: A GradScaler that the optimizer itself is given, and asks whether its gradients are unscaled.
+
+        Returns:
+            The outcome of the actions, the verdict, and the parameters as they are.
+        """
+        self._follow_all()
+        self._warn_of_scaler()
+        if scaler is not None and self._step_sites is not None and self._step_sites.may_act:
+            optimizers.unscale_once(scaler, optimizer)
+        scale = optimizer.__dict__.get("grad_scale")  # a GradScaler's
         bad = self._verdict(optimizer)
-        if bad is None:
-            result = inner(**kwargs)
-        else:
+        ballot = self._ballot(optimizer, bad)
+        outcome = self._step_sites.run(optimizer, scale, ballot) if self._step_sites is not None else None
+        verdict = None if outcome is None else outcome.verdict
+        if ballot is not None:
+            if verdict is not None and not ballot.is_decided:
+                ballot.add(_BAD, verdict)
+            ballot.start()
+        if outcome is not None:
+            self._report(outcome)
+        for recorder, first in self._recorders:
+            recorder.add_host_values(_learning_rates(optimizer, first))
+        before = self._ratios.before(optimizer) if self._ratios is not None else []
+        bad = self._with_step_verdict(bad, verdict) if ballot is None else self._agreed(optimizer, ballot)
+        if bad is not None:
             self._count(bad)
-            result = self._decide(optimizer, inner, bad, kwargs)
+        return outcome, bad, before
+
+    def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
+        """Record what is known after the update."""
         self._add_ratios(before)
         if bad is not None:
             self._look_at_counts()
-        return loss if closure is not None else result
+
+    def _update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inner: Callable[..., Any],
+        bad: Tensor | None,
+        kwargs: dict[str, Any],
+        outcome: StepOutcome | None,
+    ) -> Any:
+        """Update, or skip, and then multiply the parameters that are to be multiplied."""
+        skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
+        if bad is not None and not _decides_on_device(optimizer):
+            if bool(bad):
+                optimizers.note_step(optimizer)
+                return None
+        elif bad is not None:
+            skipped = bad if skipped is None else torch.maximum(bad, skipped.to(bad.device).reshape(()))
+        with optimizers.attributes_set(optimizer, {} if skipped is None else {"found_inf": skipped}):
+            result = inner(**kwargs)
+        if outcome is not None:
+            _scale_parameters(outcome, skipped)
+        return result
+
+    def _report(self, outcome: StepOutcome) -> None:
+        """Give the records of the step to the monitors."""
+        if not outcome.outputs.packs and not outcome.outputs.kept:
+            return
+        for number, (recorder, _) in enumerate(self._recorders):
+            last = self._last_steps[number]
+            self._last_steps[number] = recorder.collect_update(outcome.outputs, outcome.tensors, last)
+
+    def _ballot(self, optimizer: torch.optim.Optimizer, bad: Tensor | None) -> Ballot | None:
+        """Return the verdicts of this rank, for the ranks that skip together; None where there are no others."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        group = self._process_group
+        if group is None:
+            around = next((r.process_group for r, _ in self._recorders if r.process_group is not None), None)
+            group = self._groups.of_tensors(parameters, around)
+        if group is None or group.size() == 1:
+            return None
+        device = parameters[0].device if self._counts is None else self._counts.device
+        optimizers.check_unmixed(optimizer)
+        found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
+        return Ballot(group, [bad, found_inf], device)
+
+    def _agreed(self, optimizer: torch.optim.Optimizer, ballot: Ballot) -> Tensor:
+        """Return the verdict of all ranks on the checks; that of a GradScaler is given to the optimizer."""
+        self._is_agreed = True
+        bad, found_inf = ballot.result()
+        if "found_inf" in optimizer.__dict__:
+            optimizer.__dict__["found_inf"] = found_inf
+            optimizers.note_found_inf(optimizer, found_inf)
+        return bad
+
+    def _with_step_verdict(self, bad: Tensor | None, verdict: Tensor | None) -> Tensor | None:
+        if verdict is None:
+            return bad
+        own = verdict if self._counts is None else verdict.to(self._counts.device, non_blocking=True)
+        return own if bad is None else torch.maximum(bad, own.to(bad.device, non_blocking=True))
+
+    def _warn_of_scaler(self) -> None:
+        """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""
+        for target in self.targets:
+            session = target.session
+            if session is None or session.config.loss_scale is not None or _SCALED in session.warnings:
+                continue
+            if self._num_graphs.get(id(session)) == len(session.graphs):
+                continue
+            edits = [edit for graph in session.graphs for edit in graph.edits if edit.site.kind != "activation"]
+            edit = next((edit for edit in edits if _has_units(edit.action)), None)
+            scaler = None if edit is None else optimizers.scaler_in_use()
+            if edit is None or scaler is None or not scaler.is_enabled():
+                self._num_graphs[id(session)] = len(session.graphs)
+                continue
+            way = "gr.transform(model, policy, loss_scale=scaler)" if session.has_model else 'gr.on("step:*", action)'
+            session.warnings.warn_once(
+                _SCALED,
+                f"{edit.site}: {describe(edit.action)} acts on gradients that a GradScaler has multiplied by its "
+                f"scale, so that its figures are not in units of the loss. Write {way}",
+            )
+            session.warnings.flush_warnings()
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
         for keys, ratios in packs_of(before):
-            if not self._recorder.add_late(keys, ratios) and not self._warned_of_no_step:
+            added = [recorder.add_late(keys, ratios) for recorder, _ in self._recorders]
+            if not any(added) and not self._warned_of_no_step:
                 self._warned_of_no_step = True
                 warn(
                     "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
@@ -229,29 +486,11 @@ class Guard:
     def _count(self, bad: Tensor) -> None:
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
-        skipped = RecordKey("skipped", 1, f"optimizer:{self._first_group}")
-        self._recorder.add_late((skipped,), bad.reshape(1), is_own=True)
+        for recorder, first in self._recorders:
+            skipped = RecordKey("skipped", 1, f"optimizer:{first}")
+            recorder.add_late((skipped,), bad.reshape(1), is_own=True)
         total, in_a_row = self._counts.unbind()
         self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
-
-    def _decide(
-        self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], bad: Tensor, kwargs: dict[str, Any]
-    ) -> Any:
-        if not _decides_on_device(optimizer):
-            if not bool(bad):
-                return inner(**kwargs)
-            optimizers.note_step(optimizer)
-            return None
-        given = getattr(optimizer, "found_inf", None)  # a GradScaler's
-        ours = bad if given is None else torch.maximum(bad, given.to(bad.device).reshape(()))
-        optimizer.__dict__["found_inf"] = ours
-        try:
-            return inner(**kwargs)
-        finally:
-            if given is None:
-                del optimizer.__dict__["found_inf"]
-            else:
-                optimizer.__dict__["found_inf"] = given
 
     def _look_at_counts(self) -> None:
         assert self._counts is not None
@@ -264,14 +503,25 @@ class Guard:
             self._arriving.append((None, self._counts))
         while self._arriving and _has_arrived(self._arriving[0][0]):
             total, in_a_row = floats_of(self._arriving.popleft()[1])
-            self._report(int(total), int(in_a_row))
+            self._report_skips(int(total), int(in_a_row))
 
-    def _report(self, total: int, in_a_row: int) -> None:
+    def _report_skips(self, total: int, in_a_row: int) -> None:
         if total // _REPORT_EVERY > self._reported:
             self._reported = total // _REPORT_EVERY
             logger.warning("%d updates skipped so far, because a finite check failed", total)
         if in_a_row >= self._max_consecutive_skips:
-            raise _skip_error(self._recorder, f"{in_a_row} updates in a row were skipped, so training does not go on")
+            reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
+            raise _skip_error(self._recorders[0][0], reason, is_agreed=self._is_agreed)
+
+
+def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
+    """Return the recorders of the targets' monitors as they are now, each once."""
+    return list(dict.fromkeys(recorder_of(target.monitor) for target in targets))
+
+
+_APART = "gradrewrite compiles the actions at step sites by itself, and keeps accounts of them"
+_prepare = dynamo.outside_of_graphs(Guard.prepare, _APART)
+_finish = dynamo.outside_of_graphs(Guard.finish, _APART)
 
 
 def _has_arrived(event: torch.cuda.Event | None) -> bool:
@@ -280,17 +530,39 @@ def _has_arrived(event: torch.cuda.Event | None) -> bool:
 
 def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's kernels read ``found_inf``, and a skipped first step leaves no state behind."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if not all(group.get("fused") for group in optimizer.param_groups):
+    if not optimizers.is_fused(optimizer):
         return False
     if isinstance(optimizer, torch.optim.SGD):
         # Its first step makes the momentum buffers, uninitialised if that step is skipped.
-        return all(
-            not group["momentum"] or all(optimizer.state[p].get("momentum_buffer") is not None for p in _used(group))
-            for group in optimizer.param_groups
-        )
+        moved = (p for group in optimizer.param_groups if group["momentum"] for p in _used(group))
+        return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in moved)
     return True
+
+
+def _attributes(outcome: StepOutcome | None) -> dict[str, Any]:
+    """Attributes that the kernels of a fused optimizer are to read instead of a GradScaler's."""
+    if outcome is None or (outcome.divisor is None and not outcome.is_unscaled):
+        return {}
+    return {"grad_scale": outcome.divisor}
+
+
+def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
+    """Multiply parameters after an update; a device that decided to skip it leaves them as they are."""
+    with torch.no_grad():
+        for action, parameters in outcome.parameter_factors:
+            factor = action.parameter_factor
+            if skipped is not None:
+                wide = torch.float32 if skipped.device.type == "mps" else torch.float64
+                if isinstance(factor, Tensor):
+                    given = factor.reshape(()).to(skipped.device, wide, non_blocking=True)
+                else:
+                    given = torch.full((), factor, dtype=wide, device=skipped.device)
+                factor = torch.where(skipped.reshape(()) > 0, torch.ones_like(given), given)
+            optimizers.foreach_scale(parameters, factor)
+
+
+def _has_units(action: Any) -> bool:
+    return not isinstance(action, Action | GroupAction) or action.has_units
 
 
 def _used(group: dict[str, Any]) -> list[Tensor]:
@@ -307,13 +579,17 @@ def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[Record
     return rates
 
 
-def _skip_error(recorder: StepRecorder, reason: str) -> NonFiniteError:
+def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
     """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
     with recorder.lock:
         for record in reversed(recorder.records):
-            error = failure_of(record, _SKIP, reason=reason)
-            if error is not None:
-                return error
-        assert recorder.last_skip is not None
+            for part in (*reversed(record.updates), record):
+                error = failure_of(part, _SKIP, reason=reason)
+                if error is not None:
+                    return error
         note = f"the step that failed is not in the buffer (capacity {recorder.capacity}); this is the first check"
-        return NonFiniteError(recorder.last_skip.site, step=recorder.num_steps - 1, note=f"{reason}; {note}")
+        if is_agreed:
+            note = "no check failed on this rank, but one on another rank, whose error says more"
+        assert is_agreed or recorder.last_skip is not None
+        site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site
+        return NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())
