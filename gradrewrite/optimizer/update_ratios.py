@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradrewrite._compat import optimizers
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.distributed.shards import is_sharded
+from gradrewrite.ir.record_key import RecordKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class UpdateRatios:
     def before(self, optimizer: torch.optim.Optimizer) -> list[Before]:
         """Copy the parameters; nothing waits for the device."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(map(is_sharded, own)):
+            raise ValueError("gr.guard(..., update_ratios=True): ratios of sharded parameters (DTensors) are not known")
         is_known = len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True))
         if not is_known:
             names = self._names()
@@ -71,19 +73,6 @@ def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[RecordKey, ...], Tenso
         keys = tuple(RecordKey("update_ratio", 1, f"gradient:{name}") for part in some for name in part.names)
         packs.append((keys, ratios))
     return packs
-
-
-def names_of(model: Any) -> Callable[[], Mapping[int, str]]:
-    """Return a function for the names of parameters: those of a module, or those that a backend has met."""
-    if not isinstance(model, nn.Module):
-        return lambda: model.session.names.parameters
-    ref = weakref.ref(model)
-
-    def read() -> Mapping[int, str]:
-        module = ref()
-        return {} if module is None else {id(p): name for name, p in module.named_parameters()}
-
-    return read
 
 
 def _copy(named: Sequence[tuple[str, Tensor]]) -> Before:

@@ -1,0 +1,485 @@
+"""Step sites: the actions on the gradients that ``optimizer.step()`` is about to use."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradrewrite._compat import fake_tensors, optimizers
+from gradrewrite._formatting import nearest
+from gradrewrite._warnings import warn
+from gradrewrite.backends.engines import AotEager
+from gradrewrite.backends.session import Session
+from gradrewrite.distributed.agreement import NUM_VOTES, Ballot
+from gradrewrite.distributed.groups import RankGroups, this_rank
+from gradrewrite.distributed.shards import Spread, is_sharded, like_of, local_of, reduced, spread_of
+from gradrewrite.errors import NoSuchSiteError, PolicyError, TraceError
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.monitoring.host_copy import number_of
+from gradrewrite.optimizer._target import Target, targets_of
+from gradrewrite.policy.actions import ParameterScaling
+from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
+from gradrewrite.rewriting.action_tracing import check_dense
+from gradrewrite.rewriting.step_exchange import ExchangeSettings, SpreadSite, send_nothing
+from gradrewrite.rewriting.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
+from gradrewrite.sites import Pattern, Site
+
+GUARD = "_gradrewrite_guard"  # name of the guard among the attributes of its optimizer
+_MAX_PLANS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The result of the actions at step sites: records, and work for the update.
+
+    Attributes:
+        outputs: What the tensors are.
+        tensors: The packed records, then what is kept.
+        verdict: 1 if a check that skips failed, else 0, 0-d float32; None if nothing is checked.
+        divisor: What the fused optimizer divides all gradients by; None if they are as they should be.
+        is_unscaled: Whether the gradients are no longer multiplied by the loss scale.
+        parameter_factors: Parameters that are multiplied after the update, by the factor's action.
+    """
+
+    outputs: BackwardOutputs
+    tensors: Sequence[Tensor]
+    verdict: Tensor | None
+    divisor: Tensor | None
+    is_unscaled: bool
+    parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A compiled step graph.
+
+    Attributes:
+        rewrite: The graph.
+        run: Its code.
+        live: Its live inputs.
+        gradients: Positions of its gradients among the parameters of the optimizer.
+        kept: Positions among its gradients of those that are kept.
+        parameter_factors: Actions that multiply parameters after the update, with positions among the parameters.
+    """
+
+    rewrite: StepRewrite
+    run: Callable[..., Any]
+    live: Sequence[Tensor]
+    gradients: tuple[int, ...]
+    kept: tuple[int, ...]
+    parameter_factors: tuple[tuple[ParameterScaling, tuple[int, ...]], ...]
+
+
+@dataclass(slots=True)
+class _Names:
+    """The parameters of an optimizer and whose they are, as they were when names were read.
+
+    Attributes:
+        parameters: The parameters, in order.
+        state: Sessions of the targets, and how many graphs each has.
+        named: For each parameter its target and name; None where it has none.
+    """
+
+    parameters: list[weakref.ref[Tensor]] = field(default_factory=list)
+    state: list[tuple[weakref.ref[Session] | None, int]] = field(default_factory=list)
+    named: list[tuple[int, str] | None] = field(default_factory=list)
+
+
+class StepSites:
+    """The actions at the step sites of one optimizer: one graph for each set of gradients that are there."""
+
+    def __init__(self, targets: Sequence[Target], number: int, groups: RankGroups | None = None) -> None:
+        """Ask the policies of these targets.
+
+        Args:
+            targets: The targets.
+            number: Number of the optimizer among those of its monitor.
+            groups: Process groups that are known.
+        """
+        self._targets = targets
+        self._groups = groups or RankGroups()
+        self.set_number(number)
+        self._names = _Names()
+        self._plans: OrderedDict[Hashable, _Plan | ExchangeSettings | None] = OrderedDict()
+        self._ones: dict[torch.device, Tensor] = {}
+        self._warned_of_strangers = False
+        self._warned_of_lost = False
+        self.check_rules()
+
+    def set_number(self, number: int) -> None:
+        """Number the optimizer anew, with that of a policy which has no graphs yet."""
+        self._suffix = f"#{number}" if number else ""
+
+    def check_rules(self) -> None:
+        """Raise NoSuchSiteError for a step rule that matches no parameter of its model."""
+        for target in self._targets:
+            session = target.session
+            rules = [] if session is None else step_rules_of(session)
+            parameters = target.parameters() if rules else {}
+            sites = [step_site(name, p) for name, p in parameters.items() if p.requires_grad]
+            for rule in rules:
+                pattern = Pattern.parse(rule.pattern)
+                if not parameters or any(pattern.matches(site) for site in sites):
+                    continue  # a backend knows no parameters before its first graph
+                frozen = [name for name, p in parameters.items() if pattern.matches(step_site(name, p))]
+                if not frozen:
+                    raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, [str(site) for site in sites])[:5])
+                assert session is not None
+                session.warnings.warn_once(
+                    rule.pattern,
+                    f"{rule.pattern!r} matches {', '.join(frozen[:3])}, which has requires_grad=False: the rule does "
+                    "nothing",
+                )
+                session.warnings.flush_warnings()
+
+    @property
+    def may_act(self) -> bool:
+        """Whether a policy may have actions at step sites."""
+        return any(t.session is not None and t.session.may_have_step_sites for t in self._targets)
+
+    def run(
+        self, optimizer: torch.optim.Optimizer, scale: Tensor | None, ballot: Ballot | None = None
+    ) -> StepOutcome | None:
+        """Run the actions on the gradients, in place; None if there are none.
+
+        Args:
+            optimizer: The optimizer, before its update.
+            scale: What its gradients are still multiplied by (a GradScaler's scale); None if they are not.
+            ballot: The verdicts that ranks exchange; decided here where figures of sharded gradients are exchanged too.
+        """
+        sessions = [target.session for target in self._targets]
+        self._check_alive(sessions)
+        if not any(session is not None and session.may_have_step_sites for session in sessions):
+            return None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._read_names(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None and (whole := reduced(parameter.grad)) is not parameter.grad:
+                parameter.grad = whole
+        gradients = [p.grad for p in parameters]
+        divides = optimizers.is_fused(optimizer)
+        voters = () if ballot is None else self._groups.ranks_of(ballot.group)
+        key = (divides, voters, *(None if g is None else _kind_of(g) for g in gradients))
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        else:
+            with fake_tensors.outside_of_modes():
+                self._plans[key] = self._plan(parameters, gradients, divides, voters)
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        plan = self._plans[key]
+        if isinstance(plan, ExchangeSettings):  # other ranks may have gradients
+            sums = send_nothing(plan, None if ballot is None else ballot.votes, parameters[0].device)
+            if ballot is not None and sums is not None:
+                ballot.decide(sums)
+            return None
+        return None if plan is None else self._run(plan, parameters, gradients, scale, ballot)
+
+    def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
+        """Return the step graph for a step in which every parameter that needs a gradient has one; nothing runs.
+
+        A policy without actions at step sites leaves all gradients as they are: its graph has no edits.
+
+        Raises:
+            TraceError: None of the optimizer's parameters that need a gradient belongs to a model of the targets.
+            NoSuchSiteError: A step rule matches no parameter.
+            PolicyError, CallbackError: The policy cannot be followed.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._read_names(parameters)
+        gradients = [p.detach() if p.requires_grad else None for p in parameters]
+        asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
+        settings = StepSettings(optimizers.is_fused(optimizer), self._suffix)
+        known = [n for n, (site, _) in asked.items() if site is not None]
+        if not known:
+            raise TraceError(
+                "none of the optimizer's parameters that need a gradient belongs to this model, so it has no step "
+                "sites; make the optimizer from model.parameters()"
+            )
+        shown = [n for n in known if asked[n][1]] or known
+        settings = replace(settings, exchange=self._exchange(asked, shown, parameters, gradients, ()))
+        return _rewrite(asked, shown, parameters, gradients, settings).shown
+
+    def _exchange(
+        self,
+        asked: Mapping[int, tuple[Site | None, tuple[Answered, ...]]],
+        own: Sequence[int],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        voters: tuple[int, ...],
+    ) -> ExchangeSettings | None:
+        """Return what ranks exchange of the gradients that are spread over them; None if none is.
+
+        Those that this rank lacks count too: other ranks may have them.
+        """
+        missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
+        if not any(tensor is not None and is_sharded(tensor) for tensor in missing):
+            return None
+        everywhere = asked
+        if len(asked) < len(parameters):
+            everywhere = ask_at_step_sites(self._targets, self._names.named, parameters, missing)
+        position = {n: number for number, n in enumerate(own)}
+        sites = [
+            SpreadSite(site, spread, answers, position.get(n))
+            for n, (site, answers) in everywhere.items()
+            if site is not None and answers and (spread := _spread_of(missing[n])) is not None
+        ]
+        if not sites:
+            return None
+        for n, tensor in enumerate(missing):
+            if tensor is not None and n in everywhere:
+                self._groups.note_tensor(tensor)
+        sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
+        groups = {ranks: self._groups.of_ranks(ranks) for ranks in sets}
+        rank = this_rank()
+        assert rank is not None  # there are several
+        return ExchangeSettings(tuple(sites), groups, rank, voters, NUM_VOTES if voters else 0)
+
+    def _run(
+        self,
+        plan: _Plan,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        scale: Tensor | None,
+        ballot: Ballot | None,
+    ) -> StepOutcome:
+        rewrite = plan.rewrite
+        is_unscaled = scale is not None and not rewrite.takes_scale
+        own = [local_of(g).detach() for n in plan.gradients if (g := gradients[n]) is not None]
+        with torch.no_grad():
+            if is_unscaled:
+                assert scale is not None
+                inverse = scale.double().reciprocal().float()  # as GradScaler.unscale_
+                optimizers.foreach_scale([local_of(g) for g in gradients if g is not None], inverse)
+            inputs = [*own, *(local_of(parameters[plan.gradients[n]]).detach() for n in rewrite.parameters)]
+            if rewrite.takes_scale:
+                inputs.append(self._one(own[-1].device) if scale is None else scale.to(own[-1].device))
+            if rewrite.takes_votes:
+                assert ballot is not None
+                inputs.append(ballot.votes)
+            results = list(plan.run(*inputs, *plan.live))
+            factors, tensors = results[: len(rewrite.scaled)], results[len(rewrite.scaled) :]
+            if rewrite.takes_votes:
+                assert ballot is not None
+                ballot.decide(tensors.pop(0))
+            number = len(rewrite.outputs.packs)
+            tensors[number:] = [
+                like_of(t, gradients[plan.gradients[n]]) for t, n in zip(tensors[number:], plan.kept, strict=True)
+            ]
+            idle = [factor.device.type == "cpu" and number_of(factor) == 1.0 for factor in factors]  # nothing waits
+            for members, factor, is_idle in zip(rewrite.scaled, factors, idle, strict=True):
+                if not rewrite.is_divided and not is_idle:
+                    optimizers.foreach_scale([own[n] for n in members], factor)
+        return StepOutcome(
+            rewrite.outputs,
+            tensors,
+            _verdict(rewrite.outputs, tensors),
+            # Beside a scale even 1 is given, or the optimizer would divide by the scaler's own.
+            factors[0] if rewrite.is_divided and not (idle[0] and (scale is None or is_unscaled)) else None,
+            is_unscaled,
+            [(action, [local_of(parameters[n]) for n in members]) for action, members in plan.parameter_factors],
+        )
+
+    def _one(self, device: torch.device) -> Tensor:
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), device=device)
+        return self._ones[device]
+
+    def _read_names(self, parameters: Sequence[Tensor]) -> None:
+        """Read names again where parameters, policies or what a backend knows have changed."""
+        names = self._names
+        sessions = [target.session for target in self._targets]
+        is_known = len(parameters) == len(names.parameters) and len(sessions) == len(names.state)
+        if is_known and all(p is ref() for p, ref in zip(parameters, names.parameters, strict=True)):
+            counts = zip(sessions, names.state, strict=True)
+            if all(s is None or (ref is not None and s is ref() and len(s.graphs) == n) for s, (ref, n) in counts):
+                return
+        found: dict[int, tuple[int, str]] = {}
+        for number, target in enumerate(self._targets):
+            for name, parameter in target.parameters().items():
+                found.setdefault(id(parameter), (number, name))
+        named = [found.get(id(p)) for p in parameters]
+        same_policies = len(sessions) == len(names.state) and all(
+            s is None or (ref is not None and s is ref()) for s, (ref, _) in zip(sessions, names.state, strict=True)
+        )
+        same_parameters = [id(p) for p in parameters] == [id(ref()) for ref in names.parameters]
+        if not same_policies or not same_parameters or named != names.named:
+            self._plans.clear()
+            self.check_rules()
+            self._warn_of_strangers(named)
+        self._names = _Names(
+            [weakref.ref(p) for p in parameters],
+            [(None, 0) if s is None else (weakref.ref(s), len(s.graphs)) for s in sessions],
+            named,
+        )
+
+    def _check_alive(self, sessions: Sequence[Session | None]) -> None:
+        """Warn once if the models of all targets are gone."""
+        if not any(sessions) and not self._warned_of_lost:
+            self._warned_of_lost = True
+            warn(
+                "gr.guard: the rewritten model is gone, and with it the actions at its step sites; keep what "
+                "gr.transform returned, or use gr.transform(model, policy, inplace=True)"
+            )
+
+    def _warn_of_strangers(self, named: Sequence[Any]) -> None:
+        rules = [rule for t in self._targets if t.session is not None for rule in step_rules_of(t.session)]
+        knows_names = any(target.parameters() for target in self._targets)
+        if rules and knows_names and not any(named) and not self._warned_of_strangers:
+            self._warned_of_strangers = True
+            warn(
+                f"gr.guard: {rules[0].pattern!r} does nothing, because none of the optimizer's parameters belongs to "
+                "the model that the guard was given; make the optimizer from model.parameters()"
+            )
+
+    def _plan(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        divides: bool,
+        voters: tuple[int, ...],
+    ) -> _Plan | ExchangeSettings | None:
+        """Ask, rewrite and compile for the gradients that are there; None if no action is anywhere.
+
+        Where none of them has an action, but others that are missing here and are spread over ranks may have, what is
+        exchanged of these.
+        """
+        asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
+        own = tuple(n for n, (_, answers) in asked.items() if answers)
+        exchange = self._exchange(asked, own, parameters, gradients, voters)
+        if not own:
+            return None if exchange is None else exchange
+        rewrite = _rewrite(asked, own, parameters, gradients, StepSettings(divides, self._suffix, exchange))
+        gm, live = runnable(rewrite)
+        engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
+        run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
+        factors: dict[ParameterScaling, list[int]] = {}
+        for n in own:
+            for answered in asked[n][1]:
+                if isinstance(answered.action, ParameterScaling):
+                    factors.setdefault(answered.action, []).append(n)
+        known = {asked[n][0]: number for number, n in enumerate(own)}
+        kept = tuple(known[site] for site in rewrite.outputs.kept)
+        return _Plan(rewrite, run, live, own, kept, tuple((action, tuple(n)) for action, n in factors.items()))
+
+
+def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
+    """Return the graph that a guard of this optimizer runs, or would run; see ``RewrittenModule.trace_step``."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"trace_step takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    optimizer = optimizers.inside_of(optimizer)
+    guard = optimizer.__dict__.get(GUARD)
+    targets, number = (targets_of(model), 0) if guard is None else (guard.targets, guard.number)
+    return StepSites(targets, number).trace(optimizer)
+
+
+def step_rules_of(session: Session) -> list[Rule]:
+    """Return the rules of a policy that are for step sites."""
+    return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
+
+
+def ask_at_step_sites(
+    targets: Sequence[Target],
+    named: Sequence[tuple[int, str] | None],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+) -> dict[int, tuple[Site | None, tuple[Answered, ...]]]:
+    """Return the site of each gradient that is there, and the answers of its model's policy, by position.
+
+    A parameter without a name has no site. Where several models have a parameter of one name, the policies are asked
+    at equal sites, and the ``call`` of the sites that are returned numbers the models, in the optimizer's order.
+
+    Raises:
+        PolicyError: An answer is nonsense or not allowed at step sites.
+        UnsupportedGradientError: A gradient at which there is an action is sparse.
+    """
+    asked: dict[int, tuple[Site | None, tuple[Answered, ...]]] = {}
+    num_before = _numbers_of_equal_names(named)
+    for n, (own, parameter, gradient) in enumerate(zip(named, parameters, gradients, strict=True)):
+        if gradient is None:
+            continue
+        session = None if own is None else targets[own[0]].session
+        if own is None or session is None:
+            asked[n] = (None, ())
+            continue
+        site = step_site(own[1], parameter)
+        answers = ask_in_order(session.config.policy, site, (own[0],))
+        site = replace(site, call=num_before[n])
+        for answered in answers:
+            check_dense(answered.action, site, gradient)
+        if answers and fake_tensors.is_wrapper(gradient) and not is_sharded(gradient):
+            raise PolicyError(
+                f"{site}: the gradient is a {type(gradient).__name__}; actions at step sites take plain tensors and "
+                "DTensors only"
+            )
+        asked[n] = (site, answers)
+    return asked
+
+
+def _numbers_of_equal_names(named: Sequence[tuple[int, str] | None]) -> list[int]:
+    """For each parameter the number of those before it with its name, which other models have."""
+    counts: Counter[str] = Counter()
+    numbers = []
+    for own in named:
+        numbers.append(0 if own is None else counts[own[1]])
+        if own is not None:
+            counts[own[1]] += 1
+    return numbers
+
+
+def _rewrite(
+    asked: Mapping[int, tuple[Site | None, tuple[Answered, ...]]],
+    own: Sequence[int],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    settings: StepSettings,
+) -> StepRewrite:
+    """Make the graph of the gradients at these positions; the sites of others are listed."""
+    tensors = [t for n in own for t in (gradients[n], parameters[n]) if t is not None]
+    fakes = fake_tensors.fakes_of([local_of(t) for t in tensors])
+    spreads = [_spread_of(gradient) for gradient in tensors[::2]]
+    given = [
+        StepGradient(site, gradient, parameter, answers, spread)
+        for (site, answers), gradient, parameter, spread in zip(
+            (asked[n] for n in own), fakes[::2], fakes[1::2], spreads, strict=True
+        )
+        if site is not None
+    ]
+    shown = set(own)
+    further = [site for n, (site, _) in asked.items() if site is not None and n not in shown]
+    if any(site is None for site, _ in asked.values()):
+        settings = replace(settings, divides=False)  # a gradient that is nobody's would be divided too
+    return rewrite_step(given, settings, further)
+
+
+def _kind_of(gradient: Tensor) -> Hashable:
+    if gradient.layout is not torch.strided:
+        return gradient.layout
+    if is_sharded(gradient):
+        return (gradient.dtype, gradient.device, local_of(gradient).stride(), gradient.placements, gradient.device_mesh)
+    return (gradient.dtype, gradient.device, gradient.stride())
+
+
+def _spread_of(gradient: Tensor | None) -> Spread | None:
+    """Return how a gradient is spread; None if this rank has all of it, or it is empty."""
+    spread = None if gradient is None else spread_of(gradient)
+    return spread if spread is not None and len(spread.ranks) > 1 and spread.size else None
+
+
+def _verdict(outputs: BackwardOutputs, tensors: Sequence[Tensor]) -> Tensor | None:
+    found = [
+        (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
+        for pack, count, has_verdict in zip(tensors, outputs.num_skips, outputs.verdicts, strict=False)
+        if count
+    ]
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.stack([bad.to(found[0].device, non_blocking=True) for bad in found]).amax()
