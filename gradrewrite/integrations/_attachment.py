@@ -1,0 +1,133 @@
+"""Attachment of a policy to a model and its optimizers, for the callbacks of all frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradrewrite._warnings import warn
+from gradrewrite.backends.model_state import state_of
+from gradrewrite.module import restore, transform
+from gradrewrite.monitoring.clip_rates import ClipRates
+from gradrewrite.monitoring.monitor import Monitor, recorder_of, records_since
+from gradrewrite.optimizer.guard import guard, unguard
+from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.rules import ask
+from gradrewrite.sites import Site
+
+_CLIPS = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
+
+
+class Attachment:
+    """A policy on a model and its optimizers while a framework trains.
+
+    Attributes:
+        monitor: Reads the records of all trainings with this policy.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        compile: bool | Mapping[str, Any],
+        monitor: Monitor | None,
+        records: str | Sequence[str],
+        max_consecutive_skips: int,
+        update_ratios: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Take the arguments of a callback; see there."""
+        self.monitor = Monitor() if monitor is None else monitor
+        self._policy = policy
+        self._compile = compile
+        self._patterns = (records,) if isinstance(records, str) else tuple(records)
+        self._max_consecutive_skips = max_consecutive_skips
+        self._update_ratios = update_ratios
+        self._options = dict(options)
+        self._model: nn.Module | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._was_told_of_clipping = False
+        self._num_logged = 0  # steps
+
+    def attach(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Rewrite the model in place and guard the optimizers; what was attached before is detached."""
+        self.detach()
+        left = state_of(model)
+        if left is not None and left.is_temporary:  # by a training that failed
+            restore(model)
+            for optimizer in optimizers:
+                unguard(optimizer)
+        try:
+            self._attach(model, optimizers, {"loss_scale": scaler, **self._options})
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Mapping[str, Any]
+    ) -> None:
+        rewritten = transform(model, self._policy, monitor=self.monitor, inplace=True, **options)
+        self._model = model
+        state = state_of(rewritten)
+        assert state is not None
+        state.is_temporary = True
+        if self._compile is not False:
+            state.compile({} if self._compile is True else self._compile)
+        for optimizer in optimizers:
+            guard(
+                optimizer,
+                rewritten,
+                max_consecutive_skips=self._max_consecutive_skips,
+                update_ratios=self._update_ratios,
+            )
+            self._optimizers.append(optimizer)
+
+    def detach(self) -> None:
+        """Let model and optimizers be plain again."""
+        for optimizer in self._optimizers:
+            unguard(optimizer)
+        if self._model is not None and state_of(self._model) is not None:
+            restore(self._model)
+        self._model, self._optimizers = None, []
+
+    def figures(self) -> dict[str, float]:
+        """Return the latest records under the tags of TensorBoard (``record/site``); waits for the device.
+
+        And ``rate/site``, the share of the steps since the last call in which a clip acted.
+        """
+        rates = ClipRates()
+        for records in records_since(self.monitor, self._num_logged):
+            rates.add(records)
+        self._num_logged = recorder_of(self.monitor).num_steps
+        latest = {key.replace("@", "/", 1): value for key, value in (self.monitor.latest() | rates.take()).items()}
+        return {tag: value for tag, value in latest.items() if any(fnmatchcase(tag, p) for p in self._patterns)}
+
+    def note_own_clipping(self, setting: str, bound: float | Tensor | None) -> None:
+        """Warn once where the framework clips gradients as well; the policy's clips are known after the first step."""
+        if self._was_told_of_clipping or not bound or self._model is None:
+            return
+        self._was_told_of_clipping = True
+        state = state_of(self._model)
+        edits = [edit for graph in state.session.graphs for edit in graph.edits] if state is not None else []
+        clips = [(edit.site, edit.action) for edit in edits if isinstance(edit.action, _CLIPS)] + self._step_clips()
+        if clips:
+            warn(
+                f"{clips[0][0]}: {clips[0][1]!r} clips, and {setting} clips the gradients of all parameters as "
+                "well. Leave one of the two"
+            )
+
+    def _step_clips(self) -> list[tuple[Site, Any]]:
+        """The clips that the policy answers with at step sites."""
+        assert self._model is not None
+        found = []
+        for name, p in self._model.named_parameters():
+            site = Site("step", name, shape=tuple(p.shape), dtype=p.dtype, device=p.device)
+            found += [(site, action) for action in ask(self._policy, site) if isinstance(action, _CLIPS)]
+        return found

@@ -1,0 +1,139 @@
+"""``RewriteCallback`` for the Trainer of transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from gradrewrite._warnings import warn
+from gradrewrite.integrations._attachment import Attachment
+from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.policy.actions import Policy
+
+
+class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Train with a policy in ``transformers.Trainer``.
+
+    When training begins the model is rewritten in place and the optimizer guarded, with the GradScaler as loss scale if
+    there is one; when it ends both are plain again. Whenever the Trainer logs, the latest records are among its logs
+    (``record/site``), so that TensorBoard, wandb and the progress bar have them.
+
+    Args:
+        policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses.
+        compile: Compile with Inductor; a mapping has arguments for ``model.compile``. False runs op by op.
+        monitor: Where records go; a new one if None. It is ``callback.monitor``.
+        records: Patterns (``fnmatch``) of the records that are logged.
+        max_consecutive_skips: See ``guard``.
+        update_ratios: See ``guard``.
+        **options: Further arguments of ``transform`` (``fullgraph``, ``dynamic``, ``methods``, ``regions``,
+            ``loss_scale``).
+
+    Example:
+        >>> import gradrewrite as gr
+        >>> from gradrewrite.passes import ClipByGlobalNorm
+        >>> callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(1.0)))
+        >>> callback.monitor.latest()
+        {}
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        compile: bool | Mapping[str, Any] = True,
+        monitor: Monitor | None = None,
+        records: str | Sequence[str] = "*",
+        max_consecutive_skips: int = 50,
+        update_ratios: bool = False,
+        **options: Any,
+    ) -> None:
+        self._attachment = Attachment(
+            policy,
+            compile=compile,
+            monitor=monitor,
+            records=records,
+            max_consecutive_skips=max_consecutive_skips,
+            update_ratios=update_ratios,
+            options=options,
+        )
+
+    @property
+    def monitor(self) -> Monitor:
+        """Reads what the backward passes reported."""
+        return self._attachment.monitor
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Rewrite the model and guard the optimizer."""
+        model: nn.Module = kwargs["model"]
+        if args.torch_compile:
+            raise ValueError(
+                "TrainingArguments(torch_compile=True) compiles the model around its policy; leave that to "
+                "RewriteCallback(policy, compile=True), which is the default"
+            )
+        prepared = kwargs["optimizer"]
+        _check_trainer(getattr(prepared, "accelerator_state", None))
+        self._attachment.attach(model, [prepared], getattr(prepared, "scaler", None))
+        if not _put_first(self):
+            warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say once that the Trainer clips as well."""
+        self._attachment.note_own_clipping(f"TrainingArguments(max_grad_norm={args.max_grad_norm})", args.max_grad_norm)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the latest records to the logs of a training step."""
+        if logs is None or "loss" not in logs:
+            return
+        figures = self._attachment.figures()
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make model and optimizer plain again."""
+        self._attachment.detach()
+
+
+def _put_first(callback: RewriteCallback) -> bool:
+    """Let the callback be called before those that write logs, which the Trainer puts first; whether that worked.
+
+    The list is that of the ``CallbackHandler`` which is calling. Those that it has still to call stay where they are.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    callbacks = frame.f_locals["self"].callbacks if frame is not None else []
+    if callback not in callbacks:
+        return False
+    callbacks.remove(callback)
+    callbacks.insert(0, callback)
+    return True
+
+
+def _check_trainer(accelerator: Any) -> None:
+    """Raise TypeError where DeepSpeed or FSDP1 runs the backward and the optimizer."""
+    kind = "" if accelerator is None else str(accelerator.distributed_type).rpartition(".")[2]
+    if kind == "DEEPSPEED" or (kind == "FSDP" and not accelerator.is_fsdp2):
+        trainer = "DeepSpeed" if kind == "DEEPSPEED" else "FSDP1"
+        raise TypeError(
+            f"RewriteCallback: {trainer} has parameters and a backward of its own, where a policy does not hold. Train "
+            "with DistributedDataParallel, or with FSDP2 (fsdp_version=2)"
+        )
