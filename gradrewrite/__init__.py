@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from gradrewrite.ir.edits import Edit as Edit
     from gradrewrite.ir.joint_graph import JointGraph as JointGraph
     from gradrewrite.module import RewrittenModule as RewrittenModule
+    from gradrewrite.module import restore as restore
     from gradrewrite.module import transform as transform
     from gradrewrite.monitoring.monitor import Monitor as Monitor
     from gradrewrite.optimizer.guard import guard as guard
+    from gradrewrite.optimizer.guard import unguard as unguard
     from gradrewrite.policy.actions import Policy as Policy
     from gradrewrite.policy.recording import record as record
     from gradrewrite.policy.rules import on as on
@@ -74,8 +76,10 @@ _MODULES = {
     "on": "gradrewrite.policy.rules",
     "read_jsonl": "gradrewrite.diagnostics.run_log",
     "record": "gradrewrite.policy.recording",
+    "restore": "gradrewrite.module",
     "tap": "gradrewrite.rewriting.probes",
     "transform": "gradrewrite.module",
+    "unguard": "gradrewrite.optimizer.guard",
 }
 
 __all__ = [
@@ -107,8 +111,10 @@ __all__ = [
     "on",
     "read_jsonl",
     "record",
+    "restore",
     "tap",
     "transform",
+    "unguard",
 ]
 
 

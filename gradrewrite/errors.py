@@ -55,7 +55,10 @@ class NoSuchSiteError(RewriteError, LookupError):
     def __str__(self) -> str:
         """Name the pattern, the nearest sites, and where all of them are listed."""
         nearest = ", ".join(self.known) or "there are none"
-        everything = "gr.transform(model, []).trace(...).sites has all of them"
+        traced = "gr.transform(model, []).trace(...)"
+        if self.pattern.startswith("step:"):
+            traced = "gr.transform(model, []).trace_step(optimizer)"
+        everything = f"{traced}.sites has all of them"
         return f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
 
 
@@ -100,6 +103,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         window: Sites executed just before, the nearest last, with their absolute values.
         cause: What came into the model already non-finite (an input, a parameter, the loss); ``""`` if an op made it.
         note: Why the answer rests on the failed checks alone; ``""`` if every op was looked at.
+        rank: The rank of the process that found it, where there are several; else None.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         window: Sequence[PrecedingSite] = (),
         cause: str = "",
         note: str = "",
+        rank: int | None = None,
     ) -> None:
         """Keep all of it."""
         super().__init__(site)
@@ -126,6 +131,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.window = tuple(window)
         self.cause = cause
         self.note = note
+        self.rank = rank
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with everything that is known."""
@@ -137,7 +143,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
         number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
         elements = f"of {number} elements" if number is not None else "of the elements"
         share = f"{self.percent:.3g} %" if not math.isnan(self.percent) else "some"
-        parts = [f"step {self.step}: first non-finite: {self.site}, {share} {elements}"]
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        parts = [f"step {self.step}{where}: first non-finite: {self.site}, {share} {elements}"]
         if self.op:
             made = "made by" if self.site.kind == "activation" else "made by the backward of"
             parts.append(f"{made} {self.op}{', ' + self.source if self.source else ''}")

@@ -1,43 +1,34 @@
-"""``transform``: a model with a policy, as a module."""
+"""``transform``: a model with a policy, of the same class."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._compat import autograd, data_parallel, dynamo
-from gradrewrite._tensors import tensors_in
-from gradrewrite.backends.backend import Backend, monitor_or_new
+from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
+from gradrewrite._progress import show_progress
+from gradrewrite._warnings import warn
+from gradrewrite.backends.backend import monitor_or_new
 from gradrewrite.backends.capture import capture_joint_graph
-from gradrewrite.backends.engines import AotEager, Engine, Inductor
-from gradrewrite.backends.entry_point import EntryPoint, makes_gradients
 from gradrewrite.backends.explanation import Explanation
-from gradrewrite.backends.session import Session
+from gradrewrite.backends.model_state import ModelState, state_of
+from gradrewrite.backends.session import STATE
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.monitoring.monitor import Monitor, recorder_of
+from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import check_policy
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.loss_scale import LossScale
 
-_OWN = frozenset(
-    (
-        "__class__",
-        "original",
-        "monitor",
-        "training",
-        "_config",
-        "_compile_options",
-        "_engine",
-        "_session",
-        "_entry_point",
-    )
-)
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def transform(
@@ -48,14 +39,22 @@ def transform(
     dynamic: bool | None = None,
     monitor: Monitor | None = None,
     loss_scale: torch.amp.GradScaler | Tensor | None = None,
+    methods: Sequence[str] = ("forward",),
+    regions: str | Sequence[str] = (),
+    inplace: bool = False,
 ) -> RewrittenModule:
     """Give a model a policy for its backward pass.
 
     The forward pass is never changed: outputs, buffers and random numbers are those of the plain model run the
     same way. Until ``compile`` is called, a call runs the rewritten graph op by op.
 
+    The result is an instance of a subclass of the model's class, with the same name and signature, that shares the
+    model's ``__dict__``: parameters, buffers, submodules, hooks and attributes are those of the model. The policy holds
+    where the result is called, also by its own methods (``self(x)``). A backward that reaches parameters in another way
+    (a submodule called directly, a method without an entry point, the model that was given) warns once.
+
     Args:
-        model: Any module; its parameters, buffers and submodules are shared, not copied.
+        model: Any module; nothing of it is copied.
         policy: A callback ``Site -> action, sequence of actions, or None``; a rule (``gr.on``); or a list of
             policies, whose answers all apply, in order. ``[]`` leaves the backward as it is.
         fullgraph: Refuse what the tracer cannot see (the policy cannot reach it). False lists such regions in
@@ -65,63 +64,148 @@ def transform(
         loss_scale: What the loss is multiplied by before ``backward``: a ``torch.amp.GradScaler``, or a tensor with
             one element. It is read at every backward, on the device; thresholds, records and what tensor functions
             see are then in units of the unscaled loss.
+        methods: Methods beside ``forward`` that are called from outside; each is traced by itself, as a call is.
+            Rules are checked when all of them, and the model, were called in training.
+        regions: Patterns of names of modules, ``"layers.*"``: each outermost module that matches is compiled
+            separately, and regions of equal structure and equal answers share what is compiled. Names, patterns and
+            records are those of the whole model; ``fullgraph`` applies to each region. What is outside of all regions
+            runs as plain PyTorch and has step sites alone; ``explain().outside`` lists it.
+        inplace: Rewrite the given object itself: its class changes, and it is returned. ``restore`` undoes it.
 
     Returns:
-        A module with the same parameters and state_dict keys.
+        The model with the policy; ``isinstance`` of its class and of ``RewrittenModule``.
 
     Raises:
-        TypeError: ``model`` is no module or a DistributedDataParallel, or ``loss_scale`` neither scaler nor tensor.
+        TypeError: ``model`` is no module, or one that cannot be traced; it has a policy already; ``loss_scale`` is
+            neither scaler nor tensor; or ``inplace`` with a class that has ``__slots__``.
+        ValueError: The model has no method of a name in ``methods``, or a pattern in ``regions`` matches no module.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
 
     Example:
         >>> import torch, gradrewrite as gr
         >>> from gradrewrite.passes import ClipByValue
         >>> model = gr.transform(torch.nn.Linear(2, 2), gr.on("gradient:*", ClipByValue(0.1)))
+        >>> isinstance(model, torch.nn.Linear)
+        True
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> float(model.weight.grad.max())
         0.10000000149011612
     """
-    if isinstance(model, RewrittenModule):
-        raise TypeError("this module is transformed already; transform model.original, with a list of both policies")
+    _check_model(model)
+    scale = None if loss_scale is None else LossScale(loss_scale)
+    check_policy(policy)
+    patterns = (regions,) if isinstance(regions, str) else tuple(regions)
+    config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns)
+    return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
+
+
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.transform takes an nn.Module, got {type(model).__name__}; for a function use gr.backend")
+    if isinstance(model, RewrittenModule):
+        raise TypeError(
+            "this module is transformed already; transform gr.restore(model), with a list of both policies if both are "
+            "to hold"
+        )
     if isinstance(model, data_parallel.DistributedDataParallel):
         raise TypeError(
             "gr.transform takes the model inside of DistributedDataParallel, whose own forward cannot be traced; wrap "
             "in this order: DistributedDataParallel(gr.transform(model, policy))"
         )
-    scale = None if loss_scale is None else LossScale(loss_scale)
-    check_policy(policy)
-    return RewrittenModule(model, RewriteConfig(policy, scale, fullgraph, dynamic), monitor_or_new(monitor))
+    inside = next((name for name, module in model.named_modules() if isinstance(module, RewrittenModule)), None)
+    if inside is not None:
+        raise TypeError(
+            f"the submodule {inside!r} is transformed already, and would be a graph break; gr.restore it, and give the "
+            "whole model one policy"
+        )
+    refuse_trainers(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("gr.transform cannot trace a TorchScript module; give it the module that was scripted")
+    if isinstance(model, dynamo_cache.OptimizedModule):
+        raise TypeError(
+            "gr.transform takes the plain model and not what torch.compile returned; compile afterwards: "
+            "gr.transform(model, policy).compile()"
+        )
+
+
+def refuse_trainers(model: nn.Module) -> None:
+    """Raise TypeError for a model that DeepSpeed or FSDP1 trains."""
+    for module in model.modules():
+        origin = type(module).__module__
+        if origin.startswith("deepspeed."):
+            raise TypeError(
+                "DeepSpeed runs the backward and the optimizer itself, so that no policy holds there; train with "
+                "DistributedDataParallel(gr.transform(model, policy)) or FSDP2 (fully_shard)"
+            )
+        if origin.startswith("torch.distributed.fsdp.fully_sharded_data_parallel"):
+            raise TypeError(
+                "FSDP1 (FullyShardedDataParallel) flattens the parameters that a policy is asked about; use FSDP2 "
+                "(torch.distributed.fsdp.fully_shard)"
+            )
+
+
+def _checked_methods(model: nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        raise TypeError(f"methods is a sequence of names, got the string {methods!r}; write methods=({methods!r},)")
+    further = tuple(name for name in dict.fromkeys(methods) if name != "forward")
+    for name in further:
+        if not inspect.isfunction(inspect.getattr_static(type(model), name, None)) or name in vars(model):
+            raise ValueError(
+                f"methods: the class {type(model).__name__} has no method {name!r} (static and class methods, "
+                "submodules and functions that are attributes of the object have no entry points)"
+            )
+    return ("forward", *further)
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Take the policy off a model again; guards of its optimizers stay (``unguard``).
+
+    Args:
+        model: What ``transform`` returned. A model that was rewritten in place gets its class back.
+
+    Returns:
+        The plain model: the object that was given to ``transform``.
+
+    Raises:
+        TypeError: The model has no policy, or its class was changed since (``fully_shard``).
+
+    Example:
+        >>> plain = nn.Linear(2, 2)
+        >>> restore(transform(plain, [])) is plain
+        True
+    """
+    state = state_of(model)
+    if state is None:
+        raise TypeError(f"gr.restore takes what gr.transform returned, got a plain {type(model).__name__}")
+    if STATE not in vars(model):
+        state.drop()
+        return state.original
+    if type(model).__mro__[1] is not RewrittenModule:
+        raise TypeError(
+            f"gr.restore: the class of this {type(model).__name__} was changed after gr.transform (as fully_shard does)"
+        )
+    state.drop()
+    del vars(model)[STATE]
+    model.__class__ = type(state.original)
+    return model
 
 
 class RewrittenModule(nn.Module):
     """A model whose backward pass follows a policy; made by ``transform``.
 
-    Attributes:
-        original: The module that was given; everything it has is shared with it.
-        monitor: What the last backward reported.
+    It is the first base of the class of such a model, before the model's own class. A name below that the model's
+    class or the model itself defines too stays the model's; ours is then ``RewrittenModule.trace(model, ...)``,
+    ``RewrittenModule.monitor.fget(model)``.
     """
 
-    original: nn.Module
-    monitor: Monitor
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do not run that of the model's class, which may list its subclasses."""
 
-    def __init__(self, model: nn.Module, config: RewriteConfig, monitor: Monitor) -> None:
-        """Share everything with the model; see ``transform``."""
-        self.__dict__["original"] = model
-        training = model.training
-        super().__init__()
-        model.training = training
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = getattr(model, shared)
-        self._config = config
-        self._compile_options: Mapping[str, Any] = {}  # arguments of compile()
-        self._engine: Engine = AotEager()
-        self._session = Session(config, recorder_of(monitor), model)
-        self.monitor = monitor
-        self._restart()
+    if TYPE_CHECKING:  # the attributes of the model's class
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; its backward will follow the policy.
 
         Raises:
@@ -129,22 +213,27 @@ class RewrittenModule(nn.Module):
             NotRewrittenError: Torch would run the plain model (``fullgraph=True``).
             PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed, or not on several processes.
         """
-        return _run(self, args, kwargs)
+        if getattr(vars(self).get("forward"), "__qualname__", "") == _REDIRECTED:
+            return super().__call__(*args, **kwargs)
+        return _call(self, "forward", args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._entry_point.is_stale():
-            self._restart()
-        in_parts = not self._session.config.fullgraph
-        before = dynamo.graph_breaks_so_far() if in_parts else {}
-        result = self._entry_point(args, kwargs)
-        has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
-        if in_parts and has_backward:
-            self._look_for_plain_ops(result, (args, kwargs), before)
-        if has_backward:
-            self._session.check_ranks(*data_parallel.ranks_around(self.modules()))
-        self._session.check_rules()
-        self._session.warnings.flush_warnings()
-        return result
+    @property
+    def original(self) -> nn.Module:
+        """The plain module: the one that was given, or (rewritten in place) a view of it without the policy."""
+        return _state(self).original
+
+    @original.setter
+    def original(self, value: object) -> None:
+        raise AttributeError(_FIXED.format("original"))
+
+    @property
+    def monitor(self) -> Monitor:
+        """Reads what the backward passes reported."""
+        return _state(self).monitor
+
+    @monitor.setter
+    def monitor(self, value: object) -> None:
+        raise AttributeError(_FIXED.format("monitor"))
 
     def compile(self, **kwargs: Any) -> None:
         """Compile with Inductor from the next call on, in place; compiled again, only the new arguments hold.
@@ -167,24 +256,20 @@ class RewrittenModule(nn.Module):
                 "model.compile() compiles with Inductor and takes no backend; to call torch.compile yourself, use "
                 "torch.compile(model, backend=gr.backend(policy))"
             )
-        options = dict(kwargs.get("options") or {})
-        options.pop("guard_filter_fn", None)  # Dynamo's, all others are Inductor's
-        Inductor().configured(kwargs.get("mode"), options)
-        given = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
-        session = Session(replace(self._config, **given), recorder_of(self.monitor), self.original)
-        entry_point = _entry_point(session, self, Inductor(), kwargs)
-        self._session, self._entry_point = session, entry_point
-        self._compile_options, self._engine = kwargs, Inductor()
+        _state(self).compile(kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> JointGraph:
         """Show the rewritten joint graph for these inputs; nothing runs and nothing changes.
+
+        With ``regions`` it is the graph of the whole model, with what the policy does inside of the regions.
+        A trace that takes longer than 5 seconds shows its progress on standard error, if that is a terminal.
 
         Args:
             *args: Inputs of the model; only their shapes, dtypes and devices matter.
             **kwargs: As ``args``.
 
         Returns:
-            The graph that Inductor would get, whether the model is compiled or not.
+            The graph that Inductor would get, whether the model is compiled or not; see above for ``regions``.
 
         Raises:
             GraphBreakError: The tracer cannot see the whole model.
@@ -196,112 +281,221 @@ class RewrittenModule(nn.Module):
             >>> [str(site) for site in graph.sites]
             ['activation:/linear', 'error:/linear', 'gradient:weight', 'gradient:bias']
         """
-        return capture_joint_graph(self.original, self._session.config, args, kwargs)
+        state = _state(self)
+        with show_progress("trace", "reading the model"):
+            graph = capture_joint_graph(state.original, state.traced_config(), args, kwargs)
+        return replace(graph, name=type(state.original).__name__, to_html=_page)
+
+    def trace_step(self, optimizer: torch.optim.Optimizer) -> JointGraph:
+        """Show what ``gr.guard`` does to the gradients of an optimizer before its update; nothing runs or changes.
+
+        Args:
+            optimizer: An optimizer of the model's parameters, guarded or not; each parameter that needs a gradient is
+                taken to have one.
+
+        Returns:
+            A graph from gradients to gradients, records, and factors that are applied after it: ``grad_scale``, by
+            which a fused optimizer divides, or ``factor``, by which the gradients of a group are multiplied in place.
+
+        Raises:
+            TypeError: ``optimizer`` is none.
+            TraceError: None of its parameters belongs to the model.
+            PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
+
+        Example:
+            >>> import gradrewrite as gr
+            >>> from gradrewrite.passes import ClipByGlobalNorm
+            >>> model = gr.transform(nn.Linear(2, 2), gr.on("step:*", ClipByGlobalNorm(1.0)))
+            >>> graph = model.trace_step(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> [str(site) for site in graph.sites]
+            ['step:weight', 'step:bias']
+        """
+        return replace(trace_step(self, optimizer), name=type(_state(self).original).__name__, to_html=_page)
 
     def explain(self) -> Explanation:
         """Return what was compiled and rewritten so far, and which regions the tracer skipped."""
-        return self._session.explanation()
+        return _state(self).session.explanation()
 
-    def _restart(self) -> None:
-        """Drop what was compiled; the next call traces again."""
-        self._entry_point = _entry_point(self._session, self, self._engine, self._compile_options)
-        self._session.forget()
-
-    def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
-        for reason, count in dynamo.graph_breaks_so_far().items():
-            if count > breaks.get(reason, 0):
-                self._session.note_break(reason)
-        if "plain" in self._session.warnings:
-            return
-        outputs = [t for t in tensors_in(result) if t.grad_fn is not None]
-        op = autograd.find_plain_op(outputs, list(tensors_in(inputs)))
-        if op is not None:
-            self._session.warnings.warn_once(
-                "plain",
-                f"a part of this call ran outside the rewritten graphs (first seen: {op}), where the policy does not "
-                "hold; model.explain() lists the regions that the tracer skipped",
-            )
-
-    @property
-    def training(self) -> bool:
-        """The original's mode."""
-        return self.original.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self.original.training = mode
-
-    def train(self, mode: bool = True) -> RewrittenModule:
-        """Set the original's mode."""
-        self.original.train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewrittenModule:
-        self.original._apply(fn, recurse)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's state."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the original's state."""
-        return self.original.load_state_dict(state_dict, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original."""
-        return getattr(self.__dict__["original"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute on the original, where its forward reads it."""
-        if name in ("original", "monitor") and name in self.__dict__:
-            raise AttributeError(
-                f"{name!r} of a transformed model cannot be set: what was compiled would keep the old one. Give "
-                "gr.transform(model, policy, monitor=...) the model and the monitor"
-            )
-        if name in _OWN or "_modules" not in self.__dict__ or name in self.__dict__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute of the original."""
-        delattr(self.original, name)
-
-    def __dir__(self) -> list[str]:
-        """The names of both."""
-        return sorted({*dir(type(self)), *dir(self.original), "original", "monitor"})
-
-    def __repr__(self) -> str:
-        """The original's, and the policy."""
-        return f"RewrittenModule(\n{self.original!r}\npolicy={self._session.config.policy!r})"
+    def __copy__(self) -> RewrittenModule:
+        """Copy the plain module as ``copy.copy`` does, and share the policy; the monitor is new."""
+        return _rebuild(copy.copy(_state(self).original), _settings(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
-        """Copy the original; the policy is shared, for it holds the thresholds that you change; the monitor is new."""
-        original = copy.deepcopy(self.original, memo)
-        return _rebuild(original, self._config, self._compile_options, self._engine.name == "inductor")
+        """Copy the plain module; the policy, with the thresholds that you change, is shared; the monitor is new."""
+        state = _state(self)
+        # The model may refer to itself: what is copied then refers to this object.
+        copied = memo[id(self)] = object.__new__(type(self))
+        original = copy.deepcopy(state.original, memo)
+        vars(original).pop(STATE, None)
+        _fill(copied, original, state.config, Monitor())
+        if state.is_compiled:
+            _state(copied).compile(state.compile_options)
+        return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the original, the policy and the settings; compiled code and records stay behind."""
-        is_compiled = self._engine.name == "inductor"
-        return _rebuild, (self.original, self._config, self._compile_options, is_compiled)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the plain module, the policy and the settings; compiled code and records stay behind."""
+        settings = _settings(self)
+        if not settings[-1]:
+            return _rebuild, (_state(self).original, settings)
+        # The object comes first, for its attributes may refer to it.
+        original = _state(self).original
+        return _empty, (type(original),), (original, settings), None, None, _fill_in_place
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refuse nn.DataParallel, whose replicas would run without the policy."""
+        raise TypeError(
+            "nn.DataParallel replicates the model at every call, and its replicas have no policy; use "
+            "DistributedDataParallel(gr.transform(model, policy))"
+        )
 
 
-_run = dynamo.outside_of_graphs(
-    RewrittenModule._run, "gradrewrite compiles the model by itself; an outer graph would lose the policy"
+# Lightning's strategies call a model whose ``forward`` is, for that one call, ``training_step``, which calls the model.
+_REDIRECTED = "_ForwardRedirection.__call__.<locals>.wrapped_forward"
+_FIXED = (
+    "{!r} of a transformed model cannot be set: what was compiled would keep the old one. Give gr.transform(model, "
+    "policy, monitor=...) the model and the monitor"
 )
+_PROPERTIES = ("monitor", "original")
+_OWN = ("compile", "explain", "monitor", "original", "trace", "trace_step")
 
 
-def _entry_point(session: Session, model: RewrittenModule, engine: Engine, options: Mapping[str, Any]) -> EntryPoint:
-    backend = Backend(session, engine, model.monitor)
-    evaluating = Backend(session, engine, model.monitor, is_silent=True)
-    return EntryPoint(session, backend, evaluating, model.original, options)
+def _state(model: nn.Module) -> ModelState:
+    state = state_of(model)
+    if state is None:
+        raise TypeError(
+            f"this {type(model).__name__} was made by the class of a transformed model, not by gr.transform"
+        )
+    return state
 
 
-def _rebuild(
-    original: nn.Module, config: RewriteConfig, options: Mapping[str, Any], is_compiled: bool
-) -> RewrittenModule:
-    model = RewrittenModule(original, config, Monitor())
+def _run(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _state(model).call(model, method, args, kwargs)
+
+
+_call = dynamo.outside_of_graphs(_run, "gradrewrite compiles the model by itself; an outer graph would lose the policy")
+
+
+def _rewritten(model: nn.Module, config: RewriteConfig, monitor: Monitor, *, inplace: bool) -> RewrittenModule:
+    cls = _subclass(model, config.methods, inplace=inplace)
+    if not inplace:
+        rewritten = object.__new__(cls)
+        _fill(rewritten, model, config, monitor)
+        return cast(RewrittenModule, rewritten)
+    original = object.__new__(type(model))
+    object.__setattr__(original, "__dict__", vars(model))
+    state = ModelState(original, config, monitor)
+    model.__class__ = cls
+    object.__setattr__(model, STATE, state)
+    return cast(RewrittenModule, model)
+
+
+def _fill(rewritten: nn.Module, original: nn.Module, config: RewriteConfig, monitor: Monitor) -> None:
+    """Let an empty object be a plain module with a policy."""
+    object.__setattr__(rewritten, "__dict__", vars(original))
+    object.__setattr__(rewritten, STATE, ModelState(original, config, monitor))
+
+
+def _subclass(model: nn.Module, methods: Sequence[str], *, inplace: bool) -> type[nn.Module]:
+    """Make the class of a rewritten model; that of a model rewritten in place has the memory layout of the model's."""
+    cls = type(model)
+    slots = [s for base in cls.__mro__ for s in _slots(base)]
+    if slots and inplace:
+        raise TypeError(
+            f"gr.transform(..., inplace=True): {cls.__name__} has __slots__ ({', '.join(slots)}), so its objects "
+            "cannot change their class; use gr.transform(model, policy)"
+        )
+    body: dict[str, Any] = {
+        **({"__slots__": (), STATE: None} if inplace else {"__slots__": (STATE,)}),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__new__": functools.partial(_new_plain, cls),
+        **{name: _attribute_of_original(name) for name in slots},
+        **{name: _entry_method(cls, name) for name in methods if name != "forward"},
+    }
+    taken = {name: _definition(model, name) for name in _OWN}
+    taken = {name: value for name, value in taken.items() if value is not None}
+    if taken:
+        ours = ", ".join(f"gr.RewrittenModule.{name}{'.fget' if name in _PROPERTIES else ''}(model)" for name in taken)
+        warn(f"{cls.__name__} defines {', '.join(taken)} itself, which stays the model's; gradrewrite's: {ours}")
+    metaclass: Any = type(cls)
+    made: type[nn.Module] = metaclass(cls.__name__, (RewrittenModule, cls), {**body, **taken})
+    return made
+
+
+def _slots(cls: type) -> list[str]:
+    slots = vars(cls).get("__slots__", ())
+    return [s for s in ([slots] if isinstance(slots, str) else slots) if s not in ("__dict__", "__weakref__")]
+
+
+def _new_plain(plain: type[_Module], _: type, *args: Any, **kwargs: Any) -> _Module:
+    """Make a plain model where the class of a rewritten one is called, as ``type(model).from_pretrained`` does."""
+    return plain(*args, **kwargs)
+
+
+def _attribute_of_original(name: str) -> property:
+    def read(self: RewrittenModule) -> Any:
+        return getattr(_state(self).original, name)
+
+    def write(self: RewrittenModule, value: Any) -> None:
+        setattr(_state(self).original, name, value)
+
+    return property(read, write)
+
+
+def _entry_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(cls, name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _call(self, name, args, kwargs)
+
+    return method
+
+
+class _OwnAttribute:
+    """An attribute, parameter or submodule of the object, with a name that ``RewrittenModule`` has too."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: nn.Module | None, _: type) -> Any:
+        return self if model is None else nn.Module.__getattr__(model, self._name)
+
+
+def _definition(model: nn.Module, name: str) -> Any:
+    """Return the model's own definition of a name, of its class or of itself; None if torch's is all there is."""
+    if any(name in held for held in (vars(model), model._parameters, model._buffers, model._modules)):
+        return _OwnAttribute(name)
+    found = inspect.getattr_static(type(model), name, None)
+    return None if found is vars(nn.Module).get(name) else found
+
+
+def _settings(model: nn.Module) -> tuple[Any, ...]:
+    state = _state(model)
+    return state.config, state.compile_options, state.is_compiled, STATE in vars(model)
+
+
+def _empty(cls: type[_Module]) -> _Module:
+    """Make an object without attributes."""
+    return object.__new__(cls)
+
+
+def _fill_in_place(model: nn.Module, state: tuple[nn.Module, tuple[Any, ...]]) -> None:
+    """Let an empty object be a pickled module, rewritten in place."""
+    original, settings = state
+    object.__setattr__(model, "__dict__", vars(original))
+    _rebuild(model, settings)
+
+
+def _rebuild(original: nn.Module, settings: tuple[Any, ...]) -> RewrittenModule:
+    config, options, is_compiled, inplace = settings
+    vars(original).pop(STATE, None)
+    model = _rewritten(original, config, Monitor(), inplace=inplace)
     if is_compiled:
-        model.compile(**options)
+        _state(model).compile(options)
     return model
+
+
+def _page(graph: JointGraph) -> str:
+    from gradrewrite.viz import draw  # matplotlib and networkx are imported when a notebook shows a graph
+
+    return draw(graph, "overview")._repr_html_()
