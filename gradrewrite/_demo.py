@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import html
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm import tqdm
 
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.examples import character_model, regression
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import transform
 from gradrewrite.monitoring.monitor import Monitor
-from gradrewrite.viz import draw, plot
+from gradrewrite.monitoring.writers import plain_number
+from gradrewrite.viz import Report, draw, plot, report
 
 SEEDS = range(8)
 REGRESSION_STEPS = 1000
 TEXT_STEPS = 200
+
+
+_NOTES = {
+    "_report.html": "health report: the verdict on the clipped run, how strongly clips acted, the plain run",
+    "_curves.png": "curves of the clipped run; loss and norms of the plain run beside them",
+    ".html": "the rewritten backward graph as a page to search, fold and click through",
+    ".svg": "the same graph as a drawing",
+    "_clipped.jsonl": "records of the clipped run, as monitor.to_jsonl writes them",
+    "_plain.jsonl": "loss and norms of the plain run, in the same form",
+}
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>gradrewrite demo</title>
+<style>body {{ font: 15px/1.5 Verdana, Arial, sans-serif; margin: 20px auto; max-width: 1000px; padding: 0 16px }}
+img {{ width: 100% }} li {{ margin: 4px 0 }}</style></head>
+<body><h1>gradrewrite demo</h1>
+<p>Two small models whose losses blow up in training, once as they are and once with clips in their backward pass.
+Begin with a health report.</p>
+{parts}
+<p><a href="demo.json">demo.json</a> has the losses of all seeds, and all edits.</p></body></html>
+"""
 
 
 @dataclass
@@ -39,19 +66,31 @@ class Losses:
 
 @dataclass(frozen=True)
 class Part:
-    """Results of one example."""
+    """Results of one example.
 
+    Attributes:
+        title: What was trained, and what was clipped.
+        runs: Losses of all seeds.
+        edits: What was inserted.
+        graph: The rewritten graph.
+        monitor: What the rewritten model reported.
+        plain: Losses and norms of the plain model, with the last seed.
+    """
+
+    title: str
     runs: list[Losses]
     edits: tuple[Edit, ...]
     graph: JointGraph
     monitor: Monitor
+    plain: list[Step]
 
 
 def run(out: Path) -> Path:
-    """Train both examples, print edits and losses, write ``demo.json`` and drawings into ``out``.
+    """Train both examples, print edits and losses, write ``demo.json``, drawings and health reports into ``out``.
 
-    The drawings of each example are a page (``regression.html``, ``text.html``), a ladder (``.svg``) and curves
-    (``regression_curves.png``, ``text_curves.png``).
+    Of each example there are a page (``regression.html``, ``text.html``), a ladder (``.svg``), the records of the
+    clipped and of the plain run (``_clipped.jsonl``, ``_plain.jsonl``), curves (``_curves.png``) and a health report
+    (``_report.html``); ``index.html`` explains and links all of them.
 
     Returns:
         The path of ``demo.json``.
@@ -62,6 +101,15 @@ def run(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "demo.json"
     path.touch()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        return _run(out, path)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(out: Path, path: Path) -> Path:
     console, start = Console(), time.monotonic()
     first = _run_regression()
     _show_regression(console, first)
@@ -70,7 +118,8 @@ def run(out: Path) -> Path:
     _show_text(console, second, log.lines)
     parts = {"regression": first, "text": second}
     path.write_text(json.dumps({name: _as_json(part) for name, part in parts.items()}, indent=1) + "\n")
-    written = [str(path), *(name for half, part in parts.items() for name in _draw(out / half, part))]
+    drawn = {half: _draw(out / half, part) for half, part in parts.items()}
+    written = [_write_index(out, parts, drawn), str(path), *(name for _, names in drawn.values() for name in names)]
     console.print(f"wrote {', '.join(written)} after {time.monotonic() - start:.0f} s", highlight=False)
     return path
 
@@ -82,10 +131,16 @@ def _run_regression() -> Part:
     model.compile()
     runs = []
     for seed in tqdm(SEEDS, desc="y = x + 3, 8 seeds", unit="seed"):
-        plain = regression.train(base, base, seed=seed, steps=10)
+        norms = _Norms(base)
+        with norms:
+            plain = regression.train(base, base, seed=seed, steps=10)
         runs.append(Losses(seed, plain, regression.train(clipped, model, seed=seed, steps=REGRESSION_STEPS)))
     graph = model.trace(torch.ones(regression.ROWS, 1))
-    return Part(runs, model.explain().graphs[0].edits, graph, model.monitor)
+    edits, title = (
+        model.explain().graphs[0].edits,
+        f"y = x + 3, every gradient clipped to a norm of 1, seed {SEEDS[-1]}",
+    )
+    return Part(title, runs, edits, graph, model.monitor, norms.steps(plain))
 
 
 def _run_text(log: _LogLines) -> Part:
@@ -94,23 +149,77 @@ def _run_text(log: _LogLines) -> Part:
     base = character_model.CharacterModel(vocabulary)
     model = transform(copy.deepcopy(base), list(character_model.POLICY))
     model.compile()
-    losses = Losses(0)
+    losses, norms = Losses(0), _Norms(base)
     for net, name, history in ((base, "plain", losses.plain), (model, "rewritten", losses.rewritten)):
         torch.manual_seed(0)
         data = character_model.batches(characters, TEXT_STEPS)
-        with log:
+        with log, norms if net is base else contextlib.nullcontext():
             bar = tqdm(data, desc=f"help topics, {name}", total=TEXT_STEPS, unit="step")
             history += character_model.train(net, bar)
     graph = model.trace(torch.zeros(character_model.ROWS, character_model.UNROLL + 1, dtype=torch.int64))
-    return Part([losses], model.explain().graphs[0].edits, graph, model.monitor)
+    title = "A recurrent network on Python's help texts, the error of every step of the recurrence clipped by value"
+    edits = model.explain().graphs[0].edits
+    return Part(title, [losses], edits, graph, model.monitor, norms.steps(losses.plain))
 
 
-def _draw(path: Path, part: Part) -> list[str]:
-    """Write the page, the ladder and the curves of one example; return their paths."""
+def _draw(path: Path, part: Part) -> tuple[Report, list[str]]:
+    """Write the report, the curves, the page, the ladder and the records of one example; return their paths."""
     title = f"gradrewrite demo: {path.name}"
+    clipped, plain = f"{path}_clipped.jsonl", f"{path}_plain.jsonl"
+    last = part.monitor.steps()[-len(part.runs[-1].rewritten) :]  # the steps of the last seed
+    _write_steps(clipped, [Step(n, step.records) for n, step in enumerate(last)])
+    _write_steps(plain, part.plain)
     drawing = draw(part.graph, monitor=part.monitor, title=title)
-    curves = plot(part.monitor, title=title).render(f"{path}_curves", "png")
-    return [drawing.render(path, "html"), drawing.render(path, "svg"), curves]
+    health = report(clipped, baseline=plain, title=title)
+    curves = plot(clipped, baseline=plain, title=title)
+    written = [health.render(f"{path}_report"), curves.render(f"{path}_curves", "png")]
+    return health, [*written, drawing.render(path, "html"), drawing.render(path, "svg"), clipped, plain]
+
+
+def _write_steps(path: str, steps: Sequence[Step]) -> None:
+    rows = [{"step": s.step, "records": {key: plain_number(v) for key, v in s.records.items()}} for s in steps]
+    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def _write_index(out: Path, parts: Mapping[str, Part], drawn: Mapping[str, tuple[Report, list[str]]]) -> str:
+    """Write the page that explains and links all files."""
+    sections = []
+    for half, (health, files) in drawn.items():
+        names = [Path(file).name for file in files]
+        links = "".join(f'<li><a href="{name}">{name}</a>: {_NOTES[name.removeprefix(half)]}</li>' for name in names)
+        sections.append(
+            f"<h2>{html.escape(parts[half].title)}</h2><p>{html.escape(health.health.loss)}</p><ul>{links}</ul>"
+            f'<a href="{half}_report.html"><img alt="loss and norms of {half}" src="{half}_curves.png"></a>'
+        )
+    page = out / "index.html"
+    page.write_text(_PAGE.format(parts="\n".join(sections)), encoding="utf-8")
+    return str(page)
+
+
+class _Norms:
+    """Collects the norms of a plain model's gradients inside a ``with`` block, at each step of an optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._rows: list[dict[str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def steps(self, losses: Sequence[float]) -> list[Step]:
+        """Return steps as a monitor has them, with the loss of each."""
+        rows = zip(self._rows, losses, strict=True)
+        return [
+            Step(n, {**{key: float(norm) for key, norm in norms.items()}, "loss@run": loss})
+            for n, (norms, loss) in enumerate(rows)
+        ]
+
+    def _note(self, *_: object) -> None:
+        known = ((name, parameter.grad) for name, parameter in self._model.named_parameters())
+        self._rows.append({f"norm@gradient:{name}": grad.norm() for name, grad in known if grad is not None})
 
 
 class _LogLines(logging.Handler):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
+
+_COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
+_MOST_ROWS = 40  # of a table in a notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,11 @@ class Summary:
     steps: int
     nonfinite: int
 
+    def cells(self) -> tuple[str, ...]:
+        """The texts of a row of the table."""
+        figures = [f"{v:.4g}" for v in (self.last, self.smallest, self.median, self.largest)]
+        return self.address, *figures, str(self.steps), str(self.nonfinite)
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -49,13 +58,17 @@ class Table:
         from rich.table import Table as RichTable
 
         table = RichTable(caption=self.caption)
-        table.add_column("record@site", overflow="fold")
-        for name in ("last", "min", "median", "max", "steps", "not finite"):
+        table.add_column(_COLUMNS[0], overflow="fold")
+        for name in _COLUMNS[1:]:
             table.add_column(name, justify="right")
         for row in self.rows:
-            figures = [f"{v:.4g}" for v in (row.last, row.smallest, row.median, row.largest)]
-            table.add_row(row.address, *figures, str(row.steps), str(row.nonfinite))
+            table.add_row(*row.cells())
         return table
+
+    def _repr_html_(self) -> str:
+        """The first rows as HTML, for notebooks."""
+        more = f"; the first {_MOST_ROWS} of {len(self.rows)} records" if len(self.rows) > _MOST_ROWS else ""
+        return html_table(_COLUMNS, [row.cells() for row in self.rows[:_MOST_ROWS]], f"{self.caption}{more}")
 
     def __str__(self) -> str:
         """The table as plain text."""
@@ -76,6 +89,17 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return _as_text(table, sum(max([len(name), *(len(row[n]) for row in rows)]) + 4 for n, name in enumerate(columns)))
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+    """A table as HTML, with a caption; the first cell of a row is its head."""
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(first)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    )
+    top = f"<caption>{html.escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+    return f"<table>{top}<tbody>{body}</tbody></table>"
 
 
 def _as_text(renderable: Any, width: int) -> str:

@@ -14,9 +14,9 @@ from gradrewrite._tensors import kept_random_state, tensors_in
 from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.entry_point import EntryPoint
+from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import NonFiniteError, TraceError
-from gradrewrite.module import RewrittenModule
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import ANYWHERE
 from gradrewrite.policy.recording import record_statistics
@@ -54,8 +54,8 @@ def locate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.locate takes an nn.Module, got {type(model).__name__}")
-    original = model.original if isinstance(model, RewrittenModule) else model
-    own = [model._session.config.policy] if isinstance(model, RewrittenModule) else []
+    state = state_of(model)
+    original, own = (model, []) if state is None else (state.original, [state.config.policy])
     monitor = Monitor()
     session = Session(RewriteConfig([*own, _count_gradients], dynamic=False), recorder_of(monitor), original)
     backend = Backend(session, AotEager(), monitor)

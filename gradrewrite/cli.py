@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from gradrewrite._cli_loading import LoadError, load_graph, one_line
 from gradrewrite._formatting import nearest, plain_table
 from gradrewrite._version import __version__
-from gradrewrite.diagnostics.doctor import diagnose, report
+from gradrewrite.diagnostics.doctor import report, skipped_rules
+from gradrewrite.diagnostics.ranks import diagnose_ranks, read_ranks
 from gradrewrite.diagnostics.run_log import Step, read_jsonl
 from gradrewrite.errors import RewriteError
 from gradrewrite.sites import Pattern
+
+_RUNS = "what monitor.to_jsonl wrote; of several ranks all files, as run.rank*.jsonl"
+_FOLLOW = 2  # seconds between two looks at a file
+_T = TypeVar("_T")
 
 
 class _Refused(Exception):
@@ -38,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.pattern, rest = rest[0], []  # argparse takes a pattern only right behind the model
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    commands = {"draw": _draw, "sites": _sites, "plot": _plot, "demo": _demo, "doctor": _doctor}
+    commands = {"draw": _draw, "sites": _sites, "plot": _plot, "demo": _demo, "doctor": _doctor, "report": _report}
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -73,8 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument(
         "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colors and curves"
     )
-    draw.add_argument("--color-by", choices=("clip rate", "largest error", "not finite"), help="what colors say")
+    draw.add_argument(
+        "--color-by", choices=("clip strength", "clip rate", "largest error", "not finite"), help="what colors say"
+    )
     draw.add_argument("--reshapes", action="store_true", help="show ops that only reshape too")
+    draw.add_argument("--records", action="store_true", help="show nodes that only serve logs and records too")
     endings = ".svg, .png, .pdf, .dot, .html, .json, .graphml or .model_explorer.json"
     draw.add_argument("--out", type=Path, default=Path("backward.html"), help=f"{endings} (default: backward.html)")
     sites = commands.add_parser("sites", help="list the sites of a model: where a policy can act")
@@ -83,12 +93,20 @@ def _parser() -> argparse.ArgumentParser:
     sites.add_argument("--json", action="store_true", help="print a JSON list")
     plot = commands.add_parser("plot", help="draw how training went, from its records")
     plot.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
+    plot.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
     plot.add_argument("--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: curves.png)")
+    health = commands.add_parser("report", help="write a page that says whether the backward pass of a run is healthy")
+    health.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
+    health.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
+    health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
+    health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
     demo.add_argument("--out", type=Path, default=Path(), help="folder for what it writes (default: the current one)")
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
-    doctor.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
-    doctor.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
+    doctor.add_argument(
+        "--json", action="store_true", help="print a JSON list: findings, then rules without enough steps"
+    )
     return parser
 
 
@@ -110,8 +128,9 @@ def _draw(options: argparse.Namespace) -> None:
     name, ending = _split(options.out, [*pictures, *exports])
     if ending in exports:
         _refuse_ignored(options, ending)
-    elif options.reshapes and options.view != "ladder" and ending != ".html":
-        raise _Refused("--reshapes belongs to the ladder and the page; leave it out, or take --view ladder")
+    elif (options.reshapes or options.records) and options.view != "ladder" and ending != ".html":
+        flag = "--reshapes" if options.reshapes else "--records"
+        raise _Refused(f"{flag} belongs to the ladder and the page; leave it out, or take --view ladder")
     steps = _read(options.run) if options.run is not None else None
     graph = load_graph(options.model, options.input, options.policy)
     try:
@@ -127,6 +146,7 @@ def _draw(options: argparse.Namespace) -> None:
                 color_by=options.color_by,
                 title=options.model,
                 reshapes=options.reshapes,
+                records=options.records,
             )
             path = drawing.render(name, pictures[ending])
     except OSError as err:
@@ -145,6 +165,7 @@ def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
         "--run": options.run is not None,
         "--color-by": options.color_by is not None,
         "--reshapes": options.reshapes,
+        "--records": options.records,
     }
     ignored = [flag for flag, is_given in given.items() if is_given]
     if ignored:
@@ -192,9 +213,42 @@ def _plot(options: argparse.Namespace) -> None:
 
     formats: dict[str, viz.CurveFormat] = {f".{form}": form for form in get_args(viz.CurveFormat)}
     name, ending = _split(options.out, list(formats))
-    curves = viz.plot(_read(options.run), title=options.run.name)
+    curves = _reading(lambda: viz.plot(options.run, baseline=options.baseline))
     try:
         print(curves.render(name, formats[ending]))
+    except OSError as err:
+        raise _Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+
+
+def _report(options: argparse.Namespace) -> None:
+    name, _ = _split(options.out, [".html"])
+    if options.follow:
+        _follow(options, name)
+    print(_write_report(options, name))
+
+
+def _follow(options: argparse.Namespace, name: str) -> None:
+    """Write the report whenever a file has changed, until Ctrl-C; a file that is not there yet is waited for."""
+    _warn(f"following {', '.join(map(str, options.run))}, writing {name}.html until Ctrl-C")
+    files = [path for path in (*options.run, options.baseline) if path is not None]
+    seen: list[tuple[int, int]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            start = time.monotonic()
+            found = [(stat.st_size, stat.st_mtime_ns) for path in files if path.exists() for stat in [path.stat()]]
+            if found != seen and len(found) == len(files):
+                _write_report(options, name, reload=_FOLLOW)
+                seen = found
+            # The work on a long run must not take more than half of a core from its training.
+            time.sleep(max(_FOLLOW, time.monotonic() - start))
+
+
+def _write_report(options: argparse.Namespace, name: str, *, reload: int = 0) -> str:
+    from gradrewrite import viz
+
+    page = _reading(lambda: viz.report(_one_or_all(options.run), baseline=options.baseline))
+    try:
+        return page.render(name, reload=reload)
     except OSError as err:
         raise _Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
 
@@ -217,16 +271,27 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    steps = _read(options.run)
-    found = diagnose(steps)
-    as_json = [one.to_json() for one in found]
-    print(json.dumps(as_json, indent=1, allow_nan=False) if options.json else report(found, steps))
+    runs = _reading(lambda: read_ranks(options.run))
+    steps = max(runs.values(), key=len)  # of ranks that recorded alike; to say how much was looked at
+    found = diagnose_ranks(runs)
+    as_json = [*(one.to_json() for one in found), *(rule.to_json() for rule in skipped_rules(steps))]
+    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else report(found, steps)
+    print(text if options.json or len(runs) == 1 else f"{len(runs)} ranks: {', '.join(map(str, runs))}\n\n{text}")
+
+
+def _one_or_all(paths: Sequence[Path]) -> Path | list[Path]:
+    return paths[0] if len(paths) == 1 else list(paths)
 
 
 def _read(path: Path) -> list[Step]:
+    return _reading(lambda: read_jsonl(path))
+
+
+def _reading(read: Callable[[], _T]) -> _T:
+    """Call what reads files of records; refuse those that cannot be read."""
     try:
-        return read_jsonl(path)
+        return read()
     except OSError as err:
-        raise _Refused(f"cannot read {path}: {err.strerror}; give a file of monitor.to_jsonl") from err
+        raise _Refused(f"cannot read {err.filename}: {err.strerror}; give a file of monitor.to_jsonl") from err
     except ValueError as err:
         raise _Refused(f"{err}; mend or remove the line, or give a file of monitor.to_jsonl") from err

@@ -31,7 +31,7 @@ from gradrewrite.errors import TraceError
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
-from gradrewrite.policy.actions import Action, GroupAction, Policy, SpecializingAction
+from gradrewrite.policy.actions import Action, GroupAction, Policy, SpecializingAction, takes_value
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.rewriting.module_names import InputNames
@@ -68,12 +68,14 @@ class Comparison:
         refused: Sites at which the policy answered, and which the rewritten graph refused with a warning: their error,
             or a part of it, is outside of the graph. The eager model had no hook there.
         gradients: Names of the parameters and inputs whose gradients were compared.
+        records: Addresses of the records that were compared: those of float64 tensors.
     """
 
     acted: tuple[str, ...]
     changed: tuple[str, ...]
     refused: tuple[str, ...]
     gradients: tuple[str, ...]
+    records: tuple[str, ...]
 
 
 def assert_matches_eager(
@@ -131,6 +133,7 @@ def assert_matches_eager(
     altered: dict[str, None] = {}
     refused: dict[str, None] = {}
     names: dict[str, None] = {}
+    addresses: dict[str, None] = {}
     with kept_random_state(), torch.enable_grad():
         for step in range(steps):
             with kept_random_state():
@@ -150,8 +153,9 @@ def assert_matches_eager(
             altered |= hooked.changed
             refused |= dict.fromkeys(sorted(lost))
             names |= dict.fromkeys(got.gradients)
+            addresses |= dict.fromkeys(hooked.records)
             _descend(plain, rewritten)
-    return Comparison(tuple(acted), tuple(altered), tuple(refused), tuple(names))
+    return Comparison(tuple(acted), tuple(altered), tuple(refused), tuple(names), tuple(addresses))
 
 
 def assert_inert(
@@ -308,18 +312,18 @@ class _Hooked:
         for value, site in observer.sites():
             self.made.add(str(site))
             if 0 not in site.shape:  # eager ops may return the same empty tensor where traced ones make another
-                self._hook(site, value.register)
+                self._hook(site, value.register, value.tensor)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 site = _site_of_leaf("gradient", name, parameter)
-                self._hook(site, parameter.register_hook)
+                self._hook(site, parameter.register_hook, parameter)
                 self._note_groups(site, parameter)
         for name, tensor in _named_inputs(self._model, args, kwargs):
             if tensor.requires_grad and tensor.is_leaf:
-                self._hook(_site_of_leaf("input", name, tensor), tensor.register_hook)
+                self._hook(_site_of_leaf("input", name, tensor), tensor.register_hook, tensor)
         return out
 
-    def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
+    def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any], value: Tensor) -> None:
         found = [a.action for a in ask_in_order(self._policy, site) if not isinstance(a.action, GroupAction)]
         if not found or str(site) in self._refused:
             return
@@ -329,7 +333,7 @@ class _Hooked:
             result = g
             for action in found:
                 with recording(g.device) as reported:
-                    result = _apply(action, site, result)
+                    result = _apply(action, site, result, value)
                 if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
                     self._note_records(reported, str(site))
             if not torch.equal(result, g):
@@ -338,12 +342,31 @@ class _Hooked:
 
         self._handles.append(register(act))
 
-    def _note_records(self, reported: Recording, where: str) -> None:
-        named, bound = self._numbering.of_action(reported.names, where, reported.bound and reported.bound[0])
-        for keys, values in zip(named, reported.values, strict=True):
+    def _note_records(self, reported: Recording, where: str, members: Sequence[str] = ()) -> None:
+        """Note what an action reported, and the factor of a clip, which the host computes from it."""
+        names = reported.names[:-1] if reported.has_members else reported.names
+        named, key_of_bound = self._numbering.of_action(names, where, reported.bound and reported.bound[0])
+        for keys, values in zip(named, reported.values, strict=False):
             self.records |= dict(zip(map(str, keys), values.reshape(-1).tolist(), strict=True))
+        if reported.has_members:
+            for member, share in zip(members, reported.values[-1].tolist(), strict=True):
+                self._note("norm_share", member, share)
         if reported.bound is not None:
-            self.records[str(bound)] = number_of(reported.bound[1])
+            self.records[str(key_of_bound)] = number_of(reported.bound[1])
+        if reported.norm_dtype is not None:
+            norm = named[0][0]
+            bound = key_of_bound or next(key for keys in named for key in keys if key.record == "bound")
+            before, limit = self.records[str(norm)], self.records[str(bound)]
+            acts = limit < before < math.inf
+            self._note("factor", where, limit / before if acts else 1.0, occurrence=norm.occurrence)
+        if reported.has_strength:  # the norms before and after a clip by value are no records
+            before, after = (self.records.pop(str(keys[0])) for keys in named[:2])
+            acts = self.records[str(named[-1][0])] > 0 and before != 0
+            self._note("factor", where, after / before if acts else 1.0)
+
+    def _note(self, name: str, where: str, value: float, *, occurrence: int = 1) -> None:
+        (key,) = self._numbering.new([name], where, occurrence=occurrence)
+        self.records[str(key)] = value
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):
@@ -370,7 +393,7 @@ class _Hooked:
         with torch.no_grad(), recording(grads[0].device) as reported:
             results = action.apply_group(grads)
         if all(g.dtype == torch.float64 for g in grads):
-            self._note_records(reported, f"group:{action.group}")
+            self._note_records(reported, f"group:{action.group}", [member.site for member in members])
         for member, g, result in zip(members, grads, results, strict=True):
             member.parameter.grad = result
             if not torch.equal(result, g):
@@ -388,10 +411,11 @@ class _Member:
     site: str
 
 
-def _apply(action: Any, site: Site, g: Tensor) -> Tensor:
+def _apply(action: Any, site: Site, g: Tensor, value: Tensor) -> Tensor:
     if isinstance(action, SpecializingAction):
         action = action.specialize(site)
-    result: Tensor = action.apply(g) if isinstance(action, Action) else action(g)
+    further = [value.detach()] if takes_value(action) else []
+    result: Tensor = (action.apply if isinstance(action, Action) else action)(g, *further)
     return result
 
 
