@@ -8,164 +8,171 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, record_of
+from gradrewrite.ir.graph_view import GraphView, action_text
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.writers import plain_number
-from gradrewrite.policy.actions import GroupAction
-from gradrewrite.viz import _ladder_layout
-from gradrewrite.viz._graph_view import GraphView, call_name, xml_safe
-from gradrewrite.viz._ladder_layout import LadderCell, LadderLayout, lane_of
-from gradrewrite.viz._metric_colors import SiteMetric, nodes_of_sites, palette
-from gradrewrite.viz._scene import STYLE, Scene, draw_into
+from gradrewrite.viz import _layout
+from gradrewrite.viz._fonts import xml_safe
+from gradrewrite.viz._ladder import Ladder
+from gradrewrite.viz._layout import LadderLayout, boxes_of, inset
+from gradrewrite.viz._metric_colors import SiteMetric, edit_key, palette
+from gradrewrite.viz._scene import PAD, STYLE, Scene, add_arrow, draw_into
 from gradrewrite.viz._theme import NOT_FINITE, PAPER, css_variables
 
-VERSION = 1
+VERSION = 2
 MOST_STEPS = 200
-MOST_UNFOLDED = 700  # boxes; a larger graph opens folded
+MOST_ROWS = 60  # a larger ladder opens folded
 MOST_LISTED = 40  # edits; longer lists open closed, by action
+_CHIP = 22  # height of a node inside an unfolded box, in pixels
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
 
 
 def write_page(
     graph: JointGraph,
-    ladder: LadderLayout,
+    layout: LadderLayout,
+    overview: Ladder,
     scene: Scene,
     *,
+    title: str,
+    notes: Sequence[str],
     run: Run | None,
     metrics: Sequence[SiteMetric],
     chosen: SiteMetric | None,
     curves: str,
     view: str,
     site: str,
+    root_cause: Collection[str],
 ) -> str:
-    """Return the page as HTML.
-
-    Args:
-        graph: The graph.
-        ladder: Its layout.
-        scene: Its ladder without colors or legend.
-        run: What was recorded; None without a monitor.
-        metrics: What colors can say.
-        chosen: What they say first.
-        curves: The curves of the run as SVG; ``""`` without.
-        view: What is asked for: ``"overview"`` opens folded, ``"site"`` at a site.
-        site: That site.
-    """
+    """Return the page as HTML; ``view="site"`` opens it at ``site``, without curves ``curves`` is empty."""
+    ladder, blamed = layout.ladder, frozenset(root_cause)
+    parts = [part for row in ladder.rows for part in row]
     data = {
         "schema": f"gradrewrite/page/{VERSION}",
         "view": view,
         "site": site,
-        "most_unfolded": MOST_UNFOLDED,
-        "most_listed": MOST_LISTED,
-        "geometry": _geometry(),
-        **_layout(ladder, scene),
+        "most_rows": MOST_ROWS,
+        "geometry": _geometry(layout),
+        **_layout_data(layout, root_cause),
         "nodes": _nodes(graph, ladder.graph_view),
         "edits": [_edit(edit) for edit in ladder.graph_view.edits],
+        "overview": _sites(overview),
+        "blamed": [part.key for part in parts if blamed.intersection(part.nodes)],
         **_measurements(run, metrics),
         "color_by": chosen.metric if chosen is not None else "",
         "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE, "none": PAPER},
     }
-    svg = ET.Element("svg", {"id": "graph", "xmlns": "http://www.w3.org/2000/svg", "role": "group"})
-    svg.set("aria-label", xml_safe(scene.title))
+    size = {
+        "viewBox": f"0 0 {scene.width:g} {scene.height:g}",
+        "width": f"{scene.width:g}",
+        "height": f"{scene.height:g}",
+    }
+    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "group", "aria-label": "overview", **size})
     draw_into(svg, scene)
+    arrow = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "arrow", "aria-hidden": "true"})
+    add_arrow(arrow)
     here = resources.files("gradrewrite.viz.page")
     image = base64.b64encode(curves.encode()).decode()
     picture_of = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{image}">'
-    parts = {
-        "title": html.escape(xml_safe(scene.title)),
+    fill = {
+        "title": html.escape(xml_safe(title)),
         "style": STYLE + css_variables() + "\n" + here.joinpath("page.css").read_text(encoding="utf-8"),
-        "graph": ET.tostring(svg, encoding="unicode"),
-        "summary": html.escape(_summary(ladder)),
+        "arrow": ET.tostring(arrow, encoding="unicode"),
+        "overview": ET.tostring(svg, encoding="unicode"),
+        "summary": html.escape("; ".join(notes)),
+        "edits": _edit_list(ladder),
         "curves": f'<button id="enlarge" type="button">enlarge</button>{picture_of}' if curves else "<p>no records</p>",
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "code": here.joinpath("page.js").read_text(encoding="utf-8"),
     }
     template = here.joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], template)
 
 
-def _summary(ladder: LadderLayout) -> str:
-    hidden = f"; {len(ladder.hidden)} ops that only reshape are not shown" if ladder.hidden else ""
-    return f"{ladder.graph_view.summary}{hidden}"
-
-
-def _geometry() -> dict[str, float]:
-    return {
-        "width": _ladder_layout.TOTAL,
-        "top": 10,
-        "pitch": _ladder_layout.PITCH,
-        "header": _ladder_layout.HEADER,
-        "foot": _ladder_layout.FOOT,
-        "far": _ladder_layout.FAR,
-        "box": _ladder_layout.WIDTH,
-        "high": _ladder_layout.HEIGHT,
-        "forward": _ladder_layout.CENTER_LEFT - _ladder_layout.WIDTH,
-        "backward": _ladder_layout.RIGHT,
+def _geometry(layout: LadderLayout) -> dict[str, Any]:
+    """Return the lengths that the page adds up; no other drawing has any of its own."""
+    columns = {
+        column: {"x": x, "width": _layout.WIDTHS[column], "heading": _layout.HEADINGS[column]}
+        for column, x in layout.columns.items()
     }
+    lengths = {"top": 30.0, "header": _layout.HEADER, "foot": _layout.FOOT, "gap": _layout.GAP, "box": _layout.BOX}
+    insets = [inset(depth) for depth in range(7)]
+    return {**lengths, "chip": _CHIP, "pad": PAD, "width": layout.width, "columns": columns, "insets": insets}
 
 
-def _layout(ladder: LadderLayout, scene: Scene) -> dict[str, Any]:
-    """Return rows, bands, boxes in the order of the scene's elements, and lines."""
-    sites = defaultdict(list)
-    for site, names in nodes_of_sites(ladder.graph_view).items():
-        for name in names:
-            sites[name].append(site)
-    cells = {cell.key: cell for cell in ladder.cells}
-    keys = _in_order_of_elements(scene)
-    drawn = {box.key: box for box in scene.boxes}
-    at = {key: number for number, key in enumerate(keys)}
-    boxes = []
-    for key in keys:
-        box, cell = drawn[key], cells[key]
-        shown = {
-            "key": xml_safe(key),
-            "row": cell.row,
-            "line": cell.line,
-            "x": box.x,
-            "width": box.width,
-            "height": box.height,
-        }
-        shown |= {"lane": lane_of(cell), "pill": "pill" in box.classes, "text": xml_safe(box.title).lower()}
-        shown |= {
-            "inserted": bool(cell.node and cell.node.mark) or cell.edit >= 0,
-            "sites": _sites_of(ladder.graph_view, cell, sites),
-        }
-        boxes.append(shown)
-    lines = [[at[n.source], at[n.target], n.classes[0] if n.classes else ""] for n in scene.lines]
-    bands = [
-        {
-            "key": xml_safe("/".join(map(call_name, band.path))),
-            "name": xml_safe(call_name(band.path[-1])),
-            "first": band.first,
-            "last": band.last,
-            "depth": band.depth,
-        }
-        for band in ladder.bands
+def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str, Any]:
+    """Return rows, boxes, bands and lines; a control point is (x, 0 or 1 for its end, share of the height)."""
+    ladder, boxes = layout.ladder, boxes_of(layout, {}, root_cause)
+    sites, parts = _sites(ladder), []
+    for number, (row, offsets) in enumerate(zip(ladder.rows, layout.offsets, strict=True)):
+        for part in row:
+            box = boxes[part.key]
+            found: dict[str, Any] = {
+                "key": part.key,
+                "row": number,
+                "column": part.column,
+                "y": offsets[part.key],
+                "height": box.height,
+            }
+            found |= {"text": box.text, "small": box.small, "classes": " ".join(box.classes), "title": box.title}
+            found = {key: xml_safe(value) if isinstance(value, str) else value for key, value in found.items()}
+            shown = [name for name in part.nodes if name not in ladder.hidden] or part.nodes
+            found |= {"nodes": part.nodes, "shown": shown, "edits": part.edits, "sites": sites[part.key]}
+            parts.append(found)
+    at = {part.key: n for n, part in enumerate(part for row in ladder.rows for part in row)}
+    lines = [
+        [
+            at[route.edge.source],
+            at[route.edge.target],
+            route.edge.kind,
+            route.edge.tensors,
+            [[x, int(key == route.edge.target), share] for x, key, share in route.points],
+        ]
+        for route in layout.routes
     ]
-    return {"rows": list(ladder.lines), "boxes": boxes, "lines": lines, "bands": bands}
+    bands = [
+        {"key": xml_safe(b.key), "name": xml_safe(b.name), "first": b.first, "last": b.last, "depth": b.depth}
+        for b in ladder.bands
+    ]
+    return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": bands}
 
 
-def _sites_of(graph_view: GraphView, cell: LadderCell, sites: Mapping[str, list[str]]) -> list[str]:
-    found = sites.get(cell.node.name, []) if cell.node is not None else []
-    if cell.edit >= 0:
-        edit = graph_view.edits[cell.edit]
-        group = [f"group:{edit.action.group}"] if isinstance(edit.action, GroupAction) else []
-        found = [*found, str(edit.site), *group]
-    return [xml_safe(site) for site in dict.fromkeys(found)]
+def _sites(ladder: Ladder) -> dict[str, list[str]]:
+    """Return for each box the sites whose records and colors it shows: of its edits, else whose values it holds."""
+    view = ladder.graph_view
+    edited = {edit.site for edit in view.edits}
+    held: dict[str, list[str]] = defaultdict(list)
+    for site, name in view.anchors.items():
+        if site not in edited:
+            held[name].append(str(site))
+    found = {}
+    for part in (part for row in ladder.rows for part in row):
+        sites = [key for number in part.edits for key in (edit_key(number), *view.edits[number].record_sites)]
+        sites = sites or [site for name in part.nodes for site in held.get(name, ())]
+        found[part.key] = [xml_safe(site) for site in dict.fromkeys(sites)]
+    return found
 
 
-def _in_order_of_elements(scene: Scene) -> list[str]:
-    """Return the keys of the boxes in the order of the file: those of one edit are together."""
-    groups: dict[str, list[str]] = {}
-    for box in scene.boxes:
-        groups.setdefault(box.data.get("edit", f"alone {box.key}"), []).append(box.key)
-    return [key for keys in groups.values() for key in keys]
+def _edit_list(ladder: Ladder) -> str:
+    """Return the edits by action, each with the names of its nodes as plain text."""
+    by_action: dict[str, list[str]] = defaultdict(list)
+    for number, edit in enumerate(ladder.graph_view.edits):
+        site, names = html.escape(xml_safe(str(edit.site))), html.escape(" ".join(edit.nodes) or "no nodes")
+        title = f'title="{names}" data-jump="{number}" data-edit="{site}"'
+        by_action[action_text(edit)].append(f'<li><button type="button" {title}>{site}</button></li>')
+    is_open = " open" if len(ladder.graph_view.edits) <= MOST_LISTED or len(by_action) == 1 else ""
+    groups = [
+        f"<details{is_open}><summary>{html.escape(xml_safe(text))} ({len(items)})</summary>"
+        f"<ol>{''.join(items)}</ol></details>"
+        for text, items in by_action.items()
+    ]
+    return "".join(groups) or "<p>no edits</p>"
 
 
 def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]]:
@@ -207,6 +214,7 @@ def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, A
             "name": one.metric,
             "low": one.low,
             "high": one.high,
+            "bins": one.bins(),
             "legend": [[entry.color, entry.text] for entry in one.legend()],
             "values": {
                 xml_safe(site): {"total": _number(one.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}

@@ -1,364 +1,502 @@
 "use strict";
-// Everything is in the file: the scene as SVG, and its data as JSON. Text is only ever set as text.
-const data = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
-const NS = "http://www.w3.org/2000/svg";
-const svg = $("graph"), view = $("view");
-const G = data.geometry;
+// Everything is in the file: the overview as SVG, the ladder as JSON, of which only what is in sight is drawn.
+// Text is only ever set as text. All lengths come from Python (_layout.py); heights are added up here.
 
-const make = (parent, name, attributes = {}, text = null) => {
-  const element = parent.namespaceURI === NS || name === "svg"
-    ? document.createElementNS(NS, name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+/** @typedef {{x: number, width: number, heading: string}} Column */
+/** @typedef {{top: number, header: number, foot: number, gap: number, box: number, chip: number, pad: number, width: number, columns: Record<string, Column>, insets: number[]}} Geometry */
+/** @typedef {{key: string, row: number, column: string, y: number, height: number, text: string, small: string, classes: string, title: string, nodes: string[], shown: string[], edits: number[], sites: string[]}} PartData */
+/** @typedef {PartData & {at: number, top: number, isOpen: boolean, words: string}} Part */
+/** @typedef {{key: string, name: string, first: number, last: number, depth: number, folded: boolean, y: number, height: number, isDrawn: boolean}} Band */
+/** @typedef {{key: string, x: number, y: number, width: number, height: number, band: Band | null}} Place */
+/** @typedef {[number, number, string, number, [number, number, number][]]} LineData source, target, kind, tensors, points (x, 0 source or 1 target, share of the height) */
+/** @typedef {{target: string, op: string, module: string, shape: string, dtype: string, source: string, edit: number, code: string}} NodeData */
+/** @typedef {number | string | null} Value NaN and infinities are strings */
+/** @typedef {{name: string, low: number, high: number, legend: [string, string][], bins: number[], values: Record<string, {total: Value, steps: Value[]}>}} Metric */
+/** @typedef {{view: string, site: string, geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[]}[], overview: Record<string, string[]>, blamed: string[], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
+
+/** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
+function need(id, kind) {
+  const found = document.getElementById(id);
+  if (!(found instanceof kind)) throw new Error(`the page has no ${id}`);
+  return found;
+}
+/** @type {PageData} */ const data = JSON.parse(need("data", HTMLScriptElement).textContent || "");
+const NS = "http://www.w3.org/2000/svg";
+const G = data.geometry;
+const view = need("ladder", HTMLDivElement), map = need("map", HTMLCanvasElement), svg = /** @type {SVGSVGElement} */ (/** @type {unknown} */ (document.getElementById("graph")));
+
+/** @param {Element} parent @param {string} name @param {Record<string, string | number>} attributes @param {string | null} text @returns {Element} */
+function make(parent, name, attributes = {}, text = null) {
+  const isSvg = parent.namespaceURI === NS || name === "svg";
+  const element = isSvg ? document.createElementNS(NS, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, String(value));
   if (text !== null) element.textContent = text;
   parent.append(element);
   return element;
-};
+}
+function say(/** @type {string} */ text) { need("status", HTMLSpanElement).textContent = text; }
 
-// ---- the parts of the scene
-const boxes = data.boxes.map((box) => ({ ...box }));
-const byName = new Map();
-[...svg.querySelectorAll(".boxes .node")].forEach((element, at) => {
-  const box = boxes[at];
-  box.element = element;
-  box.rect = element.querySelector("rect");
-  box.fill = box.rect.getAttribute("style") || "";
-  if (!byName.has(box.key)) byName.set(box.key, box);
-});
-const paths = [...svg.querySelectorAll(".lines path")];
-const lines = data.lines.map(([from, to, kind], at) => ({ from: boxes[from], to: boxes[to], kind, element: paths[at] }));
-const bands = data.bands.map((band) => ({ ...band, folded: false })); // key, name, first, last, depth
-const frames = svg.querySelector(".frames");
-frames.replaceChildren();
-const front = make(svg, "g", { class: "summaries" });
-const rowBand = data.rows.map(() => []); // the bands around a row, outer ones first
-bands.forEach((band, at) => { for (let r = band.first; r <= band.last; r++) rowBand[r].push(at); });
-const boxesOf = data.rows.map(() => []);
-boxes.forEach((box) => { if (data.nodes[box.key] && !box.pill) boxesOf[box.row].push(box); });
-bands.forEach((band) => {
-  band.inside = [];
-  for (let row = band.first; row <= band.last; row++) band.inside.push(...boxesOf[row]);
-  band.element = make(frames, "g", { class: "band", "data-band": band.key });
-  band.rect = make(band.element, "rect", { rx: 3 });
-  band.head = make(band.element, "g", { role: "button", tabindex: "0" });
-  band.label = make(band.head, "text", {});
-  make(band.head, "title", {}, `${band.key}: click to fold or unfold`);
-  band.summary = ["forward", "backward"].map((lane) => {
-    const nodes = band.inside.filter((box) => box.lane === lane);
-    const inserted = nodes.filter((box) => box.inserted).length;
-    const group = make(front, "g", { class: "summary gone" + (inserted ? " inserted" : "") });
-    const rect = make(group, "rect", { width: G.box, height: G.high, rx: 3 });
-    make(group, "text", { x: 5, y: G.high / 2 + 3.5 }, `${nodes.length} ops` + (inserted ? `, ${inserted} inserted` : ""));
-    group.addEventListener("click", () => { if (!dragged) fold(band, false); });
-    return { group, rect, lane, count: nodes.length, x: lane === "forward" ? G.forward : G.backward };
-  });
-  band.head.addEventListener("click", () => { if (!dragged) fold(band, !band.folded); });
-  band.head.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" && event.key !== " ") return;
-    event.preventDefault();
-    fold(band, !band.folded);
-  });
-});
+// ---- the parts of the ladder
+/** @type {Part[]} */ const parts = data.parts.map((part, at) => ({ ...part, at, top: 0, isOpen: false, words: "" }));
+/** @type {Band[]} */ const bands = data.bands.map((band) => ({ ...band, folded: false, y: 0, height: 0, isDrawn: false }));
+/** @type {Map<string, Part>} */ const partOf = new Map();
+for (const part of parts) { partOf.set(part.key, part); for (const name of part.nodes) partOf.set(name, part); }
+/** @type {Part[][]} */ const partsOf = data.rows.map(() => []);
+for (const part of parts) partsOf[part.row].push(part);
+/** @type {Band[][]} */ const opening = data.rows.map(() => []);
+for (const band of bands) opening[band.first].push(band);
+/** @type {number[][]} */ const linesOf = parts.map(() => []);
+data.lines.forEach(([from, to], at) => { linesOf[from].push(at); linesOf[to].push(at); });
+const behind = make(svg, "g", { class: "frames" }), between = make(svg, "g", { class: "lines" });
+const front = make(svg, "g", { class: "boxes" }), headings = make(svg, "g", { class: "headings" });
 
-// ---- layout: rows from above; a folded band is one row
-const shown = { forward: true, backward: true, saved: true, carried: false };
+// ---- layout: heights of rows from above; a folded band is one row
+/** @type {(Band | null)[]} */ let foldedAt = [];
+/** @type {{key: string, points: number[][], kind: string, at: number, top: number, bottom: number}[]} */ let drawnLines = [];
+/** @type {Place[]} */ let places = [];
 let total = 0, scale = 1;
-const foldedAround = (row) => rowBand[row].map((at) => bands[at]).find((band) => band.folded);
 
 function layOut() {
+  foldedAt = data.rows.map(() => null);
+  places = [];
+  /** @type {Band[]} */ const open = [];
+  for (const band of bands) band.isDrawn = false;
   let y = G.top;
-  const tops = new Array(data.rows.length).fill(null);
-  for (let row = 0; row < data.rows.length; row++) {
-    const folded = foldedAround(row);
-    for (const at of rowBand[row]) {
-      const band = bands[at];
-      if (band.first === row) { band.y = y; band.isDrawn = !folded || band === folded || bands.indexOf(folded) > at; }
-      if (band.first === row && band.isDrawn) y += G.header;
-      if (band === folded) break;
+  for (let row = 0; row < data.rows.length;) {
+    let folded = null;
+    for (const band of opening[row]) {
+      band.y = y; band.isDrawn = true;
+      open.push(band);
+      y += G.header;
+      if (band.folded) { folded = band; break; }
     }
-    if (!folded) { tops[row] = y + 2; y += data.rows[row] * G.pitch; }
-    else if (folded.first === row) { folded.rowY = y + 2; y += G.pitch; }
-    if (folded && folded.last !== row) continue;
-    const ending = rowBand[row].map((at) => bands[at]).filter((band) => band.last === row && band.isDrawn).reverse();
-    for (const band of ending) {
-      if (folded && bands.indexOf(band) > bands.indexOf(folded)) continue;
-      y += G.foot; band.height = y - band.y - 2;
+    if (folded) {
+      for (let r = folded.first; r <= folded.last; r++) foldedAt[r] = folded;
+      placeSummary(folded, y + 2);
+      y += G.box + G.gap;
+      row = folded.last + 1;
+    } else {
+      y += placeRow(row, y + 2);
+      row += 1;
     }
+    for (let band = open.at(-1); band && band.last < row; band = open.at(-1)) { open.pop(); y += G.foot; band.height = y - band.y - 4; }
   }
   total = y + 20;
-  for (const box of boxes) {
-    const folded = foldedAround(box.row);
-    box.visible = !folded && shown[box.lane];
-    box.element.classList.toggle("gone", !box.visible);
-    if (!folded) {
-      box.y = tops[box.row] + box.line * G.pitch;
-      box.element.setAttribute("transform", `translate(${box.x} ${box.y})`);
-    }
-  }
-  bands.forEach(placeBand);
   placeLines();
-  svg.setAttribute("viewBox", `0 0 ${G.width} ${total}`);
   zoom(scale);
+  drawMap();
 }
 
-function placeBand(band) {
-  const outer = rowBand[band.first].map((at) => bands[at]).find((other) => other.folded);
-  const hidden = outer && outer !== band && bands.indexOf(outer) < bands.indexOf(band);
-  band.element.classList.toggle("gone", Boolean(hidden));
-  if (hidden) { band.summary.forEach((part) => part.group.classList.add("gone")); return; }
-  const x = 8 + 5 * Math.min(band.depth, 6);
-  for (const [key, value] of Object.entries({ x, y: band.y, width: G.width - 2 * x, height: Math.max(band.height, 10) }))
-    band.rect.setAttribute(key, value);
-  band.label.setAttribute("x", x + 6);
-  band.label.setAttribute("y", band.y + 11);
-  band.label.textContent = `${band.folded ? "\u25b8" : "\u25be"} ${band.name}`;
-  band.element.classList.toggle("folded", band.folded);
-  for (const part of band.summary) {
-    part.group.classList.toggle("gone", !band.folded || !part.count || !shown[part.lane]);
-    part.group.setAttribute("transform", `translate(${part.x} ${band.rowY || 0})`);
+function placeRow(/** @type {number} */ row, /** @type {number} */ y) {
+  /** @type {Record<string, number>} */ const extra = {};
+  let height = data.rows[row];
+  for (const part of partsOf[row]) {
+    const above = extra[part.column] || 0, own = part.isOpen ? part.shown.length * G.chip : 0;
+    part.top = y + part.y + above;
+    extra[part.column] = above + own;
+    height = Math.max(height, part.y + above + part.height + own + G.gap);
+    places.push({ key: part.key, x: G.columns[part.column].x, y: part.top, width: G.columns[part.column].width, height: part.height + own, band: null });
   }
+  return height;
 }
 
-// What stands for a box: itself, or the summary of the outermost folded band around it.
-function standIn(box) {
-  const folded = foldedAround(box.row);
-  if (!folded) return { x: box.x, y: box.y, width: box.width, height: box.height, lane: box.lane, row: box.row, key: box.key, pill: box.pill };
-  const part = folded.summary[box.lane === "forward" ? 0 : 1];
-  return { x: part.x, y: folded.rowY, width: G.box, height: G.high, lane: box.lane, row: folded.first, key: `${folded.key} ${box.lane}`, pill: false };
+function placeSummary(/** @type {Band} */ band, /** @type {number} */ y) {
+  const columns = new Set();
+  for (let row = band.first; row <= band.last; row++) for (const part of partsOf[row]) { part.top = y; columns.add(part.column); }
+  for (const column of columns) places.push({ key: `${band.key} ${column}`, x: G.columns[column].x, y, width: G.columns[column].width, height: G.box, band });
+}
+
+function standIn(/** @type {Part} */ part) {
+  const band = foldedAt[part.row];
+  return band ? { key: `${band.key} ${part.column}`, y: part.top, height: G.box } : { key: part.key, y: part.top, height: part.height };
 }
 
 function placeLines() {
+  drawnLines = [];
   const seen = new Set();
-  for (const line of lines) {
-    const a = standIn(line.from), b = standIn(line.to), key = `${a.key}\n${b.key}`;
-    const off = a.key === b.key || !shown[a.lane] || !shown[b.lane] || seen.has(key)
-      || (line.kind === "saved" && !shown.saved) || ((line.kind === "carried" || line.kind === "fan") && !shown.carried);
-    line.element.classList.toggle("gone", off);
-    if (off) continue;
+  const isShown = { saved: need("saved", HTMLInputElement).checked, fan: need("fan", HTMLInputElement).checked };
+  data.lines.forEach(([from, to, kind, , points], at) => {
+    const ends = [standIn(parts[from]), standIn(parts[to])], key = `${ends[0].key}\n${ends[1].key}`;
+    if (ends[0].key === ends[1].key || seen.has(key) || (kind === "saved" && !isShown.saved) || (kind === "fan" && !isShown.fan)) return;
     seen.add(key);
-    line.element.setAttribute("d", route(a, b));
-  }
+    const placed = points.map(([x, end, share]) => [x, ends[end].y + share * ends[end].height]);
+    const ys = placed.map(([, y]) => y);
+    drawnLines.push({ key, points: placed, kind, at, top: Math.min(...ys), bottom: Math.max(...ys) });
+  });
 }
 
-function route(a, b) {
-  const right = b.x > a.x, down = b.y > a.y;
-  if (a.y === b.y || a.pill || b.pill || a.lane !== b.lane) {
-    const from = [a.x + (right ? a.width : 0), a.y + a.height / 2], to = [b.x + (right ? 0 : b.width), b.y + b.height / 2];
-    if (from[1] === to[1]) return `M${from}L${to}`;
-    const reach = right ? 20 : -20;
-    return `M${from}C${from[0] + reach} ${from[1]} ${to[0] - reach} ${to[1]} ${to}`;
-  }
-  const from = [a.x + a.width / 2, a.y + (down ? a.height : 0)], to = [b.x + b.width / 2, b.y + (down ? 0 : b.height)];
-  if (Math.abs(from[1] - to[1]) < G.far * G.pitch) return `M${from}L${to}`;
-  const bulge = Math.min(90, 24 + Math.abs(from[1] - to[1]) * 0.04) * (a.lane === "forward" ? -1 : 1);
-  const side = a.lane === "forward" ? Math.min(from[0], to[0]) : Math.max(from[0], to[0]);
-  return `M${from}C${side + bulge} ${from[1]} ${side + bulge} ${to[1]} ${to}`;
+// ---- drawing of what is in sight
+/** @type {Map<string, Element>} */ const elements = new Map();
+let isWaiting = false;
+function draw() {
+  isWaiting = false;
+  const high = view.clientHeight / scale, top = view.scrollTop / scale - high / 2, bottom = top + 2 * high;
+  const kept = new Set();
+  /** @param {string} key @param {() => Element} create */
+  const keep = (key, create) => { kept.add(key); if (!elements.has(key)) elements.set(key, create()); };
+  for (const band of bands) if (band.isDrawn && band.y < bottom && band.y + band.height > top) keep(`band ${band.key} ${band.y} ${band.height} ${band.folded}`, () => drawBand(band));
+  for (const place of places) if (place.y < bottom && place.y + place.height > top) keep(`box ${place.key} ${place.y} ${place.height}`, () => drawBox(place));
+  for (const line of drawnLines) if (line.top < bottom && line.bottom > top) keep(`line ${line.at} ${line.top} ${line.bottom}`, () => drawLine(line));
+  for (const [key, element] of elements) if (!kept.has(key)) { element.remove(); elements.delete(key); }
+  headings.setAttribute("transform", `translate(0 ${view.scrollTop / scale})`);
+  drawMap();
+}
+function drawSoon() { if (!isWaiting) { isWaiting = true; requestAnimationFrame(draw); } }
+function redraw() { for (const element of elements.values()) element.remove(); elements.clear(); draw(); }
+
+function drawBand(/** @type {Band} */ band) {
+  const group = make(behind, "g", { class: "band", "data-band": band.key }), x = G.insets[Math.min(band.depth, G.insets.length - 1)];
+  make(group, "rect", { x, y: band.y, width: G.width - 2 * x, height: Math.max(band.height, 10), rx: 3 });
+  const head = make(group, "g", { role: "button", tabindex: 0, "aria-expanded": String(!band.folded), "aria-label": band.name });
+  make(head, "title", {}, `${band.key}: click to fold or unfold`);
+  make(head, "text", { x: x + 6, y: band.y + 14 }, `${band.folded ? "\u25b8" : "\u25be"} ${band.name}`);
+  head.addEventListener("click", () => { if (!dragged) fold(band, !band.folded); });
+  head.addEventListener("keydown", (event) => {
+    const { key } = /** @type {KeyboardEvent} */ (event);
+    if (key !== "Enter" && key !== " ") return;
+    event.preventDefault(); event.stopPropagation();
+    fold(band, !band.folded);
+    [...svg.querySelectorAll(".band")].find((one) => one.getAttribute("data-band") === band.key)?.querySelector("g")?.focus();
+  });
+  return group;
 }
 
-function fold(band, folded) { band.folded = folded; layOut(); say(`${band.name} ${folded ? "folded" : "unfolded"}`); }
-function foldAll(folded) { bands.forEach((band) => { band.folded = folded; }); layOut(); }
-function reveal(box) {
-  const around = rowBand[box.row].map((at) => bands[at]).filter((band) => band.folded);
-  if (!around.length && shown[box.lane]) return;
+function drawBox(/** @type {Place} */ place) {
+  const part = partOf.get(place.key), band = place.band;
+  const inside = part ? [part] : band ? insideOf(band, place.key.slice(band.key.length + 1)) : [];
+  const isInserted = inside.some((one) => one.edits.length > 0);
+  const classes = part ? part.classes : `node summary${isInserted ? " inserted" : ""}`;
+  const group = make(front, "g", { class: classes, transform: `translate(${place.x} ${place.y})`, "data-part": place.key });
+  if (part && part.edits.length) group.setAttribute("data-edit", data.edits[part.edits[0]].site);
+  const texts = part ? [part.text, part.small] : [band ? band.name : "", `${inside.length} ${isInserted ? "edit" : place.x === G.columns.input?.x ? "input" : "op"}${inside.length > 1 ? "s" : ""}`];
+  make(group, "title", {}, part ? part.title : texts.join(": "));
+  const rect = make(group, "rect", { width: place.width, height: part ? part.height : G.box, rx: 3 });
+  const fill = fillOf(inside);
+  if (fill) rect.setAttribute("style", `fill:${fill}`);
+  const high = part ? part.height : G.box;
+  make(group, "text", { x: G.pad, y: texts[1] ? high / 2 - 3 : high / 2 + 4 }, fitted(texts[0], place.width, Boolean(part)));
+  if (texts[1]) make(group, "text", { x: G.pad, y: high - 6, class: "small" }, texts[1]);
+  for (const name of part && !part.isOpen ? part.nodes : []) make(make(group, "g", { "data-node": name }), "title", {}, name);
+  if (part && part.isOpen) part.shown.forEach((name, at) => drawChip(group, part, name, high + at * G.chip, place.width));
+  group.classList.toggle("selected", part === selected && part !== undefined && part !== null);
+  group.classList.toggle("partner", Boolean(part && selected && partners(selected).includes(part)));
+  group.classList.toggle("hit", inside.some((one) => hitSet.has(one)));
+  group.addEventListener("click", () => { if (!dragged) { if (part) select(part, { scroll: false, open: part === selected ? !part.isOpen : part.isOpen }); else if (band) fold(band, false); } });
+  group.addEventListener("pointerenter", () => light(inside, true));
+  group.addEventListener("pointerleave", () => light(inside, false));
+  return group;
+}
+
+/** @param {Element} group @param {Part} part @param {string} name @param {number} y @param {number} width */
+function drawChip(group, part, name, y, width) {
+  const chip = make(group, "g", { class: "chip", transform: `translate(12 ${y})`, "data-node": name });
+  make(chip, "title", {}, `${name}: ${data.nodes[name].target}`);
+  make(chip, "rect", { width: width - 12, height: G.chip - 2, rx: 3 });
+  make(chip, "text", { x: G.pad, y: G.chip / 2 + 4 }, fitted(`${data.nodes[name].target.split(".")[1] || data.nodes[name].target}: ${name}`, width - 12, false));
+  chip.addEventListener("click", (event) => { event.stopPropagation(); if (!dragged) select(part, { scroll: false, node: name }); });
+}
+
+const css = getComputedStyle(document.documentElement);
+/** @param {string} name */
+const theme = (name) => css.getPropertyValue(name).trim();
+const pen = map.getContext("2d");
+function fitted(/** @type {string} */ text, /** @type {number} */ width, /** @type {boolean} */ isFitted) {
+  if (isFitted || !pen) return text;
+  pen.font = '12px "DejaVu Sans", Verdana, Arial, sans-serif';
+  let shown = text;
+  for (let cut = 1; pen.measureText(shown).width > width - 2 * G.pad; cut++) shown = `${text.slice(0, Math.ceil((text.length - cut) / 2))}..${text.slice(Math.ceil((text.length + cut) / 2))}`;
+  return shown;
+}
+
+/** @param {{points: number[][], kind: string, at: number}} line */
+function drawLine({ points, kind, at }) {
+  const [from, to, , tensors] = data.lines[at], [first, ...rest] = points;
+  const path = make(between, "path", { d: `M${first.join(" ")}${rest.length > 1 ? "C" : "L"}${rest.map((p) => p.join(" ")).join(" ")}`, class: kind, "data-line": at });
+  if (tensors > 1) path.setAttribute("style", `stroke-width:${1 + 0.4 * Math.log2(tensors)}`);
+  path.classList.toggle("lit", Boolean(selected && (from === selected.at || to === selected.at)));
+  return path;
+}
+
+function light(/** @type {Part[]} */ inside, /** @type {boolean} */ isLit) {
+  for (const part of inside.slice(0, 50)) for (const at of linesOf[part.at]) for (const path of between.querySelectorAll(`[data-line="${at}"]`)) path.classList.toggle("lit", isLit || part === selected);
+}
+
+function insideOf(/** @type {Band} */ band, /** @type {string} */ column) {
+  const found = [];
+  for (let row = band.first; row <= band.last; row++) for (const part of partsOf[row]) if (part.column === column) found.push(part);
+  return found;
+}
+
+function drawHeadings() {
+  make(headings, "rect", { width: G.width, height: 22 });
+  for (const { x, heading } of Object.values(G.columns)) make(headings, "text", { x, y: 15 }, heading);
+}
+
+// ---- the map of the whole ladder
+function drawMap() {
+  const isShown = !view.classList.contains("gone") && total * scale > 1.5 * view.clientHeight;
+  map.classList.toggle("gone", !isShown);
+  if (!pen || !isShown) return;
+  const wide = map.width / G.width, high = map.height / total;
+  pen.clearRect(0, 0, map.width, map.height);
+  let last = -1;
+  for (const place of places) {
+    const y = Math.round(place.y * high), isEdit = place.x === G.columns.edit?.x;
+    if (y === last && !isEdit) continue;
+    last = y;
+    pen.fillStyle = theme(isEdit ? "--inserted-edge" : "--faint");
+    pen.fillRect(place.x * wide, y, place.width * wide, Math.max(1, place.height * high - 1));
+  }
+  pen.strokeStyle = theme("--accent");
+  pen.strokeRect(view.scrollLeft / scale * wide, view.scrollTop / scale * high, view.clientWidth / scale * wide, view.clientHeight / scale * high);
+}
+map.addEventListener("pointerdown", (event) => {
+  view.scrollTop = event.offsetY / map.height * total * scale - view.clientHeight / 2;
+  view.scrollLeft = event.offsetX / map.width * G.width * scale - view.clientWidth / 2;
+});
+
+// ---- folding and zoom
+function fold(/** @type {Band} */ band, /** @type {boolean} */ folded) { band.folded = folded; layOut(); say(`${band.name} ${folded ? "folded" : "unfolded"}`); }
+function foldAll(/** @type {boolean} */ folded) { for (const band of bands) band.folded = folded; layOut(); say(folded ? "all folded" : "all unfolded"); }
+function reveal(/** @type {Part} */ part) {
+  showTab("ladder");
+  const around = bands.filter((band) => band.folded && band.first <= part.row && part.row <= band.last);
   for (const band of around) band.folded = false;
-  shown[box.lane] = true;
-  $("lane-" + box.lane).checked = true;
-  layOut();
+  return around.length > 0;
 }
-
+/** @param {number} to @param {[number, number] | null} focus */
 function zoom(to, focus = null) {
   const [x, y] = focus || [view.clientWidth / 2, view.clientHeight / 2];
-  const at = [(view.scrollLeft + x) / scale, (view.scrollTop + y) / scale];
+  const at = [(view.scrollLeft + x) / scale, (view.scrollTop + y) / scale], before = scale;
   scale = Math.min(4, Math.max(0.05, to));
-  svg.setAttribute("width", G.width * scale);
-  svg.setAttribute("height", total * scale);
-  view.scrollLeft = at[0] * scale - x;
-  view.scrollTop = at[1] * scale - y;
+  svg.setAttribute("viewBox", `0 0 ${G.width} ${total}`);
+  svg.setAttribute("width", String(G.width * scale));
+  svg.setAttribute("height", String(total * scale));
+  if (scale !== before) { view.scrollLeft = at[0] * scale - x; view.scrollTop = at[1] * scale - y; }
+  draw();
+}
+function showTab(/** @type {"overview" | "ladder"} */ name) {
+  for (const one of ["overview", "ladder"]) {
+    need(one, HTMLDivElement).classList.toggle("gone", one !== name);
+    const tab = need(`tab-${one}`, HTMLButtonElement);
+    tab.setAttribute("aria-selected", String(one === name));
+    tab.tabIndex = one === name ? 0 : -1;
+  }
+  if (name === "ladder") draw(); else drawMap();
 }
 
-// ---- choosing a node
-let selected = null;
-function select(box, { scroll = true } = {}) {
-  if (!box) return;
-  reveal(box);
-  svg.querySelectorAll(".selected, .partner").forEach((e) => e.classList.remove("selected", "partner"));
-  selected = box;
-  box.element.classList.add("selected");
-  partners(box).forEach((other) => other.element.classList.add("partner"));
+// ---- choosing a box
+/** @type {Part | null} */ let selected = null;
+/** @param {Part | undefined | null} part @param {{scroll?: boolean, open?: boolean, node?: string}} options */
+function select(part, { scroll = true, open = false, node = "" } = {}) {
+  if (!part) return;
+  selected = part;
+  const isOpen = part.nodes.length > 0 && (open || node !== "");
+  const isChanged = reveal(part) || isOpen !== part.isOpen;
+  part.isOpen = isOpen;
+  if (isChanged) layOut();
   if (scroll) {
-    view.scrollLeft = (box.x + box.width / 2) * scale - view.clientWidth / 2;
-    view.scrollTop = (box.y + box.height / 2) * scale - view.clientHeight / 2;
+    const column = G.columns[part.column];
+    view.scrollLeft = (column.x + column.width / 2) * scale - view.clientWidth / 2;
+    view.scrollTop = part.top * scale - view.clientHeight / 2;
   }
-  showDetails(box);
+  redraw();
+  showDetails(part, node);
+  const name = node || (part.edits.length ? data.edits[part.edits[0]].site : part.nodes[0]);
+  if (name && location.protocol !== "about:") history.replaceState(null, "", `#${encodeURIComponent(name)}`); // a notebook's frame has no address
 }
-const partners = (box) => boxes.filter((other) => other.row === box.row && other.lane !== box.lane && !other.pill && data.nodes[other.key]);
-
-function showDetails(box) {
-  const place = $("details");
-  place.replaceChildren();
-  const node = data.nodes[box.key];
-  if (!node) {
-    const empty = box.key.startsWith("edit ") ? data.edits[Number(box.key.slice(5))] : null;
-    make(place, "p", {}, empty ? `${empty.action} at ${empty.site}: no nodes of its own` : box.key);
-    showRecords(place, box.sites);
-    return;
-  }
-  const list = make(place, "dl");
-  const rows = { node: box.key, calls: node.target, op: node.op, module: node.module || "(model)", lane: box.lane,
-    shape: `[${node.shape}] ${node.dtype}`, source: node.source };
-  if (node.edit >= 0) rows.inserted = `${data.edits[node.edit].action} at ${data.edits[node.edit].site}`;
-  else if (box.inserted) rows.inserted = "carries records";
-  if (box.sites.length) rows.sites = box.sites.join(", ");
-  for (const [name, value] of Object.entries(rows)) if (value) { make(list, "dt", {}, name); make(list, "dd", {}, value); }
-  make(place, "h2", {}, "code");
-  make(place, "pre", {}, node.code || "(an input)");
-  const others = partners(box);
-  make(place, "h2", {}, others.length ? "partner in the other lane" : "no partner in the other lane");
-  const names = make(place, "ul");
-  for (const other of others.slice(0, 12)) {
-    const button = make(make(names, "li"), "button", { "data-partner": other.key }, `${other.key}: ${data.nodes[other.key].target}`);
+function partners(/** @type {Part} */ part) {
+  const isLane = (/** @type {Part} */ one) => Number(one.edits.length > 0);
+  return partsOf[part.row].filter((other) => other !== part && !["input", "output", part.column].includes(other.column)).sort((a, b) => isLane(a) - isLane(b));
+}
+function list(/** @type {Element} */ parent, /** @type {string} */ title, /** @type {Part[]} */ found) {
+  if (!found.length) return;
+  make(parent, "h3", {}, title);
+  const names = make(parent, "ul");
+  for (const other of found.slice(0, 12)) {
+    const button = make(make(names, "li"), "button", { type: "button", "data-partner": other.key }, [other.text, other.small].filter(Boolean).join(" \u00b7 "));
     button.addEventListener("click", () => select(other));
   }
-  showRecords(place, box.sites);
+  if (found.length > 12) make(parent, "p", {}, `and ${found.length - 12} more`);
+}
+function showDetails(/** @type {Part} */ part, /** @type {string} */ node) {
+  const place = need("details", HTMLDivElement);
+  place.replaceChildren();
+  const named = make(place, "dl"), first = data.nodes[node || part.nodes[0]];
+  /** @type {Record<string, string | undefined>} */ const rows = { box: [part.text, part.small].filter(Boolean).join(" \u00b7 "), column: part.column, module: first && (first.module || "(model)"),
+    node, calls: node && first ? first.target : "", shape: first && `[${first.shape}] ${first.dtype}`, source: first && first.source };
+  if (part.edits.length) rows.edit = part.edits.map((at) => `${data.edits[at].action} at ${data.edits[at].site}`).join("; ");
+  rows.sites = part.sites.filter((site) => site.includes(":")).join(", ");
+  for (const [name, value] of Object.entries(rows)) if (value) { make(named, "dt", {}, name); make(named, "dd", {}, value); }
+  const shown = node ? [node] : part.shown;
+  if (shown.length) make(place, "pre", {}, shown.slice(0, 30).map((name) => data.nodes[name].code || name).join("\n") + (shown.length > 30 ? `\nand ${shown.length - 30} more` : ""));
+  list(place, "partners", partners(part));
+  list(place, "inputs", linesOf[part.at].filter((at) => data.lines[at][1] === part.at).map((at) => parts[data.lines[at][0]]));
+  list(place, "users", linesOf[part.at].filter((at) => data.lines[at][0] === part.at).map((at) => parts[data.lines[at][1]]));
+  for (const site of part.sites) for (const [record, values] of Object.entries(data.records.values[site] || {})) { make(place, "h3", {}, `${record}@${site}`); curve(place, values); }
 }
 
-function showRecords(place, sites) {
-  for (const site of sites) {
-    for (const [record, values] of Object.entries(data.records.values[site] || {})) {
-      make(place, "h2", {}, `${record}@${site}`);
-      curve(place, values);
-    }
-  }
-}
-
-const number = (value) => (typeof value === "string" ? Number(value) : value);
-function curve(place, values) {
-  const wide = 330, high = 70, known = values.map((v) => (v === null ? null : number(v)));
-  const finite = known.filter((v) => v !== null && Number.isFinite(v));
+/** @param {Value} value @returns {number} */
+const number = (value) => (value === null ? NaN : Number(value));
+function curve(/** @type {Element} */ place, /** @type {Value[]} */ values) {
+  const wide = 310, high = 70, known = values.map((v) => (v === null ? null : number(v)));
+  const finite = /** @type {number[]} */ (known.filter((v) => v !== null && Number.isFinite(v)));
   const low = Math.min(...finite, 0), top = Math.max(...finite, low);
-  const chart = make(place, "svg", { class: "curve", viewBox: `0 0 ${wide} ${high}`, role: "img" });
-  const x = (n) => 6 + (wide - 12) * (known.length > 1 ? n / (known.length - 1) : 0.5);
-  const y = (v) => high - 14 - (high - 26) * ((v - low) / (top - low || 1));
-  const points = known.map((v, n) => (v !== null && Number.isFinite(v) ? `${x(n)},${y(v)}` : null)).filter(Boolean);
-  make(chart, "title", {}, `${finite.length} finite values of ${known.filter((v) => v !== null).length}`);
-  make(chart, "polyline", { points: points.join(" ") });
-  known.forEach((v, n) => { if (v !== null && !Number.isFinite(v)) make(chart, "line", { class: "bad", x1: x(n), x2: x(n), y1: 2, y2: high - 12 }); });
-  const at = data.records.steps.indexOf(stepNow());
-  if (at >= 0) make(chart, "line", { class: "now", x1: x(at), x2: x(at), y1: 2, y2: high - 12 });
-  make(chart, "text", { x: 6, y: 9, class: "small" }, finite.length ? `${top.toPrecision(4)}` : "nothing finite");
-  make(chart, "text", { x: 6, y: high - 2, class: "small" }, `steps ${data.records.steps[0]} to ${data.records.steps.at(-1)}`);
+  const chart = make(place, "svg", { class: "curve", viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": `${finite.length} finite values, ${low.toPrecision(4)} to ${top.toPrecision(4)}` });
+  const x = (/** @type {number} */ n) => 6 + (wide - 12) * (known.length > 1 ? n / (known.length - 1) : 0.5);
+  const y = (/** @type {number} */ v) => high - 16 - (high - 30) * ((v - low) / (top - low || 1));
+  make(chart, "polyline", { points: known.flatMap((v, n) => (v !== null && Number.isFinite(v) ? [`${x(n)},${y(v)}`] : [])).join(" ") });
+  known.forEach((v, n) => { if (v !== null && !Number.isFinite(v)) make(chart, "line", { class: "bad", x1: x(n), x2: x(n), y1: 2, y2: high - 14 }); });
+  const step = stepNow(), at = step === null ? -1 : data.records.steps.indexOf(step);
+  if (at >= 0) make(chart, "line", { class: "now", x1: x(at), x2: x(at), y1: 2, y2: high - 14 });
+  make(chart, "text", { x: 6, y: 11, class: "small" }, finite.length ? top.toPrecision(4) : "nothing finite");
+  make(chart, "text", { x: 6, y: high - 3, class: "small" }, `steps ${data.records.steps[0]} to ${data.records.steps.at(-1)}`);
 }
 
-// ---- search
-let hits = [], hit = -1;
-function search(text) {
-  const wanted = text.trim().toLowerCase();
-  hits = wanted ? boxes.filter((box) => box.text.includes(wanted)) : [];
-  hit = -1;
-  const found = new Set(hits);
-  svg.classList.toggle("searching", Boolean(wanted));
-  boxes.forEach((box) => box.element.classList.toggle("hit", found.has(box)));
-  for (const band of bands) for (const part of band.summary)
-    part.group.classList.toggle("hit", band.inside.some((box) => box.lane === part.lane && found.has(box)));
-  $("count").textContent = wanted ? `${hits.length} found` : "";
+// ---- search: exact sites and edits first, then what begins with the words, then the rest; grouped by module
+/** @type {Part[]} */ let hits = [];
+/** @type {Set<Part>} */ let hitSet = new Set();
+let hit = -1;
+function wordsOf(/** @type {Part} */ part) {
+  part.words ||= [part.title, part.text, ...part.sites, ...part.nodes, ...part.nodes.map((name) => `${data.nodes[name].target} ${data.nodes[name].source}`)].join("\n").toLowerCase();
+  return part.words;
 }
-function nextHit(by) {
+function rank(/** @type {Part} */ part, /** @type {string} */ wanted) {
+  if (part.sites.some((site) => site.toLowerCase() === wanted)) return part.edits.length ? 0 : 1;
+  if (part.nodes.includes(wanted)) return 1;
+  if (part.edits.length) return part.sites.some((site) => site.toLowerCase().includes(wanted)) ? 2 : 4;
+  return part.text.toLowerCase().startsWith(wanted) ? 3 : 5;
+}
+function search(/** @type {string} */ text) {
+  const wanted = text.trim().toLowerCase();
+  const ranked = (wanted ? parts.filter((part) => wordsOf(part).includes(wanted)) : []).map((part) => ({ part, rank: rank(part, wanted) }));
+  hits = ranked.sort((a, b) => a.rank - b.rank || a.part.at - b.part.at).map(({ part }) => part);
+  hitSet = new Set(hits);
+  hit = -1;
+  svg.classList.toggle("searching", Boolean(wanted));
+  need("count", HTMLSpanElement).textContent = wanted ? `${hits.length} found` : "";
+  const place = need("results", HTMLDivElement);
+  place.replaceChildren();
+  if (wanted) make(place, "h2", {}, "results by module");
+  /** @type {Map<string, Element>} */ const groups = new Map();
+  hits.slice(0, 200).forEach((part, at) => {
+    const module = data.nodes[part.nodes[0]]?.module || "(model)";
+    if (!groups.has(module)) {
+      const group = make(place, "details");
+      group.toggleAttribute("open", groups.size < 4);
+      make(group, "summary", {}, module);
+      groups.set(module, make(group, "ul"));
+    }
+    const button = make(make(/** @type {Element} */ (groups.get(module)), "li"), "button", { type: "button", "data-result": at }, [part.text, part.small].filter(Boolean).join(" \u00b7 "));
+    button.addEventListener("click", () => { hit = at - 1; nextHit(1); });
+  });
+  redraw();
+}
+function nextHit(/** @type {number} */ by) {
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
-  $("count").textContent = `${hit + 1} of ${hits.length}`;
+  need("count", HTMLSpanElement).textContent = `${hit + 1} of ${hits.length}`;
   select(hits[hit]);
 }
 
 // ---- colors by step
-const stepNow = () => ($("step") && Number($("step").value) < data.records.steps.length ? data.records.steps[Number($("step").value)] : null);
+const slider = need("step", HTMLInputElement), chosen = need("metric", HTMLSelectElement);
+/** @returns {number | null} */
+const stepNow = () => data.records.steps[Number(slider.value)] ?? null;
+function colorOf(/** @type {string[]} */ sites) {
+  const metric = data.metrics[Number(chosen.value)], step = stepNow();
+  if (!metric) return "";
+  const at = step === null ? -1 : data.records.steps.indexOf(step);
+  const found = sites.flatMap((site) => {
+    const values = metric.values[site], value = values && (step === null ? values.total : values.steps[at]);
+    return value === undefined || value === null ? [] : [number(value)];
+  });
+  if (!found.length) return "";
+  if (found.some((value) => !Number.isFinite(value))) return data.palette.bad;
+  return metric.name === "clip strength" ? color(metric, Math.min(...found)) : color(metric, Math.max(...found));
+}
+function color(/** @type {Metric} */ metric, /** @type {number} */ value) {
+  if (metric.name === "not finite" && value <= 0) return data.palette.none;
+  const above = metric.bins.filter((bound) => value >= bound).length;
+  return data.palette.stops[metric.name === "clip strength" ? data.palette.stops.length - 1 - above : above];
+}
+/** @param {Part[]} inside @returns {string} */
+const fillOf = (inside) => colorOf(inside.flatMap((part) => part.sites));
 function recolor() {
   if (!data.metrics.length) return;
-  const metric = data.metrics[Number($("metric").value)], step = stepNow();
-  $("stepname").textContent = step === null ? "all steps" : `step ${step}`;
-  const at = data.records.steps.indexOf(step);
-  for (const box of boxes) {
-    let value = null;
-    for (const site of box.sites) {
-      const values = metric.values[site];
-      if (values) value = step === null ? number(values.total) : (values.steps[at] === null ? null : number(values.steps[at]));
-    }
-    box.value = value === undefined ? null : value;
-    box.rect.setAttribute("style", box.value === null ? "" : `fill:${color(metric, value)}`);
-  }
-  for (const band of bands) for (const part of band.summary) { // the strongest of what is folded
-    const values = band.inside.filter((box) => box.lane === part.lane && box.value !== null).map((box) => box.value);
-    const bad = values.find((value) => !Number.isFinite(value));
-    const worst = bad === undefined ? Math.max(...values) : bad;
-    part.rect.setAttribute("style", values.length ? `fill:${color(metric, worst)}` : "");
-  }
-  const legend = $("legend");
+  const step = stepNow();
+  need("stepname", HTMLSpanElement).textContent = step === null ? "all steps" : `step ${step}`;
+  const legend = need("legend", HTMLSpanElement);
   legend.replaceChildren();
-  for (const [fill, words] of metric.legend) {
-    make(legend, "i").style.background = fill;
+  for (const [fill, words] of data.metrics[Number(chosen.value)].legend) {
+    /** @type {HTMLElement} */ (make(legend, "i")).style.background = fill;
     make(legend, "span", {}, words);
   }
-  if (selected) showDetails(selected);
+  overviewBoxes.forEach((box, at) => {
+    const fill = colorOf(Object.values(data.overview)[at]);
+    box.querySelector("rect")?.setAttribute("style", fill ? `fill:${fill}` : "");
+  });
+  redraw();
+  if (selected) showDetails(selected, "");
 }
-function color(metric, value) {
-  if (!Number.isFinite(value)) return data.palette.bad;
-  if (metric.name === "not finite" && value <= 0) return data.palette.none;
-  let place = 0;
-  if (metric.name === "clip rate") place = value;
-  else if (value > 0 && metric.low > 0) place = metric.high > metric.low ? Math.log(value / metric.low) / Math.log(metric.high / metric.low) : 1;
-  const stops = data.palette.stops;
-  return stops[Math.round(Math.min(1, Math.max(0, place)) * (stops.length - 1))];
-}
-
-function say(text) { $("status").textContent = text; }
 
 // ---- controls
-const actions = new Map(); // edits by action, each list to be opened
-data.edits.forEach((edit) => actions.set(edit.action, (actions.get(edit.action) || 0) + 1));
-for (const [action, count] of actions) {
-  const group = make(make($("edits"), "li"), "details", { "data-action": action });
-  if (data.edits.length <= data.most_listed || actions.size === 1) group.open = true;
-  make(group, "summary", {}, `${action} (${count})`);
-  actions.set(action, make(group, "ol"));
+const overviewBoxes = [...need("overview", HTMLDivElement).querySelectorAll(".boxes > g")];
+for (const box of overviewBoxes) {
+  const go = () => {
+    const name = box.querySelector("[data-node]")?.getAttribute("data-node");
+    const site = box.getAttribute("data-edit") || box.querySelector("[data-edit]")?.getAttribute("data-edit");
+    const at = site ? data.edits.findIndex((edit) => edit.site === site) : -1;
+    select(partOf.get(at >= 0 ? `edit ${at}` : name || ""));
+  };
+  box.setAttribute("tabindex", "0");
+  box.setAttribute("role", "button");
+  box.addEventListener("click", go);
+  box.addEventListener("keydown", (event) => { if (["Enter", " "].includes(/** @type {KeyboardEvent} */ (event).key)) { event.preventDefault(); event.stopPropagation(); go(); view.focus(); } });
 }
-data.edits.forEach((edit, at) => {
-  const list = actions.get(edit.action);
-  const button = make(make(list, "li"), "button", { "data-jump": String(at), title: edit.action }, edit.site);
-  button.addEventListener("click", () => { atEdit = at; select(byName.get(edit.nodes[0] || `edit ${at}`)); say(`edit ${at + 1} of ${data.edits.length}`); });
-});
-boxes.forEach((box) => box.element.addEventListener("click", () => { if (!dragged) select(box, { scroll: false }); }));
-$("search").addEventListener("input", (event) => search(event.target.value));
-$("search").addEventListener("keydown", (event) => {
-  if (event.key === "Enter") { nextHit(event.shiftKey ? -1 : 1); event.preventDefault(); }
-  if (event.key === "Escape") { event.target.value = ""; search(""); view.focus(); }
-});
-$("fold").addEventListener("click", () => foldAll(true));
-$("unfold").addEventListener("click", () => foldAll(false));
-$("in").addEventListener("click", () => zoom(scale * 1.25));
-$("out").addEventListener("click", () => zoom(scale / 1.25));
-$("fit").addEventListener("click", () => { zoom(Math.min(view.clientWidth / G.width, 1.5)); view.scrollTop = 0; });
-$("enlarge")?.addEventListener("click", () => {
-  const large = $("large");
-  if (!large.querySelector("img")) large.prepend($("curves").querySelector("img").cloneNode());
+let atEdit = -1;
+function nextEdit(/** @type {number} */ by) {
+  if (!data.edits.length) return;
+  jump((atEdit < 0 && by < 0 ? data.edits.length - 1 : atEdit + by + data.edits.length) % data.edits.length);
+}
+function jump(/** @type {number} */ at) { atEdit = at; select(partOf.get(`edit ${at}`)); say(`edit ${at + 1} of ${data.edits.length}`); }
+for (const button of need("edits", HTMLDivElement).querySelectorAll("button")) button.addEventListener("click", () => jump(Number(button.getAttribute("data-jump"))));
+
+function onClick(/** @type {string} */ id, /** @type {() => void} */ action) { document.getElementById(id)?.addEventListener("click", action); }
+onClick("tab-overview", () => showTab("overview"));
+onClick("tab-ladder", () => showTab("ladder"));
+onClick("fold", () => foldAll(true));
+onClick("unfold", () => foldAll(false));
+onClick("in", () => zoom(scale * 1.25));
+onClick("out", () => zoom(scale / 1.25));
+onClick("fit", () => { zoom(Math.min(view.clientWidth / G.width, 1.5)); view.scrollTop = 0; });
+onClick("next", () => nextHit(1));
+onClick("previous", () => nextHit(-1));
+onClick("help", () => need("keys", HTMLDialogElement).showModal());
+onClick("enlarge", () => {
+  const large = need("large", HTMLDialogElement), image = need("curves", HTMLDivElement).querySelector("img");
+  if (image && !large.querySelector("img")) large.prepend(image.cloneNode());
   large.showModal();
 });
-$("next").addEventListener("click", () => nextHit(1));
-$("previous").addEventListener("click", () => nextHit(-1));
-$("help").addEventListener("click", () => $("keys").showModal());
-for (const name of ["forward", "backward", "saved", "carried"]) {
-  const box = $(name === "forward" || name === "backward" ? "lane-" + name : name);
-  box.checked = shown[name];
-  box.addEventListener("change", () => { shown[name] = box.checked; layOut(); });
-}
+for (const id of ["saved", "fan"]) document.getElementById(id)?.addEventListener("change", layOut);
+const field = need("search", HTMLInputElement);
+field.addEventListener("input", () => search(field.value));
+field.addEventListener("keydown", (event) => {
+  if (event.key === "Enter") { nextHit(event.shiftKey ? -1 : 1); event.preventDefault(); }
+  if (event.key === "Escape") { field.value = ""; search(""); view.focus(); }
+});
 if (data.metrics.length) {
-  data.metrics.forEach((metric, at) => make($("metric"), "option", { value: String(at) }, metric.name));
-  $("metric").value = String(Math.max(0, data.metrics.findIndex((metric) => metric.name === data.color_by)));
-  $("step").max = String(data.records.steps.length);
-  $("step").value = $("step").max;
-  $("metric").addEventListener("change", recolor);
-  $("step").addEventListener("input", recolor);
-} else $("colors").classList.add("gone");
+  data.metrics.forEach((metric, at) => make(chosen, "option", { value: at }, metric.name));
+  chosen.value = String(Math.max(0, data.metrics.findIndex((metric) => metric.name === data.color_by)));
+  slider.max = String(data.records.steps.length);
+  slider.value = slider.max;
+  chosen.addEventListener("change", recolor);
+  slider.addEventListener("input", recolor);
+} else need("colors", HTMLFieldSetElement).classList.add("gone");
 
-let drag = null, dragged = false;
+/** @type {{x: number, y: number, left: number, top: number} | null} */ let drag = null;
+let dragged = false;
+view.addEventListener("scroll", drawSoon);
 view.addEventListener("pointerdown", (event) => {
   dragged = false;
   if (event.button === 0 && event.pointerType === "mouse") drag = { x: event.clientX, y: event.clientY, left: view.scrollLeft, top: view.scrollTop };
@@ -373,6 +511,8 @@ window.addEventListener("pointermove", (event) => {
   view.scrollTop = drag.top - y;
 });
 window.addEventListener("pointerup", () => { drag = null; view.classList.remove("dragging"); });
+window.addEventListener("resize", drawSoon);
+window.addEventListener("hashchange", () => openHash());
 view.addEventListener("wheel", (event) => {
   if (!event.ctrlKey && !event.metaKey) return;
   event.preventDefault();
@@ -380,34 +520,50 @@ view.addEventListener("wheel", (event) => {
   zoom(scale * Math.exp(-event.deltaY / 300), [event.clientX - place.left, event.clientY - place.top]);
 }, { passive: false });
 
-function step(lane, by) {
-  if (!selected) { select(boxes.find((box) => data.nodes[box.key] && !box.pill)); return; }
-  const same = boxes.filter((box) => box.lane === lane && !box.pill).sort((a, b) => a.row - b.row || a.line - b.line || a.x - b.x);
-  const at = same.indexOf(selected);
-  select(same[Math.min(same.length - 1, Math.max(0, at + by))]);
+function stepBox(/** @type {number} */ by) {
+  const lane = selected ? selected.column : "forward";
+  const same = parts.filter((part) => part.column === lane);
+  select(selected ? same[Math.min(same.length - 1, Math.max(0, same.indexOf(selected) + by))] : same[0]);
 }
 document.addEventListener("keydown", (event) => {
-  if (event.target.matches("input:not([type=checkbox]):not([type=range]), select") || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const band = selected && rowBand[selected.row].length ? bands[rowBand[selected.row].at(-1)] : null;
-  const actions = {
-    "/": () => $("search").focus(), "+": () => zoom(scale * 1.25), "=": () => zoom(scale * 1.25), "-": () => zoom(scale / 1.25),
-    "0": () => $("fit").click(), n: () => step(selected ? selected.lane : "forward", 1), p: () => step(selected ? selected.lane : "forward", -1),
-    o: () => selected && select(partners(selected)[0]), f: () => { const folded = selected && foldedAround(selected.row); if (folded || band) fold(folded || band, !folded); },
-    F: () => foldAll(true), U: () => foldAll(false), e: () => nextEdit(1), E: () => nextEdit(-1), "?": () => $("keys").showModal(),
+  const target = /** @type {HTMLElement} */ (event.target);
+  if (target.matches("input:not([type=checkbox]):not([type=range]), select") || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  const around = selected ? bands.filter((band) => selected && band.first <= selected.row && selected.row <= band.last) : [];
+  const band = around.find((one) => one.folded) || around.at(-1);
+  /** @type {Record<string, () => void>} */ const actions = {
+    "1": () => showTab("overview"), "2": () => showTab("ladder"), "/": () => field.focus(),
+    "+": () => zoom(scale * 1.25), "=": () => zoom(scale * 1.25), "-": () => zoom(scale / 1.25), "0": () => zoom(1),
+    n: () => stepBox(1), p: () => stepBox(-1), o: () => { if (selected) select(partners(selected)[0]); },
+    x: () => { if (selected) select(selected, { open: !selected.isOpen }); }, f: () => { if (band) fold(band, !band.folded); },
+    F: () => foldAll(true), U: () => foldAll(false), e: () => nextEdit(1), E: () => nextEdit(-1), "?": () => need("keys", HTMLDialogElement).showModal(),
   };
   if (actions[event.key]) { actions[event.key](); event.preventDefault(); }
+  if (target.getAttribute("role") === "tab" && ["ArrowLeft", "ArrowRight"].includes(event.key)) {
+    const name = target.id === "tab-overview" ? "ladder" : "overview";
+    showTab(name);
+    need(`tab-${name}`, HTMLButtonElement).focus();
+  }
 });
-let atEdit = -1;
-function nextEdit(by) {
-  if (!data.edits.length) return;
-  atEdit = (atEdit < 0 && by < 0 ? data.edits.length - 1 : atEdit + by + data.edits.length) % data.edits.length;
-  $("edits").querySelector(`[data-jump="${atEdit}"]`).click();
+
+/** @returns {boolean} whether the address names a node or a site */
+function openHash() {
+  let name = location.hash.slice(1);
+  try { name = decodeURIComponent(name); } catch { /* a name with a percent sign that was typed as it is */ }
+  const part = partOf.get(name) || parts.find((one) => one.edits.length > 0 && one.sites.includes(name)) || parts.find((one) => one.sites.includes(name));
+  if (part) select(part, { node: part.nodes.includes(name) && part.nodes.length > 1 ? name : "" });
+  return part !== undefined;
 }
 
-const whole = data.boxes.length > data.most_unfolded || data.view === "overview";
-if (whole) bands.forEach((band) => { band.folded = true; });
+if (data.rows.length > data.most_rows) for (const band of bands) band.folded = true;
+drawHeadings();
+showTab("ladder");
 layOut();
-$("fit").click();
+showTab("overview");
 recolor();
-if (data.view === "site" && data.site) select(boxes.find((box) => box.sites.includes(data.site)));
+if (data.blamed.length) {
+  const place = need("blamed", HTMLDivElement);
+  make(place, "h2", {}, "first non-finite value");
+  list(place, "made by", data.blamed.flatMap((key) => partOf.get(key) || []));
+}
+if (!openHash() && data.view === "site" && data.site) select(parts.find((part) => part.sites.includes(data.site)));
 document.documentElement.dataset.ready = "yes";
