@@ -10,6 +10,8 @@ from gradrewrite.viz._draw import draw as draw
 from gradrewrite.viz._export import ExportFormat as ExportFormat
 from gradrewrite.viz._export import export as export
 from gradrewrite.viz._export import to_networkx as to_networkx
+from gradrewrite.viz._report import Report as Report
+from gradrewrite.viz._report import report as report
 
 __all__ = [
     "CurveFormat",
@@ -18,8 +20,10 @@ __all__ = [
     "DrawingWarning",
     "ExportFormat",
     "Format",
+    "Report",
     "draw",
     "export",
     "plot",
+    "report",
     "to_networkx",
 ]

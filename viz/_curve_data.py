@@ -98,12 +98,12 @@ class Ratios:
     is_infinite: npt.NDArray[np.bool_]
 
 
-def losses(run: Run) -> list[Line]:
+def losses(run: Run, label: str = "") -> list[Line]:
     """Return the records named ``loss``, else ``max`` of the value that ``gr.tap(loss, "loss")`` named."""
     found = [one for one in run.series.values() if one.record == "loss"]
     if not found:
         found = [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
-    return [Line(f"{one.at.name}@{one.at.site}", _ints(one.steps), np.array(one.values)) for one in found]
+    return [Line(label or f"{one.at.name}@{one.at.site}", _ints(one.steps), np.array(one.values)) for one in found]
 
 
 def levels(run: Run, record: str, site: str, steps: Sequence[int], values: Sequence[float]) -> Array:

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from gradrewrite._warnings import warn_caller
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
+from gradrewrite.diagnostics.clipping import Clip, clips_by_edit
+from gradrewrite.diagnostics.health import first_non_finite
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
+from gradrewrite.errors import NonFiniteError
+from gradrewrite.ir.graph_view import GraphView, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.policy.actions import GroupAction
+from gradrewrite.policy.rules import find_site
 from gradrewrite.sites import Site
-from gradrewrite.viz import _graph_view
-from gradrewrite.viz._curves import plot
-from gradrewrite.viz._diagram import Diagram
-from gradrewrite.viz._diagram_dot import diagram_dot, finish_svg
-from gradrewrite.viz._graphviz import GraphvizError, run_dot
-from gradrewrite.viz._grid_layout import lay_out_diagram
-from gradrewrite.viz._ladder_dot import ladder_dot
-from gradrewrite.viz._ladder_drawing import draw_ladder
-from gradrewrite.viz._ladder_layout import LadderLayout, lay_out_ladder
-from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, node_colors, site_colors, site_metrics
-from gradrewrite.viz._monitors import is_monitor
-from gradrewrite.viz._overview import overview_diagram
+from gradrewrite.viz._curves import is_monitor, plot
+from gradrewrite.viz._dot import scene_dot
+from gradrewrite.viz._graphviz import GraphvizError
+from gradrewrite.viz._ladder import Ladder, build_ladder
+from gradrewrite.viz._layout import LadderLayout, draw_ladder
+from gradrewrite.viz._metric_colors import Metric, SiteMetric, box_colors, choose_metric, site_metrics
+from gradrewrite.viz._overview import build_overview
 from gradrewrite.viz._raster import scene_to_bytes
-from gradrewrite.viz._scene import ColorSample, Scene, to_svg
-from gradrewrite.viz._site import find_site, site_diagram
+from gradrewrite.viz._scene import Scene, to_svg
+from gradrewrite.viz._site import SiteView
 from gradrewrite.viz.page._html import write_page
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class DrawingWarning(UserWarning):
     """A drawing was made in another way than requested; the message says why."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
     """Drawing of a rewritten graph, as ``draw`` returns it. The same graph gives the same bytes.
 
@@ -59,6 +58,7 @@ class Drawing:
         root_cause: Nodes of the op that made the first non-finite value.
         title: Title above the drawing.
         reshapes: Whether the ladder and the page show ops that only reshape.
+        records: Whether they show nodes that only serve logs and records.
     """
 
     graph: JointGraph
@@ -70,6 +70,7 @@ class Drawing:
     root_cause: Collection[str] = ()
     title: str = "joint graph"
     reshapes: bool = False
+    records: bool = False
 
     def render(self, path: str | os.PathLike[str], format: Format = "svg") -> str:
         """Write ``path.format``.
@@ -94,95 +95,103 @@ class Drawing:
             file.write(data)
         return target
 
+    def __repr__(self) -> str:
+        """View, title and sizes, on one line."""
+        return f"<Drawing {self.title!r}, {self.view}: {self._view.summary}>"
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, for notebooks."""
+        page = html.escape(self._page())
+        style = "width:100%;height:640px;border:0"
+        return f'<iframe title="{html.escape(self.title)}" style="{style}" srcdoc="{page}"></iframe>'
+
     def _repr_svg_(self) -> str:
-        """Return SVG, for notebooks."""
+        """Return SVG."""
         return self._bytes("svg").decode()
 
     def _bytes(self, form: Format) -> bytes:
         if form == "html":
             return self._page().encode()
-        if self.view == "ladder":
-            if form == "dot":
-                return ladder_dot(self._ladder, self._node_colors).encode()
-            return _finish(self._scene, form)
-        diagram = self._diagram
-        source = diagram_dot(diagram)
+        scene = self._scene()
         if form == "dot":
-            return source.encode()
-        try:
-            data = run_dot(source, form)
-        except GraphvizError as err:
-            notice = f"{err}: drawn by gradrewrite's own layout"
-            warn_caller(notice, DrawingWarning)
-            return _finish(lay_out_diagram(diagram, notice), form)
-        return finish_svg(data, diagram).encode() if form == "svg" else data
+            return scene_dot(scene).encode()
+        return to_svg(scene).encode() if form == "svg" else scene_to_bytes(scene, form)
 
     @cached_property
-    def _rewritten(self) -> _graph_view.GraphView:
-        return _graph_view.read_graph(self.graph)
+    def _view(self) -> GraphView:
+        return read_graph(self.graph)
 
     @cached_property
-    def _ladder(self) -> LadderLayout:
-        return lay_out_ladder(self._rewritten, reshapes=self.reshapes)
+    def _clips(self) -> Mapping[int, Clip]:
+        return clips_by_edit(self.run, self._view.edits) if self.run is not None else {}
 
     @cached_property
     def _metrics(self) -> Sequence[SiteMetric]:
-        return site_metrics(self.run, self._rewritten) if self.run is not None else ()
+        return site_metrics(self.run, self._view) if self.run is not None else ()
 
     @cached_property
     def _metric(self) -> SiteMetric | None:
         return choose_metric(self._metrics, self.color_by)
 
     @cached_property
-    def _node_colors(self) -> Mapping[str, ColorSample]:
-        return node_colors(self._rewritten, self._metric) if self._metric is not None else {}
+    def _ladder(self) -> LadderLayout:
+        return LadderLayout(build_ladder(self._view, self._clips, reshapes=self.reshapes, records=self.records))
 
-    @property
+    @cached_property
+    def _overview(self) -> LadderLayout:
+        return LadderLayout(build_overview(self._view, self._clips))
+
+    def _notes(self, ladder: Ladder) -> list[str]:
+        hidden = f"; {len(ladder.hidden)} nodes that only reshape or serve records are hidden" if ladder.hidden else ""
+        steps = (
+            f"; {len(self.run.steps)} steps, colors: {self.color_by}" if self.run is not None and self.color_by else ""
+        )
+        return [f"{self._view.summary}{hidden}{steps}"]
+
     def _scene(self) -> Scene:
         legend = self._metric.legend() if self._metric is not None else []
-        return draw_ladder(self._ladder, self._node_colors, legend, self.title)
-
-    @property
-    def _diagram(self) -> Diagram:
-        legend = self._metric.legend() if self._metric is not None else []
-        if self.view == "overview":
-            colors = site_colors(self._metric) if self._metric is not None else {}
-            return replace(overview_diagram(self._rewritten, colors, self.title), legend=legend)
+        if self.view != "site":
+            layout = self._overview if self.view == "overview" else self._ladder
+            colors = box_colors(layout.ladder, self._metric) if self._metric is not None else {}
+            return draw_ladder(layout, self.title, self._notes(layout.ladder), colors, legend, self.root_cause)
         assert self.site is not None
-        before = _graph_view.read_graph(self.graph.before or self.graph)
-        found = site_diagram(
-            before,
-            self._rewritten,
-            self.site,
-            self.hops,
-            root_cause=self.root_cause,
-            records=self._records(),
-            colors=self._node_colors,
-        )
-        return replace(found, legend=legend)
+        before = read_graph(self.graph.before or self.graph)
+        colors = box_colors(self._ladder.ladder, self._metric) if self._metric is not None else {}
+        view = SiteView(before, self._view, self.site, self.hops, self._clips, colors, self.root_cause)
+        notes = view.notes(self._site_records())
+        try:
+            return view.scene(self.title, notes, legend)
+        except GraphvizError as err:
+            notice = f"{err}: drawn by gradrewrite's own layout"
+            warn_caller(notice, DrawingWarning)
+            return view.scene(self.title, [*notes, notice], legend, use_graphviz=False)
 
-    def _records(self) -> dict[str, float]:
+    def _site_records(self) -> dict[str, float]:
         """Return the last records of the site and of its groups."""
         if self.run is None:
             return {}
-        actions = [edit.action for edit in self.graph.edits if edit.site == self.site]
-        sites = {str(self.site), *(f"group:{a.group}" for a in actions if isinstance(a, GroupAction))}
+        own = [edit.record_sites for edit in self.graph.edits if edit.site == self.site]
+        sites = {str(self.site), *(site for sites in own for site in sites)}
         found = [one for one in self.run.series.values() if one.at.site in sites]
         return {f"{one.at.name}, step {one.steps[-1]}": one.values[-1] for one in found}
 
     def _page(self) -> str:
-        plain = replace(draw_ladder(self._ladder, {}, [], self.title), labels=(), legend=())
         curves = plot(self.run.steps, title="curves")._repr_svg_() if self.run is not None else ""
+        overview = draw_ladder(self._overview, "", [], {}, [], self.root_cause)
         return write_page(
             self.graph,
             self._ladder,
-            plain,
+            self._overview.ladder,
+            overview,
+            title=self.title,
+            notes=self._notes(self._ladder.ladder),
             run=self.run,
             metrics=self._metrics,
             chosen=self._metric,
             curves=curves,
             view=self.view,
             site="" if self.site is None else str(self.site),
+            root_cause=self.root_cause,
         )
 
 
@@ -196,13 +205,15 @@ def draw(
     color_by: Metric | None = None,
     title: str = "",
     reshapes: bool = False,
+    records: bool = False,
 ) -> Drawing:
     """Draw a rewritten graph.
 
-    What was inserted has an orange edge in every view. In ``"ladder"`` the forward runs down on the left and the
-    backward up on the right, each op beside its backward, in bands for the calls of modules; ops that only reshape are
-    left out. ``"overview"`` has modules for ops, repeated blocks folded, and fits on one screen. ``"site"`` shows what
-    is around one site, before and after the rewrite.
+    Each edit is one box in every view: its action and site, and with a monitor the share of the steps in which it acted
+    and the median factor of these steps. In ``"ladder"`` the forward runs down on the left and the backward up on the
+    right, each op beside its backward and the edits of its error, in bands for the calls of modules. ``"overview"`` has
+    modules for ops, repeated blocks and their edits folded, at most 16 rows. ``"site"`` shows what is around one site,
+    with the edges that the rewrite replaced.
 
     Args:
         graph: What ``model.trace(...)`` returned.
@@ -212,10 +223,11 @@ def draw(
         hops: How many edges around the site are shown, >= 0.
         monitor: Where colors and curves come from: a monitor (reading it waits for the device), or steps. Of several
             runs the last counts.
-        color_by: ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share of elements); the first that the
-            monitor has records for if None. NaN and infinities have a color of their own.
-        title: Title above the drawing.
+        color_by: ``"clip strength"`` (median factor), ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share
+            of elements); the first that the monitor has records for if None. NaN and infinities have their own color.
+        title: Title above the drawing; the name of the model's class if empty.
         reshapes: Show ops that only reshape in the ladder and the page too.
+        records: Show nodes that only serve logs and records in them too.
 
     Returns:
         A drawing: ``render`` it into a file, or show it in a notebook.
@@ -239,22 +251,25 @@ def draw(
         raise ValueError(f"hops is a whole number >= 0, got {hops!r}")
     if view != "site" and hops != _HOPS:
         raise ValueError(f"hops={hops} belongs to view='site', got view={view!r}")
-    graph_view = _graph_view.read_graph(graph)
+    graph_view = read_graph(graph)
     steps = _steps(monitor)
     run = last_run(steps) if steps else None
     chosen = choose_metric(site_metrics(run, graph_view), color_by) if run is not None else choose_metric((), color_by)
     found: Site | None = None
     root_cause: Collection[str] = ()
-    if view == "site":
-        if site is not None:
-            found = find_site(list(graph_view.anchors), site)
-        else:
-            found, root_cause = _first_failure(graph_view, monitor, run)
-    elif site is not None:
+    if site is not None and view != "site":
         raise ValueError(f"site={str(site)!r} belongs to view='site', got view={view!r}")
+    if view == "site" and site is not None:
+        found = find_site(list(graph_view.anchors), site)
+    elif view == "site":
+        found, root_cause = _first_failure(graph_view, monitor, run)
+    elif is_monitor(monitor):
+        root_cause = _blamed(graph_view, monitor.failure())
     metric = chosen.metric if chosen is not None else None
-    name = title or (str(found) if found is not None else "joint graph")
-    return Drawing(graph, view, found, hops, run, metric, root_cause, name, reshapes)
+    name = (
+        title or " \u00b7 ".join(filter(None, [graph.name, str(found) if found is not None else ""])) or "joint graph"
+    )
+    return Drawing(graph, view, found, hops, run, metric, root_cause, name, reshapes, records)
 
 
 def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
@@ -267,25 +282,23 @@ def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
     raise TypeError(f"monitor is a Monitor (model.monitor) or a sequence of Step, got {type(monitor).__name__}")
 
 
-def _first_failure(graph_view: _graph_view.GraphView, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
+def _first_failure(graph_view: GraphView, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
     """Return the site of the first non-finite value, and the nodes of the op that made it."""
     by_name = {str(site): site for site in graph_view.anchors}
     error = monitor.failure() if is_monitor(monitor) else None
     if error is not None and str(error.site) in by_name:
-        lane = "forward" if error.site.kind == "activation" else "backward"
-        module, _, op = error.op.rpartition("/")
-        nodes = graph_view.nodes.values()
-        root_cause = [n.name for n in nodes if (n.module, n.op, n.lane) == (module, op, lane)]
-        return by_name[str(error.site)], root_cause
-    bad = bad_steps(run) if run is not None else []
-    expected = expected_infinities(run, bad) if run is not None else set()
-    for one in bad:  # sites in the order of execution
-        found = [by_name[site] for site in one.sites if site in by_name and site not in expected]
-        if found:
-            return found[0], ()
+        return by_name[str(error.site)], _blamed(graph_view, error)
+    found = first_non_finite(run, by_name) if run is not None else None
+    if found is not None:
+        return by_name[found[0]], ()
     known = "nothing non-finite was recorded" if run is not None else "there is no monitor"
     raise ValueError(f"view='site' needs a site: {known}; give site='error:...' (graph.sites has all of them)")
 
 
-def _finish(scene: Scene, form: str) -> bytes:
-    return to_svg(scene).encode() if form == "svg" else scene_to_bytes(scene, form)
+def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:
+    """Return the nodes of the op that made the first non-finite value."""
+    if error is None:
+        return ()
+    lane = "forward" if error.site.kind == "activation" else "backward"
+    module, _, op = error.op.rpartition("/")
+    return [n.name for n in graph_view.nodes.values() if (n.module, n.op, n.lane) == (module, op, lane) and not n.mark]

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 import graphviz
 import networkx as nx
 
+from gradrewrite.ir.graph_view import GraphView, Node, action_name, call_name, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._dot import data_attributes
-from gradrewrite.viz._graph_view import GraphView, Node, action_name, call_name, read_graph, xml_safe
+from gradrewrite.viz._fonts import xml_safe
 from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
 
 SCHEMA, VERSION = "gradrewrite/graph", 1

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-_BEGINS = {"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF", "json": b"{"}
+_BEGINS = {"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF", "json": b"{", "plain": b"graph "}
 _DATE = re.compile(rb"(/CreationDate \(D:)\d{14}")  # equal drawings give equal bytes
 TIME_LIMIT = 20.0  # seconds; a diagram of one screen takes a fraction of one
 
@@ -24,12 +24,12 @@ class GraphvizError(RuntimeError):
 
 
 def run_dot(source: str, form: str, *, time_limit: float = TIME_LIMIT) -> bytes:
-    """Lay out DOT source and return it in another format (``svg``, ``png``, ``pdf``, ``json``).
+    """Lay out DOT source and return it in another format (``plain``: positions as text; ``svg``, ``png``, ``pdf``).
 
     Raises:
         GraphvizError: Graphviz is not there, did not end in time, or failed.
     """
-    command = find_graphviz(form, "nop2" if "layout=nop2" in source else "dot")
+    command = find_graphviz(form, "nop" if "layout=nop" in source else "dot")
     if command is None:
         raise GraphvizError("Graphviz was found neither on PATH nor in pygraphviz; pip install pygraphviz")
     # Without fonts Graphviz says so on its error stream and goes on: only the exit status counts.
