@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.run_log import Run, Series
+from gradrewrite.diagnostics.site_health import backward_order
 from gradrewrite.viz._curve_data import Array, levels
 
 MAX_ROWS = 40  # more labels than that cannot be read
@@ -52,9 +54,8 @@ def heat_map(run: Run, kind: str) -> HeatMap | None:
     chosen = by_measure[measure]
     if not chosen:
         return None
-    first, last = run.steps[0].step, run.steps[-1].step
-    width = -(-(last - first + 1) // MAX_COLUMNS)
-    values = np.full((len(chosen), (last - first) // width + 1), math.nan)
+    first, width, columns = _columns(run)
+    values = np.full((len(chosen), columns), math.nan)
     for row, one in enumerate(chosen):
         at = (np.array(one.steps) - first) // width
         np.fmax.at(values[row], at, levels(run, one.record, one.at.site, one.steps, one.values))
@@ -63,6 +64,31 @@ def heat_map(run: Run, kind: str) -> HeatMap | None:
     known = {one.at.site for part in by_measure.values() for one in part}
     names = [name for name, _ in groups]
     return HeatMap(kind, measure, names, merged, first, width, len(chosen), len(known) - len(chosen))
+
+
+def factor_map(run: Run) -> HeatMap | None:
+    """Return the smallest factor of each cell, inf where a size was not finite; None where no factor is known."""
+    order = {site: n for n, site in enumerate(backward_order(run))}
+    clips = sorted((clip for clip in clips_of(run) if min(clip.bounds) < math.inf), key=lambda clip: order[clip.site])
+    found = [(clip, factors) for clip in clips if not np.isnan(factors := np.array(clip.factors)).all()]
+    if not found:
+        return None
+    first, width, columns = _columns(run)
+    values = np.full((len(found), columns), math.nan)
+    for row, (clip, factors) in enumerate(found):
+        at = (np.array(clip.steps) - first) // width
+        np.fmin.at(values[row], at, np.where(np.isinf(factors), -math.inf, factors))  # the smallest outlives a merge
+        values[row, at[np.isinf(levels(run, clip.record, clip.site, clip.steps, clip.sizes))]] = -math.inf
+    groups = group([clip.label for clip, _ in found], MAX_ROWS)
+    merged = np.abs([np.fmin.reduce(values[rows], axis=0) for _, rows in groups])
+    return HeatMap("clip", "factor", [name for name, _ in groups], merged, first, width, len(found), 0)
+
+
+def _columns(run: Run) -> tuple[int, int, int]:
+    """Return the first step, how many steps a column covers, and how many columns there are."""
+    first, last = run.steps[0].step, run.steps[-1].step
+    width = -(-(last - first + 1) // MAX_COLUMNS)
+    return first, width, (last - first) // width + 1
 
 
 def _series_of(run: Run, kind: str, measure: str) -> list[Series]:

@@ -1,0 +1,319 @@
+"""``Ladder``: rows of a joint graph, each op beside its backward and its edits, in bands for the calls of modules."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
+
+from gradrewrite.diagnostics.clipping import Clip
+from gradrewrite.diagnostics.site_health import percent
+from gradrewrite.ir.graph_view import (
+    GraphView,
+    Node,
+    action_text,
+    call_name,
+    contracted_edges,
+    hidden_nodes,
+    lane_of_site,
+    visible_outputs,
+)
+from gradrewrite.viz._fonts import describe_node
+
+Column = Literal["input", "forward", "backward", "edit", "output"]
+COLUMNS: tuple[Column, ...] = get_args(Column)
+EdgeKind = Literal["", "saved", "fan"]
+Path = tuple[tuple[str, int], ...]
+
+MANY = 12  # edges; what reads more (a total norm) or is read more (by every step) is joined by faint lines
+FAR = 4  # rows
+_LEAST = 3  # equal neighbors are folded
+_MOST_BETWEEN = 4  # rows of the enclosing module's own ops between two calls of a loop
+ANY_NUMBER = "\0"  # no name has it
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box of a ladder.
+
+    Attributes:
+        key: Its name in the ladder.
+        column: The column that it is in.
+        text: First line.
+        small: Second line.
+        nodes: Names of the fx nodes in it, in execution order.
+        edits: Numbers of the edits in it.
+        classes: ``inserted``, ``records``.
+        title: What a pointer on it shows.
+    """
+
+    key: str
+    column: Column
+    text: str
+    small: str = ""
+    nodes: tuple[str, ...] = ()
+    edits: tuple[int, ...] = ()
+    classes: tuple[str, ...] = ()
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An edge between two boxes, by their keys, for a number of tensors."""
+
+    source: str
+    target: str
+    kind: EdgeKind = ""
+    tensors: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Rows of one module call, or of equal neighbors.
+
+    Attributes:
+        key: Module calls from the outermost to this one, joined by slashes.
+        name: Its heading.
+        first: Its first row.
+        last: Its last row.
+        depth: How many bands are around it.
+    """
+
+    key: str
+    name: str
+    first: int
+    last: int
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Boxes of a joint graph in rows, without positions.
+
+    Attributes:
+        graph_view: The graph.
+        rows: The boxes of each row.
+        bands: Outer ones first.
+        edges: Edges between boxes.
+        hidden: Nodes that are left out.
+        is_overview: Whether boxes are modules, of which a drawing names the first node alone.
+    """
+
+    graph_view: GraphView
+    rows: Sequence[Sequence[Part]]
+    bands: Sequence[Band]
+    edges: Sequence[Edge]
+    hidden: Collection[str]
+    is_overview: bool = False
+
+
+class _Call(NamedTuple):
+    """Rows of one call of a module."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class _Row:
+    path: Path = ()
+    nodes: dict[str, list[Node]] = field(default_factory=dict)  # by key of the box
+    edits: list[int] = field(default_factory=list)
+    outputs: list[tuple[str, str]] = field(default_factory=list)  # label, node
+
+
+def build_ladder(
+    graph_view: GraphView, clips: Mapping[int, Clip], *, reshapes: bool = False, records: bool = False
+) -> Ladder:
+    """Return the ladder of a graph, one box per op and lane and one per edit; ``clips`` are by number of the edit."""
+    hidden = hidden_nodes(graph_view, reshapes=reshapes, records=records)
+    by_order: dict[int, _Row] = defaultdict(_Row)
+    of_node: dict[str, str] = {}
+    for name, node in graph_view.nodes.items():
+        if name in hidden:
+            continue
+        key = of_node[name] = _key(node)
+        if node.edit < 0:
+            row = by_order[node.order]
+            row.path = row.path or node.calls
+            row.nodes.setdefault(key, []).append(node)
+    for number, edit in enumerate(graph_view.edits):
+        by_order[graph_view.orders[edit.site]].edits.append(number)
+    outputs = visible_outputs(graph_view, graph_view.returned, hidden)
+    outputs = [(label, name) for label, name in outputs if name not in hidden]
+    for label, name in outputs:
+        node = graph_view.nodes[name]
+        order = graph_view.orders[graph_view.edits[node.edit].site] if node.edit >= 0 else node.order
+        by_order[order].outputs.append((label, name))
+    orders = sorted(by_order)
+    calls = {node.order: node.calls for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
+    paths = [by_order[order].path or calls.get(order, ()) for order in orders]
+    rows = [_parts(graph_view, by_order[order], clips, hidden) for order in orders]
+    pairs = Counter((of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden))
+    pairs.update((of_node[name], f"returned {label}") for label, name in outputs)
+    return Ladder(graph_view, rows, _bands(paths, rows), join(rows, pairs), hidden)
+
+
+def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -> list[Edge]:
+    """Return the edges between boxes from numbers of tensors by pairs of keys."""
+    where = {part.key: (number, part.column) for number, row in enumerate(rows) for part in row}
+    known = [pair for pair in pairs if pair[0] != pair[1] and pair[0] in where and pair[1] in where]
+    feeds, reads = Counter(a for a, _ in known), Counter(b for _, b in known)
+    edges = []
+    for a, b in known:
+        is_far = abs(where[a][0] - where[b][0]) > FAR
+        is_shared = where[a][1] == where[b][1] == "edit" and where[a][0] != where[b][0]  # a total norm
+        kind: EdgeKind = "fan" if is_shared or reads[b] > MANY or (feeds[a] > MANY and is_far) else ""
+        if not kind and where[a][1] in ("input", "forward") and where[b][1] in ("backward", "edit"):
+            kind = "saved"
+        edges.append(Edge(a, b, kind, pairs[a, b]))
+    return edges
+
+
+def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Mapping[int, Clip]) -> Part:
+    """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
+    first = graph_view.edits[numbers[0]]
+    site = fold_names([str(graph_view.edits[n].site) for n in numbers])
+    times = f" x {len(numbers)}" if len(numbers) > 1 else ""
+    found = [clips[n] for n in numbers if n in clips]
+    strongest = min(found, key=lambda clip: (clip.median_factor, -clip.rate)) if found else None
+    small = " \u00b7 ".join([site, *_figures(strongest)])
+    lines = [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in numbers]
+    lines += [f"acted in {strongest.rate:.1%} of {len(strongest.steps)} steps"] if strongest is not None else []
+    nodes = tuple(name for n in numbers for name in graph_view.edits[n].nodes)
+    column: Column = "forward" if lane_of_site(first.site) == "forward" else "edit"
+    return Part(
+        key, column, f"{action_text(first)}{times}", small, nodes, tuple(numbers), ("inserted",), "\n".join(lines)
+    )
+
+
+def _figures(clip: Clip | None) -> list[str]:
+    """Return rate and median factor of a clip as texts."""
+    if clip is None:
+        return []
+    is_known = clip.rate > 0 and clip.median_factor == clip.median_factor
+    return [percent(clip.rate), *([f"\u00d7{clip.median_factor:.2g}"] if is_known else [])]
+
+
+def fold_names(names: Sequence[str]) -> str:
+    """Return one pattern for names: ``blocks.[0-23].attn``, ``blocks.[0-23].*``; the first and the last if unlike."""
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) == 1:
+        return distinct[0]
+    split = [name.replace(":", ":.").split(".") for name in distinct]
+    parts: list[str] = []
+    for column in zip(*split, strict=False):
+        words = list(dict.fromkeys(column))
+        if len(words) > 1 and not all(word.isdecimal() for word in words):
+            break
+        parts.append(words[0] if len(words) == 1 else f"[{_ranges([int(word) for word in words])}]")
+    if len(parts) < max(map(len, split)):
+        parts.append("*")
+    if len(parts) < 2 or parts[:2] == [parts[0], "*"]:
+        return f"{distinct[0]} ... {distinct[-1]}"
+    return ".".join(parts).replace(":.", ":")
+
+
+def template(name: str) -> str:
+    """Return a module's name with ``ANY_NUMBER`` for each of its numbers."""
+    return _NUMBER.sub(ANY_NUMBER, name)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ``0-3,5`` for 0, 1, 2, 3, 5."""
+    ordered = sorted(numbers)
+    spans = [[ordered[0], ordered[0]]]
+    for before, after in pairwise(ordered):
+        if after == before + 1:
+            spans[-1][1] = after
+        else:
+            spans.append([after, after])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _key(node: Node) -> str:
+    """Return the key of the box that a node is in."""
+    if node.edit >= 0:
+        return f"edit {node.edit}"
+    if node.mark:
+        return "records"
+    return node.name if node.role == "placeholder" else f"{node.lane} {node.order}"
+
+
+def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, Clip], hidden: Collection[str]) -> list[Part]:
+    parts = []
+    for key, nodes in row.nodes.items():
+        node, names = nodes[0], tuple(node.name for node in nodes)
+        if node.role == "placeholder":
+            text = node.argument if node.op in ("parameter", "buffer") else node.op_and_argument
+            column: Column = "output" if node.lane == "backward" else "input"
+            parts.append(Part(key, column, text, "", names, title=describe_node(graph_view, node)))
+            continue
+        if key == "records":
+            title = f"{len(nodes)} nodes that carry records out of the graph"
+            parts.append(Part(key, "edit", "records", f"{len(nodes)} nodes", names, (), ("records",), title))
+            continue
+        text = node.op if node.role == "op" else node.target
+        lines = [f"{node.module_call}/{text}, {node.lane}", *([node.source] if node.source else [])]
+        lines += [f"{node.name}: {node.target} [{node.shape}] {node.dtype}" for node in nodes]
+        parts.append(Part(key, node.lane, text, node.module_call or "(model)", names, title="\n".join(lines)))
+    parts.sort(key=lambda part: COLUMNS.index(part.column))
+    parts += [edit_part(graph_view, f"edit {number}", [number], clips) for number in row.edits]
+    for label, name in row.outputs:
+        column = "output" if graph_view.nodes[name].lane == "backward" else "input"
+        parts.append(Part(f"returned {label}", column, label.removeprefix("gradient:"), title=label))
+    return parts
+
+
+def _bands(paths: Sequence[Path], rows: Sequence[Sequence[Part]]) -> list[Band]:
+    """Return the module calls that cover two rows or more, and around three equal neighbors or more one of both."""
+    found: list[tuple[Path, int, int]] = []
+    open_: list[tuple[tuple[str, int], int]] = []
+    for number, path in enumerate([*paths, ()]):
+        common = 0
+        while common < min(len(open_), len(path)) and open_[common][0] == path[common]:
+            common += 1
+        while len(open_) > common:
+            outer = tuple(call for call, _ in open_)
+            first = open_.pop()[1]
+            if number - first > 1:
+                found.append((outer, first, number - 1))
+        open_ += [(call, number) for call in path[common:]]
+    inner = {(first, last): path for path, first, last in sorted(found, key=lambda one: len(one[0]))}
+    kinds = [tuple(part.text for part in row if part.column == "forward" and not part.edits) for row in rows]
+    groups: dict[tuple[Path, str, tuple[tuple[str, ...], ...]], list[list[_Call]]] = defaultdict(list)
+    result = []
+    for (first, last), path in sorted(inner.items()):
+        call = _Call(path[-1][0], first, last)
+        result.append(Band("/".join(map(call_name, path)), call_name(path[-1]), first, last))
+        alike = groups[path[:-1], template(call.name), tuple(kinds[first : last + 1])]
+        between = range(alike[-1][-1].last + 1, first) if alike else range(0)
+        if alike and len(between) <= _MOST_BETWEEN and all(paths[n] == path[:-1] for n in between):
+            alike[-1].append(call)
+        else:
+            alike.append([call])
+    for (outer, *_), runs in groups.items():
+        for calls in runs:
+            if len(calls) >= _LEAST:
+                name = f"{fold_names([call.name for call in calls])} x {len(calls)}"
+                key = "/".join([*map(call_name, outer), name])
+                result.append(Band(key, name, calls[0].first, calls[-1].last))
+    return _nested(result)
+
+
+def _nested(bands: Sequence[Band]) -> list[Band]:
+    """Return bands by first row, outer ones first, with their depths; of several with the same rows the first."""
+    found: list[Band] = []
+    around: list[Band] = []
+    for band in sorted(bands, key=lambda one: (one.first, -one.last)):
+        while around and around[-1].last < band.first:
+            around.pop()
+        if not around or (around[-1].first, around[-1].last) != (band.first, band.last):
+            found.append(replace(band, depth=len(around)))
+            around.append(band)
+    return found
