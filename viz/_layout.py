@@ -1,0 +1,254 @@
+"""Layout of a ladder: columns, row heights, and the control points of edges.
+
+The forward runs down on the left, the backward up on the right. Edges from forward values to the backward that needs
+them ("saved") are what ruins layered layouts of a joint graph; here they are short and horizontal. All lengths of
+static drawings and of the page are here: heights add up, and a control point is a place on the edge of a box.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log2
+
+from gradrewrite.viz._fonts import describe_node, fit, text_width
+from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part
+from gradrewrite.viz._scene import (
+    HEAD,
+    SMALL,
+    SWATCH,
+    Box,
+    ColorSample,
+    Frame,
+    Label,
+    LegendEntry,
+    Line,
+    Scene,
+    fit_boxes,
+)
+from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, PAPER, RECORDS, SAVED
+
+WIDTHS: Mapping[Column, float] = {"input": 170, "forward": 230, "backward": 230, "edit": 360, "output": 170}
+HEADINGS: Mapping[Column, str] = {
+    "input": "parameters, inputs",
+    "forward": "forward, runs down",
+    "backward": "backward, runs up",
+    "edit": "edits",
+    "output": "gradients",
+}
+MARGIN, BETWEEN = 48.0, 52.0  # left and right of all columns, between two
+BOX, PILL, GAP = 36.0, 20.0, 8.0  # heights, and the distance below
+HEADER, FOOT, TOP = 20.0, 6.0, 70.0
+_WIDEST = 1400.0  # that texts make a drawing
+REACH, BULGE = 22.0, 20.0  # of curves from column to column, and of those along a column
+
+Point = tuple[float, str, float]  # x, key of a box, share of its height
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An edge with its control points."""
+
+    edge: Edge
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class LadderLayout:
+    """Horizontal positions and heights of a ladder."""
+
+    ladder: Ladder
+
+    @cached_property
+    def columns(self) -> dict[Column, float]:
+        """Left edges of the columns that have boxes."""
+        used = {part.column for row in self.ladder.rows for part in row}
+        left, found = MARGIN, {}
+        for column in COLUMNS:
+            if column in used:
+                found[column] = left
+                left += WIDTHS[column] + BETWEEN
+        return found
+
+    @property
+    def width(self) -> float:
+        """Width of the drawing."""
+        return max((x + WIDTHS[column] for column, x in self.columns.items()), default=300.0) + MARGIN
+
+    @cached_property
+    def offsets(self) -> list[dict[str, float]]:
+        """Upper edges of the boxes of each row, from the top of the row."""
+        found = []
+        for row in self.ladder.rows:
+            used: dict[Column, float] = defaultdict(float)
+            places = {}
+            for part in row:
+                places[part.key] = used[part.column]
+                used[part.column] += height_of(part) + GAP
+            found.append(places)
+        return found
+
+    @cached_property
+    def heights(self) -> list[float]:
+        """Heights of the rows."""
+        return [
+            max((places[part.key] + height_of(part) + GAP for part in row), default=0.0)
+            for row, places in zip(self.ladder.rows, self.offsets, strict=True)
+        ]
+
+    @cached_property
+    def routes(self) -> list[Route]:
+        """Control points of the edges."""
+        parts = {part.key: part for row in self.ladder.rows for part in row}
+        rank: dict[str, int] = {}
+        seen: dict[Column, int] = defaultdict(int)
+        for row in self.ladder.rows:
+            for part in row:
+                rank[part.key] = seen[part.column]
+                seen[part.column] += 1
+        edges = self.ladder.edges
+        return [Route(e, self._points(parts[e.source], parts[e.target], rank)) for e in edges]
+
+    def _points(self, a: Part, b: Part, rank: Mapping[str, int]) -> tuple[Point, ...]:
+        left, right = (self.columns[part.column] for part in (a, b))
+        if a.column != b.column:
+            is_right = right > left
+            start = left + WIDTHS[a.column] * is_right
+            end = right + WIDTHS[b.column] * (not is_right)
+            reach = REACH if is_right else -REACH
+            return (start, a.key, 0.5), (start + reach, a.key, 0.5), (end - reach, b.key, 0.5), (end, b.key, 0.5)
+        far, is_down = abs(rank[a.key] - rank[b.key]), rank[b.key] > rank[a.key]
+        if far == 1:
+            middle = left + WIDTHS[a.column] / 2
+            return (middle, a.key, float(is_down)), (middle, b.key, float(not is_down))
+        is_left = a.column == "forward"
+        side = left if is_left else left + WIDTHS[a.column]
+        bend = side + min(BETWEEN - 4, BULGE + 3 * far) * (-1 if is_left else 1)
+        return (side, a.key, 0.5), (bend, a.key, 0.5), (bend, b.key, 0.5), (side, b.key, 0.5)
+
+
+def height_of(part: Part) -> float:
+    """Return the height of a box."""
+    return PILL if part.column in ("input", "output") else BOX
+
+
+def draw_ladder(
+    layout: LadderLayout,
+    title: str,
+    notes: Sequence[str],
+    colors: Mapping[str, ColorSample],
+    legend: Sequence[LegendEntry],
+    root_cause: Collection[str] = (),
+) -> Scene:
+    """Return the scene of a ladder; colors are by key of the box, and without a title only the headings are above."""
+    ladder = layout.ladder
+    top = TOP + SWATCH * max(len(notes) - 1, 0) if title else HEADER + GAP
+    tops, frames, height = _place(layout, top)
+    unplaced = boxes_of(layout, colors, root_cause)
+    boxes = [
+        replace(unplaced[key], y=tops[number] + y)
+        for number, places in enumerate(layout.offsets)
+        for key, y in places.items()
+    ]
+    by_key = {box.key: box for box in boxes}
+    lines = [_line(route, by_key) for route in layout.routes]
+    entries = [*_legend(ladder), *legend] if title else []
+    texts = [text_width(note, SMALL) + 32 for note in notes] + [text_width(entry.text, SMALL) + 60 for entry in entries]
+    width = max(layout.width, min(_WIDEST, max([text_width(title, HEAD) + 32, *texts])))
+    labels = [Label(16, 22, fit(title, width - 32, HEAD), "head")] if title else []
+    labels += [Label(16, 40 + SWATCH * n, fit(note, width - 32, SMALL)) for n, note in enumerate(notes)]
+    labels += [Label(x, top - 8, HEADINGS[column]) for column, x in layout.columns.items()]
+    return Scene(title, width, height + SWATCH * len(entries) + 24, frames, lines, boxes, labels, entries)
+
+
+def boxes_of(
+    layout: LadderLayout, colors: Mapping[str, ColorSample], root_cause: Collection[str] = ()
+) -> dict[str, Box]:
+    """Return the boxes of a ladder by key, at the top of the drawing."""
+    blamed = frozenset(root_cause)
+    boxes = []
+    for row in layout.ladder.rows:
+        for part in row:
+            kind = "pill" if part.column in ("input", "output") else part.column
+            sample = colors.get(part.key)
+            classes = ("node", kind, *part.classes, *(("root_cause",) if blamed.intersection(part.nodes) else ()))
+            title = f"{part.title}\n{sample.text}" if sample is not None else part.title
+            fill = sample.color if sample is not None else ""
+            x, width = layout.columns[part.column], WIDTHS[part.column]
+            data, inside = _data(layout.ladder, part)
+            boxes.append(
+                Box(part.key, x, 0, width, height_of(part), part.text, part.small, classes, title, data, inside, fill)
+            )
+    return {box.key: box for box in fit_boxes(boxes)}
+
+
+def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[str, str], str]]]:
+    """Return the attributes of a box, and those of the edits and nodes inside it."""
+    view = ladder.graph_view
+    nodes = part.nodes[:1] if ladder.is_overview and not part.edits else part.nodes
+    inside = [({"node": name}, describe_node(view, view.nodes[name])) for name in nodes]
+    if len(part.edits) == 1:
+        edit = view.edits[part.edits[0]]
+        return {"edit": str(edit.site), "action": edit.text}, inside
+    for number in part.edits:
+        edit = view.edits[number]
+        inside.append(({"edit": str(edit.site), "action": edit.text}, f"{edit.text} at {edit.site}"))
+    if part.column in ("input", "output"):
+        return ({"node": part.nodes[0]}, []) if part.nodes else ({"returned": part.title}, [])
+    return {}, inside
+
+
+def _place(layout: LadderLayout, top: float) -> tuple[list[float], list[Frame], float]:
+    """Return the upper edge of each row, the frames of the bands, and the height of all."""
+    opening: dict[int, list[Band]] = defaultdict(list)
+    closing: dict[int, list[Band]] = defaultdict(list)
+    for band in layout.ladder.bands:
+        opening[band.first].append(band)
+        closing[band.last].append(band)
+    tops, begins, frames, y = [], {}, [], top
+    for row, height in enumerate(layout.heights):
+        for band in opening[row]:
+            begins[band.key] = y
+            y += HEADER
+        tops.append(y + 2)
+        y += height
+        for band in reversed(closing[row]):
+            y += FOOT
+            x = inset(band.depth)
+            begin, width = begins[band.key], layout.width - 2 * x
+            name = fit(band.name, width - 12, SMALL)
+            frames.append(Frame(band.key, x, begin, width, y - begin - 4, name, band.key))
+    return tops, sorted(frames, key=lambda frame: (frame.y, -frame.height)), y
+
+
+def inset(depth: int) -> float:
+    """Return the distance of a band's frame from the edge of the drawing."""
+    return 6.0 + 6.0 * min(depth, 6)
+
+
+def _line(route: Route, boxes: Mapping[str, Box]) -> Line:
+    points = tuple((x, boxes[key].y + share * boxes[key].height) for x, key, share in route.points)
+    edge = route.edge
+    title = f"{edge.tensors} tensors" if edge.tensors > 1 else ""
+    return Line(edge.source, edge.target, points, (edge.kind,) if edge.kind else (), width_of(edge.tensors), title)
+
+
+def width_of(tensors: int) -> float:
+    """Return the line width of an edge that stands for ``tensors`` tensors, in pixels."""
+    return round(1.0 + log2(max(tensors, 1)) * 0.4, 2)
+
+
+def _legend(ladder: Ladder) -> list[LegendEntry]:
+    parts = [part for row in ladder.rows for part in row]
+    found = []
+    if any("inserted" in part.classes for part in parts):
+        found.append(
+            LegendEntry(INSERTED, INSERTED_EDGE, "an edit: action, site, share of steps it acted in, median factor")
+        )
+    if any("records" in part.classes for part in parts):
+        found.append(LegendEntry(RECORDS, INSERTED_EDGE, "carries records out of the graph"))
+    if any(edge.kind == "saved" for edge in ladder.edges):
+        found.append(LegendEntry(PAPER, SAVED, "dashed: a forward value saved for the backward"))
+    return found
