@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrewrite.diagnostics.run_log import Run
+from gradrewrite.diagnostics.comparison import comparable_sizes
+from gradrewrite.diagnostics.run_log import Run, kind_of
+from gradrewrite.diagnostics.site_health import SiteHealth
 from gradrewrite.viz._curve_data import (
     Array,
     Clipping,
@@ -23,7 +26,7 @@ from gradrewrite.viz._curve_data import (
     update_ratios,
 )
 from gradrewrite.viz._fonts import displayable
-from gradrewrite.viz._heat import HeatMap, heat_map
+from gradrewrite.viz._heat import MAX_ROWS, HeatMap, factor_map, group, heat_map
 from gradrewrite.viz._theme import (
     CURVE_ABSENT,
     CURVE_BLUE,
@@ -53,20 +56,45 @@ class Panel:
         name: What it is called.
         height: In inches, with its title.
         draw: Draws it into its axes.
-        shows_events: Whether it is the one of the events.
+        is_over_steps: Whether its axis is that of the steps.
+        has_marks: Whether steps with events are marked in it.
     """
 
     name: str
     height: float
     draw: Callable[[Axes], None]
-    shows_events: bool = False
+    is_over_steps: bool = True
+    has_marks: bool = True
 
 
-def panels_of(run: Run) -> tuple[list[Panel], Events]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Baseline:
+    """A run to compare with.
+
+    Attributes:
+        run: That run.
+        name: What it is called.
+        other: What the run that is compared with it is called.
+    """
+
+    run: Run
+    name: str
+    other: str
+
+
+def panels_of(run: Run, baseline: Baseline | None = None) -> tuple[list[Panel], Events]:
     """Return the panels that a run has records for, from top to bottom, and the events that all of them mark."""
     found: list[Panel] = []
-    if lines := losses(run):
-        found.append(Panel("loss", 2.3, partial(_draw_losses, lines)))
+    lines = losses(run)
+    if baseline is not None:
+        lines = [*losses(run, baseline.other)[:1], *losses(baseline.run, baseline.name)[:1]]
+    if lines:
+        found.append(Panel("loss", 2.3, partial(_draw_lines, lines, "loss", "loss")))
+    if baseline is not None and (sizes := comparable_sizes(run, baseline.run)) is not None:
+        label, *both = sizes
+        names = (baseline.other, baseline.name)
+        lines = [Line(n, np.array([*v]), np.array([*v.values()])) for n, v in zip(names, both, strict=True)]
+        found.append(Panel("total norm", 2.3, partial(_draw_lines, lines, f"{label}, before clipping", label)))
     for kind in ("gradient", "error"):
         if (heat := heat_map(run, kind)) is not None:
             found.append(Panel(f"{kind} norm", 0.9 + max(0.9, 0.18 * len(heat.rows)), partial(_draw_heat, heat)))
@@ -75,10 +103,38 @@ def panels_of(run: Run) -> tuple[list[Panel], Events]:
     seen = events(run)
     num_rows = len(seen.sites) + bool(len(seen.skipped))
     if num_rows:
-        found.append(Panel("non-finite", 0.9 + max(0.5, 0.18 * num_rows), partial(_draw_events, seen), True))
+        height = 0.9 + max(0.5, 0.18 * num_rows)
+        found.append(Panel("non-finite", height, partial(_draw_events, seen), has_marks=False))
     if (ratios := update_ratios(run)) is not None:
         found.append(Panel("update ratio", 2.3, partial(_draw_ratios, ratios)))
     return found, seen
+
+
+def factor_panel(run: Run) -> Panel | None:
+    """Return the panel of the factors of all clips by site and step; None without one."""
+    heat = factor_map(run)
+    return None if heat is None else Panel("factor", 0.9 + max(0.9, 0.18 * len(heat.rows)), partial(_draw_heat, heat))
+
+
+def depth_panel(sites: Sequence[SiteHealth]) -> Panel | None:
+    """Return the panel of norms by site, errors, then weights, then biases; None where fewer than two have one."""
+    measure = "norm" if any(row.measure == "norm" for row in sites) else "max_abs"
+    sizes = [row for row in sites if row.measure == measure and row.p50 > 0]
+    rows: list[tuple[str, SiteHealth]] = []
+    for _, part in groupby(sorted(sizes, key=_part), _part):
+        known = [*part]
+        groups = group([row.site for row in known], MAX_ROWS // 2)
+        rows += [(name, max((known[n] for n in at), key=lambda row: (row.mark, row.p50))) for name, at in groups]
+    if len(rows) < 2:
+        return None
+    return Panel(
+        "depth", 1.0 + 0.2 * len(rows), partial(_draw_depth, rows, measure), is_over_steps=False, has_marks=False
+    )
+
+
+def _part(row: SiteHealth) -> tuple[str, bool]:
+    """Return what is compared with each other: sites of a kind, biases apart; errors sort first."""
+    return kind_of(row.site), row.site.endswith("bias")
 
 
 def mark_steps(ax: Axes, steps: Steps) -> None:
@@ -91,49 +147,61 @@ def mark_steps(ax: Axes, steps: Steps) -> None:
             ax.axvspan(part[0], part[-1] + 0.5, color=CURVE_RED, alpha=0.08, linewidth=0, zorder=3, gid="event")
 
 
-def _draw_losses(lines: list[Line], ax: Axes) -> None:
+def _draw_lines(lines: list[Line], title: str, label: str, ax: Axes) -> None:
     marker = "." if len(lines[0].steps) < 3 else ""
     for n, line in enumerate(lines):
-        ax.plot(line.steps, _finite(line.values), color=f"C{n % 10}", marker=marker, label=displayable(line.label, 30))
-        _mark_top(ax, line.steps[np.isnan(line.values)], "x", "NaN")
-        _mark_top(ax, line.steps[np.isinf(line.values)], "^", "infinite")
+        style: dict[str, Any] = {"color": f"C{n % 10}", "ls": "--" if n else "-", "marker": marker}
+        ax.plot(line.steps, _finite(line.values), label=displayable(line.label, 30), **style)
+        of = f" ({displayable(line.label, 30)})" if len(lines) > 1 else ""
+        _mark_top(ax, line.steps[np.isnan(line.values)], "x", f"NaN{of}")
+        _mark_top(ax, line.steps[np.isinf(line.values)], "^", f"infinite{of}")
     _scale(ax, [line.values for line in lines])
-    ax.set_ylabel("loss")
-    _head(ax, "loss")
+    ax.set_ylabel(label)
+    _head(ax, title)
 
 
 def _draw_heat(heat: HeatMap, ax: Axes) -> None:
-    from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Patch
 
-    norm, colors = colors_of(heat.values)
+    scale, colors = colors_of(heat.values, heat.measure)
     last = heat.first + heat.width * heat.values.shape[1]
     extent = (heat.first - 0.5, last - 0.5, len(heat.rows) - 0.5, -0.5)
     ax.imshow(colors, aspect="auto", interpolation="none", extent=extent, origin="upper")
     _name_rows(ax, heat.rows)
     bar = ax.inset_axes((1.01, 0, 0.012, 1))
-    ax.figure.colorbar(ScalarMappable(norm, "viridis"), cax=bar, label=_measure_label(heat.measure))
-    kinds = {"zero": (CURVE_ZERO, heat.values == 0), "not finite": (CURVE_RED, np.isinf(heat.values))}
+    ax.figure.colorbar(scale, cax=bar, label=_measure_label(heat.measure))
+    kinds = {"zero": (CURVE_ZERO, (heat.values == 0) & (heat.measure != "factor"))}
+    kinds["not finite"] = (CURVE_RED, np.isinf(heat.values))
     kinds["not recorded"] = (CURVE_ABSENT, np.isnan(heat.values))
     seen = [Patch(facecolor=c, edgecolor=CURVE_PALE, label=name) for name, (c, cells) in kinds.items() if cells.any()]
     _head(ax, _heat_title(heat), handles=seen)
 
 
-def colors_of(values: Array) -> tuple[Any, Array]:
-    """Return the logarithmic norm and RGBA ``[rows, columns, 4]``; zero, non-finite and missing have own colors."""
-    from matplotlib import colormaps
+def colors_of(values: Array, measure: str = "norm") -> tuple[Any, Array]:
+    """Return the scale with its colors, and RGBA ``[rows, columns, 4]``; non-finite and missing have own colors.
+
+    Magnitudes have a logarithmic scale and a color for zero. Factors have one from the smallest, at most 0.1, to 1: a
+    small range is not stretched over all colors; dark is strong.
+    """
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, to_rgba
 
-    is_plain = (values > 0) & np.isfinite(values)
+    is_plain, is_factor = (values > 0) & np.isfinite(values), measure == "factor"
     low, high = (values[is_plain].min(), values[is_plain].max()) if is_plain.any() else (0.1, 10.0)
-    norm = LogNorm(low / 2, high * 2) if low == high else LogNorm(low, high)
-    colors = np.asarray(colormaps["viridis"](norm(np.where(is_plain, values, low))), dtype=np.float64)
-    for color, cells in ((CURVE_ZERO, values == 0), (CURVE_RED, np.isinf(values)), (CURVE_ABSENT, np.isnan(values))):
+    low, high = (min(low, 0.1), 1.0) if is_factor else (low / 2, high * 2) if low == high else (low, high)
+    norm = LogNorm(low, high)
+    scale = ScalarMappable(norm, "Blues_r" if is_factor else "viridis")
+    colors = np.asarray(scale.cmap(norm(np.where(is_plain, values, low))), dtype=np.float64)
+    zero = np.zeros_like(is_plain) if is_factor else values == 0
+    for color, cells in ((CURVE_ZERO, zero), (CURVE_RED, np.isinf(values)), (CURVE_ABSENT, np.isnan(values))):
         colors[cells] = to_rgba(color)
-    return norm, colors
+    return scale, colors
 
 
 def _heat_title(heat: HeatMap) -> str:
+    if heat.measure == "factor":
+        over = f"; smallest of {heat.width} steps" if heat.width > 1 else ""
+        return f"size after clipping / before, by site and step{over}"
     rows = "parameter" if heat.kind == "gradient" else "layer"
     parts = [f"{_measure_label(heat.measure)} of {heat.kind}s by {rows}"]
     if len(heat.rows) < heat.num_sites:
@@ -147,6 +215,31 @@ def _heat_title(heat: HeatMap) -> str:
     return f"{'; '.join(parts[:2])};\n{'; '.join(parts[2:])}"
 
 
+def _draw_depth(rows: list[tuple[str, SiteHealth]], measure: str, ax: Axes) -> None:
+    at, middle = range(len(rows)), [row.p50 for _, row in rows]
+    ax.hlines(
+        at, middle, [row.p99 for _, row in rows], color=CURVE_BLUE, alpha=0.5, linewidth=4, label="to the 99 % quantile"
+    )
+    ax.plot(middle, at, "o", color=CURVE_BLUE, markersize=5, label="median before clipping")
+    for n in range(1, len(rows)):
+        if _part(rows[n][1]) != _part(rows[n - 1][1]):
+            ax.axhline(n - 0.5, color=CURVE_INK, linewidth=0.8, gid="part")
+    named = [(row.p50, n) for n, (_, row) in enumerate(rows) if row.mark]
+    if named:
+        ax.plot(
+            *zip(*named, strict=True), "o", color=CURVE_RED, markersize=8, fillstyle="none", label="see the verdict"
+        )
+    bounds = [row.bound if np.isfinite(row.bound) else np.nan for _, row in rows]
+    if np.isfinite(bounds).any():
+        ax.plot(bounds, at, "|", color=CURVE_INK, markersize=9, markeredgewidth=1.5, label="bound")
+    _name_rows(ax, [name for name, _ in rows])
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set_xscale("log")
+    ax.set_xlabel(_measure_label(measure))
+    ax.grid(axis="x", color=CURVE_GRID, linewidth=0.6)
+    _head(ax, f"{_measure_label(measure)} by site")
+
+
 def _draw_clipping(clip: Clipping, ax: Axes) -> None:
     rate = ax.twinx()
     rate.fill_between(clip.steps, clip.rate, color=CURVE_ORANGE, alpha=0.18, linewidth=0)
@@ -157,24 +250,13 @@ def _draw_clipping(clip: Clipping, ax: Axes) -> None:
     ax.set_zorder(rate.get_zorder() + 1)
     ax.patch.set_visible(False)
     of = f", largest of {clip.num_clips}" if clip.num_clips > 1 else ""
-    ax.plot(
-        clip.steps,
-        _finite(clip.largest),
-        color=CURVE_BLUE,
-        linewidth=1.1,
-        label=f"{_measure_label(clip.measure)} before{of}",
-    )
+    label = f"{_measure_label(clip.measure)} before{of}"
+    ax.plot(clip.steps, _finite(clip.largest), color=CURVE_BLUE, linewidth=1.1, label=label)
     _mark_top(ax, clip.steps[np.isinf(clip.largest)], "x", "not finite")
     if np.isfinite(clip.low).any():
         is_one = bool(np.nanmax(clip.high - clip.low) == 0)
-        ax.plot(
-            clip.steps,
-            clip.low,
-            color=CURVE_INK,
-            linestyle="--",
-            drawstyle="steps-mid",
-            label="bound" if is_one else "smallest bound",
-        )
+        label = "bound" if is_one else "smallest bound"
+        ax.plot(clip.steps, clip.low, color=CURVE_INK, linestyle="--", drawstyle="steps-mid", label=label)
         if not is_one:
             ax.plot(clip.steps, clip.high, color=CURVE_INK, linestyle=":", drawstyle="steps-mid", label="largest bound")
     _scale(ax, [clip.largest, clip.low, clip.high])
@@ -206,29 +288,19 @@ def _draw_ratios(ratios: Ratios, ax: Axes) -> None:
     )
     positive = np.where(ratios.median > 0, _finite(ratios.median), np.nan)
     marker = "." if len(ratios.steps) < 3 else ""
-    ax.plot(
-        ratios.steps,
-        positive,
-        color=CURVE_BLUE,
-        linewidth=1.1,
-        marker=marker,
-        label=f"median of {ratios.num_layers}",
-    )
+    label = f"median of {ratios.num_layers}"
+    ax.plot(ratios.steps, positive, color=CURVE_BLUE, linewidth=1.1, marker=marker, label=label)
     ax.axhline(COMMON_RATIO, color=CURVE_INK, linewidth=0.8, linestyle="--", label="1e-3 (customary)")
     _mark_top(ax, ratios.steps[ratios.is_infinite], "^", "infinite or NaN")
     still = ratios.steps[ratios.median == 0]
     if len(still):
-        place = ax.get_xaxis_transform()
-        ax.plot(
-            still,
-            [0.03] * len(still),
-            "v",
-            color=CURVE_PALE,
-            markersize=4,
-            transform=place,
-            label="0: no update",
-            gid="zero",
-        )
+        style: dict[str, Any] = {
+            "color": CURVE_PALE,
+            "markersize": 4,
+            "transform": ax.get_xaxis_transform(),
+            "gid": "zero",
+        }
+        ax.plot(still, [0.03] * len(still), "v", label="0: no update", **style)
     ax.set_yscale("log")
     known = [v for v in (*ratios.low, *ratios.high) if np.isfinite(v)]
     ax.set_ylim(min([*known, COMMON_RATIO]) / 2, max([*known, COMMON_RATIO]) * 4)
@@ -237,32 +309,27 @@ def _draw_ratios(ratios: Ratios, ax: Axes) -> None:
 
 
 def _finite(values: Array) -> Array:
-    return np.where(np.isfinite(values), values, np.nan)
+    return np.where(np.isfinite(values), np.clip(values, -1e200, 1e200), np.nan)  # margins of axes overflow
 
 
 def _mark_top(ax: Axes, steps: Steps, marker: str, label: str) -> None:
     """Draw one mark per step at the top of the axes; the label once."""
     if len(steps):
         known = {text.get_label() for text in ax.lines}
-        place = ax.get_xaxis_transform()
-        shown = "_nolegend_" if label in known else label
-        ax.plot(
-            steps,
-            [0.96] * len(steps),
-            marker,
-            color=CURVE_RED,
-            markersize=5,
-            transform=place,
-            label=shown,
-            gid="nonfinite",
-        )
+        style: dict[str, Any] = {
+            "color": CURVE_RED,
+            "markersize": 5,
+            "transform": ax.get_xaxis_transform(),
+            "gid": "nonfinite",
+        }
+        ax.plot(steps, [0.96] * len(steps), marker, label="_nolegend_" if label in known else label, **style)
 
 
 def _scale(ax: Axes, values: list[Array]) -> None:
     """Use a logarithmic axis where the values span a wide range."""
     known = np.concatenate(values)
     known = known[np.isfinite(known)]
-    if len(known) and known.min() > 0 and known.max() / known.min() > _WIDEST_LINEAR:
+    if len(known) and known.min() > 0 and known.max() / _WIDEST_LINEAR > known.min():
         ax.set_yscale("log")
     ax.margins(y=0.12)
 
@@ -287,4 +354,10 @@ def _head(ax: Axes, title: str, handles: list[Any] | None = None) -> None:
 
 
 def _measure_label(measure: str) -> str:
-    return {"norm": "norm", "total_norm": "total norm", "max_abs": "max |x|", "mean_abs": "mean |x|"}[measure]
+    return {
+        "norm": "norm",
+        "total_norm": "total norm",
+        "max_abs": "max |x|",
+        "mean_abs": "mean |x|",
+        "factor": "factor",
+    }[measure]

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
+from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import FONT, displayable
-from gradrewrite.viz._scene import Box, Scene, legend_positions
-from gradrewrite.viz._theme import (
-    BAND,
-    BORDER,
-    CUT,
-    FAINT,
-    INK,
-    INSERTED,
-    INSERTED_EDGE,
-    LINE,
-    PAPER,
-    PILL,
-    RECORDS,
-    SAVED,
-)
+from gradrewrite.viz._scene import HEAD, PAD, SMALL, TEXT, Box, Scene, legend_positions
 
 MOST_PIXELS = 30_000  # of one side of a PNG
 _LONGEST = 1000  # characters; no text of a scene has more
@@ -28,12 +16,7 @@ _POINTS = 72 / 96  # a pixel in points
 
 
 def scene_to_bytes(scene: Scene, form: str) -> bytes:
-    """Return a scene as PNG or PDF; the same scene gives the same bytes.
-
-    Args:
-        scene: The scene.
-        form: ``"png"`` (at most 30,000 pixels high: larger pictures are scaled down) or ``"pdf"``.
-    """
+    """Return a scene as ``"png"`` (larger ones are scaled to 30,000 pixels) or ``"pdf"``, always the same bytes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -59,13 +42,13 @@ def _draw(axes: Any, scene: Scene) -> None:
     from matplotlib.path import Path
 
     frames = [Rectangle((f.x, f.y), f.width, f.height) for f in scene.frames]
-    axes.add_collection(PatchCollection(frames, facecolor=BAND, edgecolor=BORDER, alpha=0.55, linewidth=0.7))
-    for dash, cut in (("-", False), ("--", False), ("--", True)):
-        lines = [
-            n for n in scene.lines if ("saved" in n.classes, "cut" in n.classes) == (dash == "--" and not cut, cut)
-        ]
-        curve = {2: [Path.MOVETO, Path.LINETO], 4: [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]}
-        paths = [Path(n.points, curve[len(n.points)]) for n in lines]
+    axes.add_collection(
+        PatchCollection(frames, facecolor=theme.BAND, edgecolor=theme.BORDER, alpha=0.55, linewidth=0.7)
+    )
+    for dash in ("-", "--"):
+        lines = [n for n in scene.lines if bool({"saved", "cut"} & set(n.classes)) == (dash == "--")]
+        rest = {len(n.points): Path.LINETO if len(n.points) == 2 else Path.CURVE4 for n in lines}
+        paths = [Path(n.points, [Path.MOVETO, *[rest[len(n.points)]] * (len(n.points) - 1)]) for n in lines]
         axes.add_collection(
             PathCollection(
                 paths,
@@ -75,14 +58,29 @@ def _draw(axes: Any, scene: Scene) -> None:
                 linestyles=dash,
             )
         )
+    axes.add_collection(
+        PatchCollection([_arrow(n.points) for n in scene.lines if "cross" not in n.classes], color=theme.FAINT)
+    )
     for edged in (False, True):
         boxes = [b for b in scene.boxes if _is_edged(b) == edged]
         patches = [Rectangle((b.x, b.y), b.width, b.height) for b in boxes]
-        edges = [CUT if "root_cause" in b.classes else INSERTED_EDGE if edged else LINE for b in boxes]
+        edges = [
+            theme.CUT if "root_cause" in b.classes else theme.INSERTED_EDGE if edged else theme.LINE for b in boxes
+        ]
         fills = [_fill(b) for b in boxes]
         width = 1.6 if edged else 0.8
         axes.add_collection(PatchCollection(patches, facecolors=fills, edgecolors=edges, linewidth=width))
     _write(axes, scene)
+
+
+def _arrow(points: Sequence[tuple[float, float]]) -> Any:
+    """Return the head of an arrow at the end of a line."""
+    from matplotlib.patches import Polygon
+
+    (ax, ay), (x, y) = points[-2:]
+    length = max(((x - ax) ** 2 + (y - ay) ** 2) ** 0.5, 1e-9)
+    dx, dy = (x - ax) / length * 6, (y - ay) / length * 6
+    return Polygon([(x, y), (x - dx - dy / 2, y - dy + dx / 2), (x - dx + dy / 2, y - dy - dx / 2)])
 
 
 def _write(axes: Any, scene: Scene) -> None:
@@ -91,44 +89,38 @@ def _write(axes: Any, scene: Scene) -> None:
         axes.text(x, y, shown, fontsize=size * _POINTS, color=color, weight=weight, parse_math=False, va="baseline")
 
     for frame in scene.frames:
-        text(frame.x + 6, frame.y + 11, frame.text, 8, FAINT)
+        text(frame.x + 6, frame.y + 14, frame.text, SMALL, theme.DETAIL)
     for box in scene.boxes:
         if box.small:
-            text(box.x + 5, box.y + box.height / 2 - 2, box.text, 10, INK)
-            text(box.x + 5, box.y + box.height - 5, box.small, 8, FAINT)
+            text(box.x + PAD, box.y + box.height / 2 - 3, box.text, TEXT, theme.INK)
+            text(box.x + PAD, box.y + box.height - 6, box.small, SMALL, theme.DETAIL)
         else:
-            text(box.x + 5, box.y + box.height / 2 + 3.5, box.text, 10, INK)
+            text(box.x + PAD, box.y + box.height / 2 + 4, box.text, TEXT, theme.INK)
     for label in scene.labels:
         is_head = label.style == "head"
-        text(
-            label.x,
-            label.y,
-            label.text,
-            13 if is_head else 11,
-            INK if is_head else FAINT,
-            "bold" if is_head else "normal",
-        )
+        size, color = (HEAD, theme.INK) if is_head else (SMALL, theme.DETAIL)
+        text(label.x, label.y, label.text, size, color, "bold" if is_head else "normal")
     from matplotlib.patches import Rectangle
 
     for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
         axes.add_patch(Rectangle((x, y), 14, 11, facecolor=entry.color, edgecolor=entry.edge))
-        text(x + 19, y + 9.5, entry.text, 11, FAINT)
+        text(x + 19, y + 9.5, entry.text, SMALL, theme.DETAIL)
 
 
 def _is_edged(box: Box) -> bool:
-    return bool({"inserted", "records", "root_cause", "badged"} & set(box.classes))
+    return bool({"inserted", "records", "root_cause"} & set(box.classes))
 
 
 def _fill(box: Box) -> str:
     if box.fill:
         return box.fill
     if "records" in box.classes:
-        return RECORDS
-    return INSERTED if "inserted" in box.classes else PILL if "pill" in box.classes else PAPER
+        return theme.RECORDS
+    return theme.INSERTED if "inserted" in box.classes else theme.PILL if "pill" in box.classes else theme.PAPER
 
 
 def _line_color(classes: tuple[str, ...]) -> tuple[float, float, float, float]:
     from matplotlib.colors import to_rgba
 
-    color = CUT if {"cut", "cross"} & set(classes) else SAVED if "saved" in classes else LINE
-    return to_rgba(color, 0.12 if {"carried", "fan"} & set(classes) else 0.35 if "far" in classes else 1.0)
+    color = theme.CUT if {"cut", "cross"} & set(classes) else theme.SAVED if "saved" in classes else theme.LINE
+    return to_rgba(color, 0.15 if "fan" in classes else 1.0)

@@ -1,0 +1,199 @@
+"""``report``: the health of a training run as one page that works offline and prints."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from gradrewrite._formatting import html_table
+from gradrewrite.diagnostics.health import Health, examine
+from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.site_health import COLUMNS
+from gradrewrite.viz._curve_data import Events
+from gradrewrite.viz._curves import baseline_of, draw_panels, fix_layout, is_monitor, name_of, steps_of
+from gradrewrite.viz._fonts import figure_style, xml_safe
+from gradrewrite.viz._panels import Baseline, Panel, depth_panel, factor_panel, panels_of
+from gradrewrite.viz._theme import css_variables
+
+if TYPE_CHECKING:
+    from gradrewrite.viz._curves import Source
+
+_NO_SCRIPT = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_RELOAD = """<script>setTimeout(() => location.reload(), {milliseconds})</script>
+<noscript><meta http-equiv="refresh" content="{seconds}"></noscript>"""
+_MOST_CODE = 20  # lines beside the verdict; the table has all
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Report:
+    """A health report, as ``report`` returns it.
+
+    Attributes:
+        health: What it says.
+        title: Title of the page.
+        baseline: The run that it is compared with, if any.
+        cause: What made the first non-finite value, where the monitor could still replay it; of several ranks, which
+            had it.
+        note: What was found on each of several ranks.
+    """
+
+    health: Health
+    title: str
+    baseline: Baseline | None = None
+    cause: str = ""
+    note: str = ""
+
+    def __repr__(self) -> str:
+        """Title and verdict."""
+        return f"Report({self.title!r}: {self.health.verdict.headline})"
+
+    def render(self, path: str | os.PathLike[str], *, reload: int = 0) -> str:
+        """Write ``path.html``; who opens it sees the old page or the new one, never a part.
+
+        Args:
+            path: Where, without the extension.
+            reload: After how many seconds the open page reads the file again and keeps its place; 0 for never.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: The file cannot be written; its folder must exist.
+        """
+        written = f"{os.fspath(path)}.html"
+        Path(f"{written}.part").write_text(self._html(reload), encoding="utf-8")
+        os.replace(f"{written}.part", written)
+        return written
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, for notebooks."""
+        page = html.escape(self._html(0))
+        return f'<iframe title="health report" srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
+
+    def _html(self, reload: int) -> str:
+        health, verdict, steps = self.health, self.health.verdict, self.health.run.steps
+        found, seen = panels_of(health.run, self.baseline)
+        panels = {panel.name: panel for panel in found}
+        figure, num_more = partial(self._figure, seen), len(verdict.code) - _MOST_CODE
+        code = [*verdict.code[:_MOST_CODE], *([f"# {num_more} more in the table"] if num_more > 0 else [])]
+        span = f"Steps {steps[0].step} to {steps[-1].step}" if steps else "No steps"
+        texts = {
+            "title": self.title,
+            "subtitle": f"{span}{f', compared with {self.baseline.name}' if self.baseline else ''}.",
+            "tone": "sound" if verdict.is_sound else "sick",
+            "headline": verdict.headline,
+            "sentence": verdict.text,
+            "advice": verdict.advice,
+            "code": "\n".join(code),
+            "loss": health.loss,
+            "first_bad": f"{health.first_bad_text} {self.cause}",
+            "findings": "\n\n".join(text for text in (health.findings_text, self.note) if text),
+        }
+        rows, rates = [row.cells() for row in health.sites], [row.rate for row in health.sites if row.rate >= 0]
+        kept = [n for n, name in enumerate(COLUMNS) if name != "share" or any(row[n] != "-" for row in rows)]
+        table = [[xml_safe(row[n]) for n in kept] for row in rows]
+        still = "" if any(rates) or not rates else '<p class="note">No clip acted in this run: every factor is 1.</p>\n'
+        parts = {
+            "policy": _NO_SCRIPT + ("; script-src 'unsafe-inline'" if reload else ""),
+            "reload": _RELOAD.format(milliseconds=1000 * reload, seconds=reload) if reload else "",
+            "style": css_variables(),
+            "loss_figure": figure(f"the loss by step. {health.loss}", panels.get("loss"), panels.get("total norm")),
+            "factors": still + figure(f"factors by site and step, {health.strongest}", factor_panel(health.run)),
+            "table": html_table([COLUMNS[n] for n in kept], table, "all sites"),
+            "depth": figure("norms by site: errors, weights, biases", depth_panel(health.sites)),
+            "ratios": figure("ratio of update to weight by step", panels.get("update ratio")),
+            "nonfinite": figure(health.first_bad_text, panels["non-finite"]) if "non-finite" in panels else "",
+        }
+        parts |= {name: html.escape(xml_safe(text)) for name, text in texts.items()}
+        template = resources.files("gradrewrite.viz.page").joinpath("report.html").read_text(encoding="utf-8")
+        return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+    def _figure(self, seen: Events, alt: str, *panels: Panel | None) -> str:
+        """Return panels as an image; a note where there are none."""
+        from matplotlib.figure import Figure
+
+        known = [panel for panel in panels if panel is not None]
+        if not known:
+            return '<p class="note">Not recorded in this run.</p>'
+        runs = [self.health.run, *([self.baseline.run] if self.baseline is not None else [])]
+        text, height = StringIO(), 0.2 + sum(panel.height for panel in known)
+        with figure_style():
+            figure = Figure(figsize=(11.0, height), layout="constrained")
+            draw_panels(figure, known, seen, runs)
+            fix_layout(figure)
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        data = base64.b64encode(text.getvalue().encode()).decode()
+        size = f'width="1056" height="{96 * height:.0f}"'
+        return f'<img {size} alt="{html.escape(xml_safe(alt))}" src="data:image/svg+xml;base64,{data}">'
+
+
+def report(
+    source: Source | Sequence[str | os.PathLike[str]], *, baseline: Source | None = None, title: str = ""
+) -> Report:
+    """Judge the backward passes of a training run: what was clipped, how strongly, what is wrong, and what to change.
+
+    The page has the verdict in one sentence, the loss against the baseline, a map of the factors of clips by site and
+    step, a table of the sites with quantiles of their norms and the bounds these suggest, norms by site, update ratios,
+    the first value that was not finite, and the doctor's findings. It loads nothing.
+
+    Args:
+        source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, steps, or
+            the paths of the files of all ranks of one run: the page is then that of the rank with the first value
+            that is not finite, or else of the first that is not healthy, and lists what was found on the others.
+        baseline: Another run in any of these forms, such as the same training without clipping.
+        title: Title of the page; the name of the file, or "training run", if empty.
+
+    Returns:
+        Report: ``render`` it into a file, or show it in a notebook.
+
+    Raises:
+        TypeError: ``source`` or ``baseline`` is none of these.
+        OSError: A file cannot be read.
+        ValueError: A file has a line that is none of the monitor's.
+
+    Example:
+        >>> from gradrewrite import Step
+        >>> steps = [Step(n, {"norm@gradient:w": 1.0, "bound@gradient:w": 2.0}) for n in range(20)]
+        >>> report(steps).health.verdict.headline
+        'Healthy'
+    """
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        paths = [item for item in source if isinstance(item, str | os.PathLike)]
+        if paths:
+            return _report_of_ranks(paths, baseline, title)
+    run = cast("Source", source)
+    steps, other = steps_of(run), baseline_of(run, baseline)
+    health = examine(steps, other.run.steps if other is not None else None)
+    return Report(health, title or name_of(run, "training run"), other, _cause(run, health))
+
+
+def _report_of_ranks(paths: Sequence[str | os.PathLike[str]], baseline: Source | None, title: str) -> Report:
+    """Judge a run of several ranks: the page is that of the rank where it goes wrong first, or worst."""
+    runs = read_ranks(paths)
+    first = first_bad_of(runs)
+    other = None if baseline is None else baseline_of(paths[0], baseline)
+    compared = None if other is None else other.run.steps
+    rank = first.rank if first is not None else None
+    if rank is None:
+        rank = next((r for r, steps in runs.items() if not examine(steps, compared).verdict.is_sound), min(runs))
+    found = "\n".join(finding.text for finding in diagnose_ranks(runs)) or "Nothing wrong was found on any rank."
+    note = f"Ranks {', '.join(map(str, runs))}:\n{found}"
+    name = f"{title or name_of(paths[0], 'training run')}: rank {rank} of {len(runs)} ranks"
+    return Report(examine(runs[rank], compared), name, other, "" if first is None else str(first), note)
+
+
+def _cause(source: Source, health: Health) -> str:
+    """Return the root cause of a failure that a monitor can still replay: one of the last step."""
+    if health.first_bad is None or health.first_bad[1] < health.run.steps[-1].step or not is_monitor(source):
+        return ""
+    failure = source.failure(anywhere=True)
+    return "" if failure is None else str(failure)
