@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from gradrewrite.viz._graph_view import xml_safe
-from gradrewrite.viz._theme import (
-    BAND,
-    BORDER,
-    CUT,
-    DETAIL,
-    FAINT,
-    INK,
-    INSERTED,
-    INSERTED_EDGE,
-    LINE,
-    PAPER,
-    PILL,
-    PILL_EDGE,
-    RECORDS,
-    SAVED,
-)
+from gradrewrite.viz import _theme as theme
+from gradrewrite.viz._fonts import fit_all, xml_safe
+
+TEXT, SMALL, HEAD = 12, 11, 14  # font sizes in pixels
+PAD = 6  # between the edge of a box and its text
+SWATCH = 17  # height of a line of the legend
 
 STYLE = f"""
-svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {PAPER}; }}
-text {{ font-size: 10px; fill: {INK}; }} .small, .frame text {{ font-size: 8px; fill: {FAINT}; }}
-.node .small {{ fill: {DETAIL}; }}
-.head {{ font-size: 13px; font-weight: bold; }} .note {{ font-size: 11px; fill: {FAINT}; }}
-.frame rect {{ fill: {BAND}; fill-opacity: 0.55; stroke: {BORDER}; }}
-.node rect {{ fill: {PAPER}; stroke: {LINE}; }} .pill rect {{ fill: {PILL}; stroke: {PILL_EDGE}; }}
-.inserted rect {{ fill: {INSERTED}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
-.badged rect {{ stroke: {INSERTED_EDGE}; stroke-width: 2; }}
-.records rect {{ fill: {RECORDS}; stroke: {INSERTED_EDGE}; stroke-width: 2; }}
-.root_cause rect {{ stroke: {CUT}; stroke-width: 3; }}
-path {{ fill: none; stroke: {LINE}; }} .saved {{ stroke: {SAVED}; stroke-dasharray: 3 2; }} .far {{ opacity: 0.35; }}
-.carried, .fan {{ opacity: 0.12; }}
-.cut {{ stroke: {CUT}; stroke-width: 2; stroke-dasharray: 4 3; }} .cross {{ stroke: {CUT}; stroke-width: 3; }}
+svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {theme.PAPER}; }}
+text {{ font-size: {TEXT}px; fill: {theme.INK}; white-space: pre; }}
+.small, .frame text {{ font-size: {SMALL}px; fill: {theme.DETAIL}; }}
+.head {{ font-size: {HEAD}px; font-weight: bold; }} .note {{ font-size: {SMALL}px; fill: {theme.DETAIL}; }}
+.frame rect {{ fill: {theme.BAND}; fill-opacity: 0.55; stroke: {theme.BORDER}; }}
+.node rect {{ fill: {theme.PAPER}; stroke: {theme.LINE}; }}
+.pill rect {{ fill: {theme.PILL}; stroke: {theme.PILL_EDGE}; }}
+.inserted rect {{ fill: {theme.INSERTED}; stroke: {theme.INSERTED_EDGE}; stroke-width: 2; }}
+.records rect {{ fill: {theme.RECORDS}; stroke: {theme.INSERTED_EDGE}; stroke-width: 2; }}
+.anchor rect {{ stroke: {theme.INK}; stroke-width: 2; }} .root_cause rect {{ stroke: {theme.CUT}; stroke-width: 4; }}
+.lines path {{ fill: none; stroke: {theme.LINE}; }} .lines .saved {{ stroke: {theme.SAVED}; stroke-dasharray: 3 2; }}
+.lines .fan {{ opacity: 0.15; }} .lines .cut {{ stroke: {theme.CUT}; stroke-width: 2; stroke-dasharray: 4 3; }}
+.lines .cross {{ stroke: {theme.CUT}; stroke-width: 3; marker-end: none; }}
+.lines path {{ marker-end: url(#arrow); }} #arrow path {{ fill: {theme.FAINT}; stroke: none; }}
 """
 
 
@@ -52,7 +42,7 @@ class ColorSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle with one or two lines of text.
+    """A rectangle with one or two lines of text, each shortened to its width by ``fit_boxes``.
 
     Attributes:
         key: Name by which lines refer to it.
@@ -65,6 +55,7 @@ class Box:
         classes: Classes in the style sheet.
         title: What a pointer on it shows; a name and details.
         data: ``data-`` attributes.
+        parts: What is inside it and not drawn: ``data-`` attributes and title of each.
         fill: Color, if it is not that of its classes.
     """
 
@@ -78,18 +69,20 @@ class Box:
     classes: tuple[str, ...] = ("node",)
     title: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
+    parts: Sequence[tuple[Mapping[str, str], str]] = ()
     fill: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line between two boxes; ``points`` are two, or the four of a cubic curve."""
+    """A line between two boxes; ``points`` are two, or those of cubic curves (1 + 3 n)."""
 
     source: str
     target: str
     points: tuple[tuple[float, float], ...]
     classes: tuple[str, ...] = ()
     width: float = 1.0
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +131,13 @@ class Scene:
     legend: Sequence[LegendEntry] = ()
 
 
+def fit_boxes(boxes: Sequence[Box]) -> list[Box]:
+    """Return boxes with texts that fit into them; different texts stay different where there is room."""
+    texts = fit_all([(box.text, box.width - 2 * PAD, TEXT) for box in boxes])
+    smalls = fit_all([(box.small, box.width - 2 * PAD, SMALL) for box in boxes])
+    return [replace(box, text=t, small=s) for box, t, s in zip(boxes, texts, smalls, strict=True)]
+
+
 def to_svg(scene: Scene) -> str:
     """Return the scene as an SVG document; text is escaped."""
     svg = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
@@ -146,61 +146,56 @@ def to_svg(scene: Scene) -> str:
     svg.set("height", f"{scene.height:g}")
     ET.SubElement(svg, "title").text = xml_safe(scene.title)
     ET.SubElement(svg, "style").text = STYLE
+    add_arrow(svg)
     draw_into(svg, scene)
     return ET.tostring(svg, encoding="unicode")
+
+
+def add_arrow(parent: ET.Element) -> None:
+    """Append the head of arrows, which lines refer to, to an SVG element."""
+    arrow = {"id": "arrow", "viewBox": "0 0 6 6", "refX": "6", "refY": "3", "orient": "auto"}
+    size = {"markerWidth": "7", "markerHeight": "7", "markerUnits": "userSpaceOnUse"}
+    marker = ET.SubElement(ET.SubElement(parent, "defs"), "marker", arrow | size)
+    ET.SubElement(marker, "path", {"d": "M0 0L6 3L0 6z"})
 
 
 def draw_into(parent: ET.Element, scene: Scene) -> None:
     """Append the parts of a scene to an SVG element."""
     behind = ET.SubElement(parent, "g", {"class": "frames"})
     for frame in scene.frames:
-        _draw_frame(behind, frame)
+        group = ET.SubElement(behind, "g", {"class": "frame", "data-frame": xml_safe(frame.key)})
+        if frame.title:
+            ET.SubElement(group, "title").text = xml_safe(frame.title)
+        _rect(group, frame.x, frame.y, frame.width, frame.height)
+        _text(group, frame.x + 6, frame.y + 14, frame.text, "")
     between = ET.SubElement(parent, "g", {"class": "lines"})
-    for number, line in enumerate(scene.lines):
-        path = ET.SubElement(between, "path", {"d": path_of(line.points), "data-line": str(number)})
-        path.set("class", " ".join(line.classes))
+    for line in scene.lines:
+        path = ET.SubElement(between, "path", {"d": path_of(line.points), "class": " ".join(line.classes)})
         if line.width != 1.0:
-            path.set("stroke-width", f"{line.width:g}")
+            path.set("style", f"stroke-width:{line.width:g}")
+        if line.title:
+            ET.SubElement(path, "title").text = xml_safe(line.title)
     front = ET.SubElement(parent, "g", {"class": "boxes"})
-    edits: dict[str, ET.Element] = {}
     for box in scene.boxes:
-        _draw_box(_group_of(box, front, edits), box)
+        _draw_box(front, box)
     for label in scene.labels:
         _text(parent, label.x, label.y, label.text, label.style)
-    _draw_legend(parent, scene)
-
-
-def _group_of(box: Box, front: ET.Element, edits: dict[str, ET.Element]) -> ET.Element:
-    """Return the parent of a box: the boxes of one edit share a group element that names the edit."""
-    number = box.data.get("edit")
-    if number is None:
-        return front
-    if number not in edits:
-        attributes = {f"data-{name}": xml_safe(box.data[name]) for name in ("edit", "site", "action")}
-        edits[number] = ET.SubElement(front, "g", {"class": "edit", **attributes})
-    return edits[number]
+    legend = ET.SubElement(parent, "g", {"class": "legend"})
+    for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
+        rect = _rect(legend, x, y, 14, 11)
+        rect.set("style", f"fill:{entry.color};stroke:{entry.edge}")
+        _text(legend, x + 19, y + 9.5, entry.text, "note")
 
 
 def path_of(points: Sequence[tuple[float, float]]) -> str:
-    """Return the SVG path of a straight line (two points) or a cubic curve (four)."""
+    """Return the SVG path of a straight line (two points) or of cubic curves (1 + 3 n)."""
     (x, y), *rest = points
-    letter = "C" if len(rest) == 3 else "L"
+    letter = "L" if len(rest) == 1 else "C"
     return f"M{x:g} {y:g}{letter}" + " ".join(f"{a:g} {b:g}" for a, b in rest)
 
 
-def _draw_frame(parent: ET.Element, frame: Frame) -> None:
-    group = ET.SubElement(parent, "g", {"class": "frame", "data-frame": xml_safe(frame.key)})
-    if frame.title:
-        ET.SubElement(group, "title").text = xml_safe(frame.title)
-    _rect(group, frame.x, frame.y, frame.width, frame.height)
-    _text(group, frame.x + 6, frame.y + 11, frame.text, "")
-
-
 def _draw_box(parent: ET.Element, box: Box) -> None:
-    own = {
-        f"data-{name}": xml_safe(value) for name, value in box.data.items() if name not in ("edit", "site", "action")
-    }
-    group = ET.SubElement(parent, "g", {"class": " ".join(box.classes), **own})
+    group = ET.SubElement(parent, "g", {"class": " ".join(box.classes), **_data(box.data)})
     group.set("transform", f"translate({box.x:g} {box.y:g})")
     if box.title:
         ET.SubElement(group, "title").text = xml_safe(box.title)
@@ -208,24 +203,22 @@ def _draw_box(parent: ET.Element, box: Box) -> None:
     if box.fill:
         rect.set("style", f"fill:{box.fill}")
     if box.small:
-        _text(group, 5, box.height / 2 - 2, box.text, "")
-        _text(group, 5, box.height - 5, box.small, "small")
+        _text(group, PAD, box.height / 2 - 3, box.text, "")
+        _text(group, PAD, box.height - 6, box.small, "small")
     else:
-        _text(group, 5, box.height / 2 + 3.5, box.text, "")
+        _text(group, PAD, box.height / 2 + 4, box.text, "")
+    for data, title in box.parts:
+        ET.SubElement(ET.SubElement(group, "g", _data(data)), "title").text = xml_safe(title)
 
 
-def _draw_legend(parent: ET.Element, scene: Scene) -> None:
-    group = ET.SubElement(parent, "g", {"class": "legend"})
-    for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
-        rect = _rect(group, x, y, 14, 11)
-        rect.set("style", f"fill:{entry.color};stroke:{entry.edge}")
-        _text(group, x + 19, y + 9.5, entry.text, "note")
+def _data(data: Mapping[str, str]) -> dict[str, str]:
+    return {f"data-{name}": xml_safe(value) for name, value in data.items()}
 
 
 def legend_positions(scene: Scene) -> list[tuple[float, float]]:
     """Return the positions of the legend's entries, below each other at the bottom of the scene."""
-    top = scene.height - 17 * len(scene.legend) - 8
-    return [(16, top + 17 * n) for n in range(len(scene.legend))]
+    top = scene.height - SWATCH * len(scene.legend) - 8
+    return [(16, top + SWATCH * n) for n in range(len(scene.legend))]
 
 
 def _rect(parent: ET.Element, x: float, y: float, width: float, height: float) -> ET.Element:

@@ -1,203 +1,239 @@
-"""Site diagram: the neighborhood of one site, before and after the rewrite side by side."""
+"""The view of one site: its neighborhood, with the edits that were inserted and the edges that they replaced."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
+import graphviz
 import networkx as nx
 
-from gradrewrite._formatting import nearest
-from gradrewrite.errors import NoSuchSiteError
-from gradrewrite.sites import Pattern, Site
-from gradrewrite.viz._diagram import Diagram, Item, Link
-from gradrewrite.viz._graph_view import (
-    GraphView,
-    action_name,
-    contracted_edges,
-    describe_node,
-    hidden_reshapes,
-    visible_outputs,
+from gradrewrite.diagnostics.clipping import Clip
+from gradrewrite.ir.graph_view import GraphView, contracted_edges, hidden_nodes, visible_outputs
+from gradrewrite.sites import Site
+from gradrewrite.viz._fonts import describe_node, fit, text_width
+from gradrewrite.viz._graphviz import run_dot
+from gradrewrite.viz._ladder import edit_part
+from gradrewrite.viz._scene import (
+    HEAD,
+    PAD,
+    SMALL,
+    SWATCH,
+    TEXT,
+    Box,
+    ColorSample,
+    Label,
+    LegendEntry,
+    Line,
+    Scene,
+    fit_boxes,
 )
-from gradrewrite.viz._scene import ColorSample
+from gradrewrite.viz._theme import CUT, INSERTED, INSERTED_EDGE, PAPER, SAVED
 
-MOST = 24  # boxes a side that were not inserted
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One side of the diagram."""
-
-    name: str
-    graph_view: GraphView
-    edges: Sequence[tuple[str, str]]
-    names: Sequence[str]
-    more: int
+MOST = 24  # boxes that were not inserted
+_WIDEST, _HIGH, _MARGIN = 340.0, 36.0, 16.0
+_Edges = Mapping[tuple[str, str], str]  # kind by pair of keys
 
 
-def find_site(sites: Sequence[Site], wanted: Site | str) -> Site:
-    """Return the one site that matches.
+class SiteView:
+    """Boxes and edges around one site, before and after the rewrite.
 
-    Raises:
-        NoSuchSiteError: None is.
-        ValueError: Several are.
+    Attributes:
+        boxes: Boxes without positions, in execution order.
+        edges: Kinds of the edges by pairs of keys: ``""``, ``"saved"``, ``"cut"`` (replaced by the rewrite).
+        num_left_out: How many nodes within ``hops`` have no room.
     """
-    if isinstance(wanted, Site):
-        if wanted not in sites:
-            raise NoSuchSiteError(str(wanted), nearest(str(wanted), [str(s) for s in sites]))
-        return wanted
-    named = [site for site in sites if str(site) == wanted]
-    pattern = Pattern.parse(wanted)
-    found = named or [site for site in sites if pattern.matches(site)]
-    if not found:
-        raise NoSuchSiteError(wanted, nearest(wanted, [str(s) for s in sites]))
-    if len(found) > 1:
-        names = ", ".join(str(s) for s in found[:5])
-        raise ValueError(f"{wanted!r} names {len(found)} sites; give one of them: {names}{', ...' * (len(found) > 5)}")
-    return found[0]
+
+    def __init__(
+        self,
+        before: GraphView,
+        after: GraphView,
+        site: Site,
+        hops: int,
+        clips: Mapping[int, Clip],
+        colors: Mapping[str, ColorSample],
+        root_cause: Collection[str],
+    ) -> None:
+        """Read what is within ``hops`` edges of the site; ``colors`` are by key of an edit's box."""
+        anchor = before.anchors[site]
+        own = [f"edit {number}" for number, edit in enumerate(after.edits) if edit.site == site]
+        old, new = _pairs(before, anchor), _pairs(after, anchor)
+        kept = {key: "" for key in new}
+        cut = {pair for pair in old if pair not in kept and anchor in pair}
+        graph = nx.DiGraph([*kept, *cut])
+        graph.add_nodes_from([anchor, *own])
+        distance = _distances(graph, anchor, own, hops)
+        self._view, self._site = after, site
+        order = {name: number for number, name in enumerate([*after.nodes, *(label for label, _ in after.returned)])}
+        plain = sorted((k for k in distance if not k.startswith("edit ")), key=lambda k: (distance[k], order[k]))
+        shown = {*plain[:MOST], *own, *(k for k in distance if k.startswith("edit "))}
+        self.num_left_out = max(0, len(plain) - MOST)
+        lanes = {name: node.lane for name, node in after.nodes.items()}
+        self.edges: dict[tuple[str, str], str] = {}
+        for a, b in [*kept, *cut]:
+            if a in shown and b in shown:
+                is_saved = lanes.get(a) == "forward" and lanes.get(b, "backward") == "backward" and b in lanes
+                self.edges[a, b] = "cut" if (a, b) in cut else "saved" if is_saved else ""
+        boxes = []
+        for key in sorted(shown, key=lambda k: order[k] if k in order else _first_node(after, k, order)):
+            classes = [*(["anchor"] if key == anchor else []), *(["root_cause"] if key in root_cause else [])]
+            boxes.append(_box(after, key, clips, classes, colors.get(key)))
+        self.boxes = fit_boxes(boxes)
+
+    def scene(
+        self, title: str, notes: Sequence[str], legend: Sequence[LegendEntry], *, use_graphviz: bool = True
+    ) -> Scene:
+        """Lay out the view, by Graphviz or in rows.
+
+        Raises:
+            GraphvizError: Graphviz could not be used.
+        """
+        top = 40.0 + SWATCH * len(notes)
+        sizes = {box.key: (box.width, box.height) for box in self.boxes}
+        places, paths, width, height = (_by_graphviz if use_graphviz else _in_rows)(sizes, self.edges)
+        boxes = [replace(box, x=_MARGIN + places[box.key][0], y=top + places[box.key][1]) for box in self.boxes]
+        lines = []
+        for (a, b), kind in self.edges.items():
+            points = tuple((_MARGIN + x, top + y) for x, y in paths[a, b])
+            lines.append(Line(a, b, points, (kind,) if kind else ()))
+            if kind == "cut":
+                x, y = _middle(points)
+                lines += [Line(a, b, ((x - 6, y - dy), (x + 6, y + dy)), ("cross",)) for dy in (6, -6)]
+        entries = [
+            LegendEntry(PAPER, CUT, "red, crossed out: replaced by the rewrite"),
+            LegendEntry(INSERTED, INSERTED_EDGE, "an edit"),
+            LegendEntry(PAPER, SAVED, "dashed: a forward value saved for the backward"),
+            *legend,
+        ]
+        widest = max(text_width(text, SMALL) for text in (*notes, *(e.text for e in entries), "x" * 40))
+        width = max(width + 2 * _MARGIN, min(widest + 60, 900.0))
+        labels = [Label(_MARGIN, 22, fit(title, width - 2 * _MARGIN, HEAD), "head")]
+        labels += [
+            Label(_MARGIN, 40 + SWATCH * n, fit(note, width - 2 * _MARGIN, SMALL)) for n, note in enumerate(notes)
+        ]
+        return Scene(title, width, top + height + SWATCH * len(entries) + 24, (), lines, boxes, labels, entries)
+
+    def notes(self, records: Mapping[str, float]) -> list[str]:
+        """Return lines about the site: shape, source, edits, its last records."""
+        site = self._site
+        sizes = ", ".join("?" if size is None else str(size) for size in site.shape)
+        lines = [f"[{sizes}] {str(site.dtype).removeprefix('torch.')}", *([site.source] if site.source else [])]
+        own = [edit for edit in self._view.edits if edit.site == site]
+        lines += [f"edit: {edit.text}, {len(edit.nodes)} nodes" for edit in own] or ["no edit acts on this site"]
+        lines += [f"{name} = {value:.6g}" for name, value in records.items()]
+        return lines + ([f"{self.num_left_out} more nodes are not shown"] if self.num_left_out else [])
 
 
-def site_diagram(
-    before: GraphView,
-    after: GraphView,
-    site: Site,
-    hops: int,
-    *,
-    root_cause: Collection[str],
-    records: Mapping[str, float],
-    colors: Mapping[str, ColorSample],
-) -> Diagram:
-    """Return the diagram of a site's neighborhood.
-
-    Args:
-        before: The graph as it was.
-        after: The rewritten graph.
-        site: The site.
-        hops: How many edges away.
-        root_cause: Nodes of the op that made the first non-finite value.
-        records: What the site reported last, by name.
-        colors: By node; the rewritten graph has them.
-    """
-    anchor = before.anchors[site]
-    own = [number for number, edit in enumerate(after.edits) if edit.site == site]
-    inserted = [name for number in own for name in after.edits[number].nodes]
-    sides = [_side("before", before, [anchor], hops), _side("after", after, [anchor, *inserted], hops)]
-    kept = set(sides[1].edges)
-    cut = {edge for edge in sides[0].edges if edge[0] == anchor and edge not in kept}
-    items: list[Item] = []
-    links: list[Link] = []
-    for side in sides:
-        items += _items(side, anchor, root_cause, colors if side.name == "after" else {})
-        shown = set(side.names)
-        pairs = [edge for edge in side.edges if edge[0] in shown and edge[1] in shown]
-        for a, b in pairs:
-            is_saved = b in side.graph_view.nodes and side.graph_view.nodes[a].lane != side.graph_view.nodes[b].lane
-            kind = "cut" if side.name == "before" and (a, b) in cut else ("saved" if is_saved else "")
-            links.append(Link(_key(side, a), _key(side, b), kind))
-    empty = [number for number in own if not after.edits[number].nodes]
-    items += [_empty_item(after, number, len(items)) for number in empty]
-    caption = _caption(after, site, own, sides, records)
-    return Diagram(str(site), ("before", "after"), items, links, caption, is_grid=False)
+def _pairs(graph_view: GraphView, anchor: str) -> Counter[tuple[str, str]]:
+    """Return the edges of a graph, with the nodes of an edit as one."""
+    hidden = hidden_nodes(graph_view) - {anchor}
+    key = {name: f"edit {node.edit}" if node.edit >= 0 else name for name, node in graph_view.nodes.items()}
+    pairs = Counter((key[a], key[b]) for a, b in contracted_edges(graph_view, hidden) if key[a] != key[b])
+    outputs = visible_outputs(graph_view, graph_view.returned, hidden)
+    pairs.update((key[name], label) for label, name in outputs if name not in hidden)
+    return pairs
 
 
-def _side(name: str, graph_view: GraphView, seeds: Sequence[str], hops: int) -> _Side:
-    hidden = hidden_reshapes(graph_view) - set(seeds)
-    edges = [
-        *contracted_edges(graph_view, hidden),
-        *((name, label) for label, name in visible_outputs(graph_view, graph_view.returned, hidden)),
-    ]
-    graph = nx.DiGraph(edges)
-    graph.add_nodes_from(seeds)
-    distance: dict[str, int] = {}
-    for one_way in (graph, graph.reverse(copy=False)):  # what reads the site, and what it is computed from
-        for number, seed in enumerate(seeds):
-            cutoff = hops if number == 0 else min(hops, 1)  # around what was inserted only what it reads and feeds
-            for other, far in nx.single_source_shortest_path_length(one_way, seed, cutoff=cutoff).items():
-                distance[other] = min(far, distance.get(other, far))
-    order = {n: number for number, n in enumerate([*graph_view.nodes, *(label for label, _ in graph_view.returned)])}
-    others = sorted((n for n in distance if n not in seeds), key=lambda n: (distance[n], order[n]))
-    names = [*seeds, *others[:MOST]]
-    return _Side(name, graph_view, edges, sorted(names, key=order.__getitem__), max(0, len(others) - MOST))
+def _distances(graph: nx.DiGraph[str], anchor: str, own: Sequence[str], hops: int) -> dict[str, int]:
+    """Return how far the nodes are that a site is computed from, and those that read it."""
+    found: dict[str, int] = {}
+    for one_way in (graph, graph.reverse(copy=False)):
+        for seed, reach in [(anchor, hops), *((key, min(hops, 1)) for key in own)]:
+            for other, far in nx.single_source_shortest_path_length(one_way, seed, cutoff=reach).items():
+                found[other] = min(far, found.get(other, far))
+    return found
 
 
-def _items(side: _Side, anchor: str, root_cause: Collection[str], colors: Mapping[str, ColorSample]) -> list[Item]:
-    rows = _depths(side)
-    items = []
-    for name in side.names:
-        item = _item(side, name, rows[name])
-        if name == anchor:
-            item = replace(item, badge="the value of the site", classes=("anchor", *item.classes))
-        if name in root_cause:
-            item = replace(item, classes=(*item.classes, "root_cause"))
-        if name in colors:
-            item = replace(item, fill=colors[name].color, title=f"{item.title}\n{colors[name].text}")
-        items.append(item)
-    return items
+def _first_node(graph_view: GraphView, key: str, order: Mapping[str, int]) -> float:
+    names = graph_view.edits[int(key.removeprefix("edit "))].nodes
+    return order[names[0]] if names else float(len(order))
 
 
-def _key(side: _Side, name: str) -> str:
-    """Return the key of a box; Graphviz would read a port name after a colon."""
-    return f"{side.name} {name}".replace(":", " of ")
+def _box(
+    graph_view: GraphView,
+    key: str,
+    clips: Mapping[int, Clip],
+    classes: Sequence[str],
+    sample: ColorSample | None,
+) -> Box:
+    inside: list[tuple[dict[str, str], str]] = []
+    data: dict[str, str] = {}
+    if key.startswith("edit "):
+        number = int(key.removeprefix("edit "))
+        edit = graph_view.edits[number]
+        part = edit_part(graph_view, key, [number], clips)
+        text, small, title, classes = part.text, part.small, part.title, ["inserted", *classes]
+        data = {"edit": str(edit.site), "action": edit.text}
+        inside = [({"node": name}, describe_node(graph_view, graph_view.nodes[name])) for name in edit.nodes]
+    elif key in graph_view.nodes:
+        node = graph_view.nodes[key]
+        text = f"{node.op}: {node.aten}" if node.role == "op" else node.op_and_argument
+        small = f"{node.module_call or '(model)'}, {node.lane}" if node.role == "op" else ""
+        small = f"{small}; the value of the site" if "anchor" in classes else small
+        title, data = describe_node(graph_view, node), {"node": key}
+    else:
+        text, small, title, data = key, "returned", key, {"returned": key}
+    if sample is not None:
+        title = f"{title}\n{sample.text}"
+    width = min(max(text_width(text, TEXT), text_width(small, SMALL)) + 2 * PAD + 2, _WIDEST)
+    fill = sample.color if sample is not None else ""
+    return Box(key, 0, 0, width, _HIGH, text, small, ("node", *classes), title, data, inside, fill)
 
 
-def _item(side: _Side, name: str, row: int) -> Item:
-    if name not in side.graph_view.nodes:
-        data = {"returned": name, "side": side.name}
-        return Item(_key(side, name), side.name, row, name, "returned", "", (), name, data)
-    node = side.graph_view.nodes[name]
-    key, title = _key(side, name), describe_node(side.graph_view, node)
-    data = {"node": name, "side": side.name}
-    if node.edit >= 0:
-        edit = side.graph_view.edits[node.edit]
-        data |= {"edit": str(node.edit), "site": str(edit.site), "action": edit.text}
-        text = f"{action_name(edit.action)}: {node.aten}"
-        return Item(key, side.name, row, text, str(edit.site), "", ("inserted",), title, data)
-    if node.mark:
-        return Item(key, side.name, row, f"records: {node.aten}", "", "", ("records",), title, data)
-    text = f"{node.op}: {node.aten}" if node.role == "op" else node.op_and_argument
-    return Item(key, side.name, row, text, node.module_call or "(model)", "", (), title, data)
+_Places = tuple[dict[str, tuple[float, float]], dict[tuple[str, str], list[tuple[float, float]]], float, float]
 
 
-def _empty_item(graph_view: GraphView, number: int, row: int) -> Item:
-    edit = graph_view.edits[number]
-    data = {"edit": str(number), "site": str(edit.site), "action": edit.text, "side": "after"}
-    title = f"{edit.text} at {edit.site}: no nodes of its own"
-    return Item(
-        f"after edit {number}",
-        "after",
-        row,
-        action_name(edit.action),
-        "no nodes",
-        classes=("inserted",),
-        title=title,
-        data=data,
-    )
+def _by_graphviz(sizes: Mapping[str, tuple[float, float]], edges: _Edges) -> _Places:
+    """Return upper left corners, paths, width and height of a layout by Graphviz's ``dot``."""
+    dot = graphviz.Digraph(graph_attr={"ranksep": "0.35", "nodesep": "0.3"}, edge_attr={"arrowhead": "none"})
+    dot.attr("node", shape="box", fixedsize="true", label="")
+    keys = list(sizes)
+    for number, key in enumerate(keys):
+        dot.node(f"n{number}", width=f"{sizes[key][0] / 72:.5g}", height=f"{sizes[key][1] / 72:.5g}")
+    names = {key: f"n{number}" for number, key in enumerate(keys)}
+    for (a, b), kind in edges.items():
+        dot.edge(names[a], names[b], constraint="false" if kind == "saved" else "true")
+    pairs = {(names[a], names[b]): (a, b) for a, b in edges}
+    places, paths, width, height = {}, {}, 0.0, 0.0
+    for line in run_dot(str(dot.source), "plain").decode().splitlines():
+        word, *rest = line.split()
+        if word == "graph":
+            width, height = float(rest[1]) * 72, float(rest[2]) * 72
+        elif word == "node":
+            key = keys[int(rest[0][1:])]
+            x, y = float(rest[1]) * 72, height - float(rest[2]) * 72
+            places[key] = (x - sizes[key][0] / 2, y - sizes[key][1] / 2)
+        elif word == "edge":
+            numbers = [float(n) * 72 for n in rest[3 : 3 + 2 * int(rest[2])]]
+            path = [(x, height - y) for x, y in zip(numbers[::2], numbers[1::2], strict=True)]
+            paths[pairs[rest[0], rest[1]]] = path
+    return places, paths, width, height
 
 
-def _depths(side: _Side) -> dict[str, int]:
-    """Return the rows of the grid layout: each node below all that it reads."""
-    shown = set(side.names)
-    reads: dict[str, list[str]] = defaultdict(list)
-    for a, b in side.edges:
-        if a in shown and b in shown:
-            reads[b].append(a)
+def _in_rows(sizes: Mapping[str, tuple[float, float]], edges: _Edges) -> _Places:
+    """Return upper left corners, paths, width and height, each box below all that it reads."""
     depth: dict[str, int] = {}
-    for name in side.names:  # in execution order
-        depth[name] = max((depth[r] + 1 for r in reads[name]), default=0)
-    return depth
+    for key in sizes:  # in execution order; edits of a group read each other
+        depth[key] = max((depth[a] + 1 for a, b in edges if b == key and a in depth), default=0)
+    rows: dict[int, float] = defaultdict(float)
+    places = {}
+    for key, row in depth.items():
+        places[key] = (rows[row], row * (_HIGH + 28))
+        rows[row] += sizes[key][0] + 24
+    width, y = max(rows.values()), (max(depth.values()) + 1) * (_HIGH + 28)
+    paths = {}
+    for a, b in edges:
+        (ax, ay), (bx, by) = places[a], places[b]
+        paths[a, b] = [(ax + sizes[a][0] / 2, ay + _HIGH), (bx + sizes[b][0] / 2, by)]
+    return places, paths, width, y
 
 
-def _caption(
-    graph_view: GraphView, site: Site, own: Iterable[int], sides: Sequence[_Side], records: Mapping[str, float]
-) -> list[str]:
-    sizes = ", ".join("?" if size is None else str(size) for size in site.shape)
-    lines = [f"[{sizes}] {str(site.dtype).removeprefix('torch.')}"]
-    if site.source:
-        lines.append(site.source)
-    lines += [f"edit: {graph_view.edits[n].text}, {len(graph_view.edits[n].nodes)} nodes" for n in own] or [
-        "no edit stands here"
-    ]
-    lines += [f"{name} = {value:.6g}" for name, value in records.items()]
-    lines += [f"{side.name}: {side.more} more nodes are not shown" for side in sides if side.more]
-    return lines
+def _middle(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    if len(points) == 2:
+        return (points[0][0] + points[1][0]) / 2, (points[0][1] + points[1][1]) / 2
+    start = (len(points) - 1) // 3 // 2 * 3
+    part = points[start : start + 4]
+    weights = (1 / 8, 3 / 8, 3 / 8, 1 / 8)
+    x, y = (sum(w * point[axis] for w, point in zip(weights, part, strict=True)) for axis in (0, 1))
+    return x, y
