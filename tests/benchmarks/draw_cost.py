@@ -63,7 +63,7 @@ def measure(name: str, graph: JointGraph, folder: Path) -> list[Cost]:
     for _ in range(REPEATS):
         for view, form in CASES:
             start = time.perf_counter()
-            path = viz.draw(graph, view, title=name).render(folder / "picture", form)  # type: ignore[arg-type]
+            path = viz.draw(graph, view, title=name).render(folder / "picture", form)
             seconds[view, form].append(time.perf_counter() - start)
             sizes[view, form] = Path(path).stat().st_size // 1024
     nodes = len(graph.graph_module.graph.nodes)
