@@ -100,7 +100,7 @@ MUTANTS = {
         "scale and host and default",
     ),
     "reading gradients at every backward": Mutant(
-        "gradrewrite.backends.runtime_wrapper:Accumulation.is_accumulating",
+        "gradrewrite.backends.graph_use:Accumulation.is_accumulating",
         "if known is None else known == grad._version",
         "",
         "test_waits.py",
@@ -108,7 +108,7 @@ MUTANTS = {
     ),
     "deciding on a skip on the host": Mutant(
         "gradrewrite.optimizer.guard:_decides_on_device",
-        'if not getattr(optimizer, "_step_supports_amp_scaling", False):',
+        "if not optimizers.is_fused(optimizer):",
         "if True:",
         "test_waits.py",
         "skip and fused and default",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar
 
 from gpu.log import SimulatedGpu
@@ -37,10 +38,12 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._queries = -1  # before it is recorded
+        self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Note the event: its first query finds it late."""
         self._queries = 0
+        self._time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Nothing to do: the device would wait, not the host."""
@@ -56,3 +59,7 @@ class Event:
         if self._queries in (0, 1):
             self.log.wait("event.synchronize", is_checked=False)
         self._queries = 2
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between the calls that recorded two events: the time of the host."""
+        return 1e3 * (end._time - self._time)

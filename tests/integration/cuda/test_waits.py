@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import (
+    L2,
     CheckFinite,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByValue,
+    DecayWeights,
     Keep,
     NanToNum,
     Observe,
@@ -121,8 +123,28 @@ CASES: dict[str, Case] = {
     "check, skip, fused optimizer": Case(CHECKED, guard={}),
     "check, skip, GradScaler": Case(CHECKED, guard={}, scale="scaler"),
     "update ratios": Case(CHECKED, guard={"update_ratios": True}),
+    "step, global norm": Case(on("step:*", CheckFinite("skip"), ClipByGlobalNorm(1e-2)), guard={}),
+    "step, global norm, GradScaler": Case(
+        on("step:*", CheckFinite("skip"), ClipByGlobalNorm(1e-2)),
+        guard={},
+        scale="scaler",
+        accumulate=2,
+        keeps_gradients=True,
+    ),
+    "step, bound on the device": Case(lambda: gr.on("step:*", ClipByGlobalNorm(there(1e-2))), guard={}),
+    "step, plain SGD": Case(on("step:*", Observe(*ALL), ClipByGlobalNorm(1e-2)), guard={}, optimizer="sgd"),
+    "step, all of it": Case(
+        lambda: [
+            gr.on("step:0.*", [ClipByValue(1e-3, log=True), L2(0.1), Scale(there(0.5)), Keep()]),
+            gr.on("step:*", [CheckFinite("warn"), ClipByNorm(1e-2), CheckFinite("skip"), DecayWeights(0.1)]),
+        ],
+        guard={},
+        monitor={"every": 1},
+    ),
+    "step, observed, GradScaler": Case(on("step:*", Observe(*ALL)), guard={}, scale="scaler"),
     # Documented to wait: "raise" at the end of the backward, a guard of an optimizer that cannot skip on the device.
     "check, raise": Case(on("gradient:*", CheckFinite()), waits=1),
+    "step, check, raise": Case(on("step:*", CheckFinite()), guard={}, waits=1),
     "check, skip, plain SGD": Case(CHECKED, guard={}, optimizer="sgd", waits=1),
 }
 
