@@ -1,0 +1,355 @@
+"""Step sites of gradients that are spread over device meshes: figures are those of the whole gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import gradrewrite as gr
+from gradrewrite.passes import (
+    L2,
+    CheckFinite,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    DecayWeights,
+    Keep,
+    Observe,
+)
+
+from ranks import outcomes_of, run_parts
+
+SHAPES = {"a": (5, 4), "b": (7,), "c": (6, 6), "d": (3, 8), "e": (2, 2), "f": (1, 3), "g": (4,)}
+
+
+class Bag(nn.Module):
+    """Parameters, of which the forward uses one."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.g * x
+
+
+def values(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(shape, generator=generator, dtype=dtype) for n, shape in SHAPES.items()}
+
+
+def layouts() -> dict[str, tuple[Any, list[Any]] | None]:
+    """Data parallelism over all ranks, expert parallelism over pairs of them, both, and none."""
+    all_of_them = init_device_mesh("cpu", (4,))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    return {
+        "a": (all_of_them, [Shard(0)]),  # 5 rows: 2, 2, 1 and none
+        "b": (all_of_them, [Replicate()]),
+        "c": (both, [Replicate(), Shard(1)]),
+        "d": (both, [Shard(0), Shard(1)]),
+        "e": (both["ep"], [Shard(0)]),
+        "f": (all_of_them, [Shard(0)]),  # three ranks have nothing of it
+        "g": None,
+    }
+
+
+def spread(whole: Tensor, layout: tuple[Any, list[Any]] | None) -> Tensor:
+    return whole.clone() if layout is None else distribute_tensor(whole.clone(), *layout)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(policy: Any, gradients: dict[str, Tensor], where: Any, **settings: Any) -> tuple[Any, ...]:
+    """One step with these gradients: parameters, records, and the number of all-reduces."""
+    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0, gradients["a"].dtype).items()}), policy)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model, **settings)
+    for name, p in model.named_parameters():
+        p.grad = spread(gradients[name], where[name])
+    with Collectives() as counted:
+        optimizer.step()
+    found = {n: full(p.detach()) for n, p in model.named_parameters()}
+    return found, {n: full(p.grad) for n, p in model.named_parameters()}, model.monitor.latest(), counted
+
+
+class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names and bytes of the collectives of the block; tracing runs outside of modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "c10d" in name and "wait" not in name:
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            self.found.append((name, tensor.nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+POLICY = [
+    gr.on("step:*", [ClipByValue(1.5), CheckFinite("record"), Observe("norm", "max_abs", "mean_abs", "min", "zeros")]),
+    gr.on("step:*", L2(0.1)),
+    gr.on("step:*", ClipByGlobalNorm(1.0)),
+    gr.on("step:*", DecayWeights(0.01)),
+]
+
+
+def many_figures(rank: int) -> Any:
+    where = layouts()
+    spread_found = step(POLICY, values(1), where)
+    whole = step(POLICY, values(1), dict.fromkeys(SHAPES))
+    return [*spread_found[:3], spread_found[3].found], [*whole[:3], whole[3].found]
+
+
+def of_order(rank: int) -> Any:
+    where = layouts()
+    found = {}
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        policy = gr.on("step:*", ClipByGlobalNorm(0.5, norm_type=order, log=True))
+        found[order] = [step(policy, values(1), way)[1:3] for way in (where, dict.fromkeys(SHAPES))]
+    return found
+
+
+def large(rank: int) -> Any:
+    """Squares of float64 numbers would be infinite, or 0."""
+    where = layouts()
+    policy = gr.on("step:*", ClipByGlobalNorm(float("inf")))
+    return [
+        step(policy, {n: v * unit for n, v in values(1).items()}, where)[2]["total_norm@step:group:default"]
+        for unit in (1e200, 1e-200, 1.0)
+    ]
+
+
+def one_collective(rank: int) -> Any:
+    """All meshes but one have the same ranks."""
+    where = {**layouts(), "e": None}
+    policy = gr.on("step:*", [ClipByGlobalNorm(1.0), CheckFinite("skip")])
+    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), policy)
+    graph = model.trace_step(torch.optim.SGD(model.parameters(), lr=1.0))
+    shapes = {site.name: site.shape for site in graph.sites}
+    return step(policy, values(1), where)[3].found, graph.code.count("_c10d_functional.all_reduce"), shapes
+
+
+def bad_on_one(rank: int) -> Any:
+    where = layouts()
+    gradients = values(1)
+    model = gr.transform(
+        Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", CheckFinite("skip"))
+    )
+    optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=1.0), model)
+    for name, p in model.named_parameters():
+        p.grad = spread(gradients[name], where[name])
+    if rank == 2:
+        model.a.grad.to_local()[0, 0] = float("nan")
+    optimizer.step()
+    moved = [not torch.equal(full(p.detach()), v) for p, v in zip(model.parameters(), values(0).values(), strict=True)]
+    return any(moved), model.monitor.skipped, model.monitor.latest()["nonfinite@step:a"]
+
+
+def partial(rank: int) -> Any:
+    where = layouts()
+    mesh = where["a"][0]
+    policy = gr.on("step:*", ClipByGlobalNorm(0.5))
+    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), policy)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    for name, p in model.named_parameters():
+        p.grad = spread(values(1)[name], where[name])
+    model.b.grad = DTensor.from_local(values(1)["b"] * (rank + 1) / 10, mesh, [Partial("sum")])
+    optimizer.step()
+    return full(model.b.grad), model.monitor.latest()["total_norm@step:group:default"]
+
+
+def missing_on_one(rank: int) -> Any:
+    """Rank 3 has no gradients at all, rank 0 lacks one; the others' are clipped by the norm of all that there is."""
+    where = layouts()
+    policy = gr.on("step:*", [Observe("min", "max_abs"), ClipByGlobalNorm(0.5)])
+    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), policy)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    for name, p in model.named_parameters():
+        gradient = spread(values(1)[name], where[name])
+        if name in ("a", "f") and rank != 3 and (name, rank) != ("f", 0):
+            p.grad = gradient
+    optimizer.step()
+    return model.monitor.latest()
+
+
+def fused(rank: int) -> Any:
+    """The factor goes through the kernel of a fused optimizer, with DTensors of several meshes."""
+    where = {n: layout for n, layout in layouts().items() if layout is not None}
+    found = []
+    for way in (where, dict.fromkeys(where)):
+        parts = {n: spread(values(0)[n], way[n]) for n in way}
+        parts["g"] = values(0)["g"]
+        model = gr.transform(Bag({n: t.float() for n, t in parts.items()}), gr.on("step:*", ClipByGlobalNorm(0.5)))
+        own = [p for n, p in model.named_parameters() if n != "g"]
+        optimizer = gr.guard(torch.optim.AdamW(own, lr=0.1, fused=True), model)
+        for name in way:
+            model.get_parameter(name).grad = spread(values(1)[name].float(), way[name])
+        optimizer.step()
+        found.append(({n: full(model.get_parameter(n).detach()) for n in way}, model.monitor.latest()))
+    return found
+
+
+def mixed_in_a_group(rank: int) -> Any:
+    where = layouts()
+    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), [])
+    optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), model)
+    optimizer.step()
+
+
+def refused(rank: int) -> Any:
+    where = layouts()
+    texts = {}
+    actions = {
+        "norm": ClipByNorm(1.0),
+        "log": ClipByValue(1.0, log=True),
+        "mean": lambda g: g - g.mean(),
+        "positions": lambda g: g * torch.arange(g.shape[-1], dtype=g.dtype),
+        "elementwise": lambda g: torch.where(g.abs() > 1, g.sign(), g * 0.5),
+        "two": [ClipByGlobalNorm(1.0), ClipByGlobalNorm(2.0, group="second")],
+    }
+    for name, action in actions.items():
+        try:
+            step(gr.on("step:a", action), values(1), where)
+            texts[name] = ""
+        except gr.PolicyError as err:
+            texts[name] = str(err)
+    return texts
+
+
+def kept(rank: int) -> Any:
+    where = layouts()
+    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:a", Keep()))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    model.a.grad = spread(values(1)["a"], where["a"])
+    optimizer.step()
+    ((site, tensor),) = model.monitor.kept().items()
+    return site.shape, full(tensor)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return outcomes_of(__file__, tmp_path_factory.mktemp("four"), 4)
+
+
+def close(got: Any, wanted: Any) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_figures_and_gradients_are_those_of_whole_gradients(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        (parameters, gradients, records, _), (*wanted, counted) = outcomes["many_figures"]
+        close(parameters, wanted[0])
+        close(gradients, wanted[1])
+        assert records.keys() - wanted[2].keys() == {"skipped@optimizer:0"}
+        close({n: records[n] for n in wanted[2]}, wanted[2])
+        assert counted == []
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_of_any_order_and_shares_of_members(of_four: list[dict[str, Any]], order: float) -> None:
+    for outcomes in of_four:
+        (gradients, records), (wanted, wanted_records) = outcomes["of_order"][order]
+        close(gradients, wanted)
+        close({n: records[n] for n in wanted_records}, wanted_records)
+    assert f"norm_share@step:{'a'}" in wanted_records
+
+
+def test_norms_neither_overflow_nor_vanish(of_four: list[dict[str, Any]]) -> None:
+    wanted = torch.cat([v.flatten() for v in values(1).values()]).norm().item()
+    for outcomes in of_four:
+        close([norm / unit for norm, unit in zip(outcomes["large"], (1e200, 1e-200, 1.0), strict=True)], [wanted] * 3)
+
+
+def test_one_small_all_reduce_a_step(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        ((name, size),), in_code, shapes = outcomes["one_collective"]
+        assert in_code == 1
+        assert shapes == SHAPES
+        assert "all_reduce" in name
+        # Two verdicts, three parts of the norm, and the counts of five sharded gradients.
+        assert size == 8 * (2 + 3 + 5)
+
+
+def test_a_failed_check_of_a_part_skips_everywhere(of_four: list[dict[str, Any]]) -> None:
+    assert [outcomes["bad_on_one"] for outcomes in of_four] == [(False, 1, 1.0)] * 4
+
+
+def test_partial_gradients_are_reduced_first(of_four: list[dict[str, Any]]) -> None:
+    whole = values(1)
+    norm = torch.cat([v.flatten() for v in whole.values()]).norm()  # 1/10 + ... + 4/10 = 1
+    for outcomes in of_four:
+        gradient, total = outcomes["partial"]
+        close(total, norm.item())
+        close(gradient, whole["b"] * (0.5 / norm))
+
+
+def test_ranks_may_lack_gradients(of_four: list[dict[str, Any]]) -> None:
+    chunks = values(1)["a"].chunk(4)  # rank 3 has none of the 5 rows
+    wanted = torch.cat(chunks).norm().item()
+    for outcomes in of_four[1:3]:
+        records = outcomes["missing_on_one"]
+        close(records["total_norm@step:group:default"], wanted)
+        close(records["min@step:a"], values(1)["a"].min().item())
+    assert "min@step:a" in of_four[0]["missing_on_one"]
+    assert "min@step:f" not in of_four[0]["missing_on_one"]
+    assert "min@step:a" not in of_four[3]["missing_on_one"]
+
+
+def test_fused_optimizers(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        (parameters, records), (wanted, wanted_records) = outcomes["fused"]
+        torch.testing.assert_close(parameters, wanted)
+        torch.testing.assert_close({n: records[n] for n in wanted_records}, wanted_records)
+        assert "TypeError: param group 0 of AdamW has DTensors and plain tensors" in outcomes["mixed_in_a_group"]
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("norm", "ClipByNorm(1.0) acts on a gradient that is spread over 4 ranks"),
+        ("log", "its records would be those of the part of one rank"),
+        ("mean", "is not elementwise"),
+        ("positions", "makes a tensor of the size of the gradient"),
+        ("elementwise", ""),
+        ("two", "its gradients are in a later group too"),
+    ],
+)
+def test_what_would_be_another_action_on_a_part_is_refused(of_four: list[dict[str, Any]], part: str, text: str) -> None:
+    for outcomes in of_four:
+        got = outcomes["refused"][part]
+        assert text in got
+        assert bool(text) == bool(got)
+
+
+def test_kept_gradients_are_whole(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        shape, tensor = outcomes["kept"]
+        assert shape == SHAPES["a"]
+        close(tensor, values(1)["a"])
+
+
+def test_what_torch_does(of_four: list[dict[str, Any]]) -> None:
+    """``get_total_norm`` takes no tensors of several meshes."""
+    for outcomes in of_four:
+        assert outcomes["by_torch"].startswith("RuntimeError")
+
+
+def by_torch(rank: int) -> Any:
+    where = layouts()
+    return torch.nn.utils.get_total_norm([spread(v, where[n]) for n, v in values(1).items()])
+
+
+if __name__ == "__main__":
+    run_parts([
+        many_figures, of_order, large, one_collective, bad_on_one, partial, missing_on_one, fused, mixed_in_a_group,
+        refused, kept, by_torch,
+    ])  # fmt: skip
