@@ -1,0 +1,211 @@
+"""Lightning: automatic and manual optimization, accumulation, mixed precision and checkpoints with a policy."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
+
+pytest.importorskip("lightning", reason="Lightning is not installed")
+import lightning.pytorch as pl
+
+from gradrewrite.integrations.lightning import RewriteCallback
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings("error::gradrewrite.RewriteWarning"),
+]
+BOUND = 0.1
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Regression(pl.LightningModule):
+    """The scripts of Lightning's documentation: with ``self(x)``, by hand, and with a submodule called directly."""
+
+    def __init__(self, *, is_manual: bool = False, is_direct: bool = False, clips: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.automatic_optimization = not is_manual
+        self.is_direct = is_direct
+        self.clips = clips
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = ((self.net(x) if self.is_direct else self(x)) - y).square().mean()
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if self.clips:
+                self.clip_gradients(optimizer, gradient_clip_val=BOUND, gradient_clip_algorithm="norm")
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(folder: Path, *callbacks: Any, times: int = 1, is_direct: bool = False, **settings: Any) -> Regression:
+    """Train for 20 batches."""
+    torch.manual_seed(0)
+    is_manual = settings.pop("is_manual", False)
+    clips = settings.get("gradient_clip_val") is not None
+    if is_manual:
+        settings.pop("gradient_clip_val", None)
+    module = Regression(is_manual=is_manual, is_direct=is_direct, clips=clips)
+    x = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, 10 * x[:, :1]), batch_size=4)
+    for _ in range(times):
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=pl.loggers.CSVLogger(folder),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+            log_every_n_steps=5,
+            default_root_dir=folder,
+            **settings,
+        )
+        trainer.fit(module, loader)
+    return module
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def clip(**settings: Any) -> RewriteCallback:
+    return RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), **{"compile": False, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"is_manual": True}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}],
+    ids=["automatic", "manual", "accumulated", "bf16"],
+)
+def test_step_clip_equals_lightnings_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    own = fit(tmp_path, gradient_clip_val=BOUND, **settings)
+    free = fit(tmp_path, **settings)
+    ours = fit(tmp_path, clip(), **settings)
+
+    assert difference(ours, own) < 1e-5
+    assert difference(free, own) > 1e-3
+    assert type(ours) is Regression
+
+
+def test_scaler_of_the_precision_plugin(tmp_path: Path) -> None:
+    """In float16 thresholds of all sites are in units of the unscaled loss."""
+
+    def scaled(*callbacks: Any, **settings: Any) -> Regression:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        plugin = pl.plugins.MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+        return fit(tmp_path, *callbacks, plugins=[plugin], **settings)
+
+    own, free = scaled(gradient_clip_val=BOUND), scaled()
+    policy = [
+        gr.on("step:*", ClipByGlobalNorm(BOUND)),
+        gr.on("gradient:*", [Observe("max_abs"), ClipByValue(500.0)]),  # scaled gradients are above it
+    ]
+    callback = RewriteCallback(policy, compile=False)
+    ours = scaled(callback)
+
+    assert difference(ours, own) < 1e-3 < difference(free, own)  # float16
+    assert 1 < max(callback.monitor.history("max_abs@gradient:net.0.weight")) < 100
+
+
+def test_strategy_that_redirects_forward(tmp_path: Path) -> None:
+    """The strategy of DistributedDataParallel calls the module with ``training_step`` in place of ``forward``."""
+    own = fit(tmp_path, strategy="ddp", devices=1, gradient_clip_val=BOUND)
+    policy = [gr.on("step:*", ClipByGlobalNorm(BOUND)), gr.on("error:net.1", Observe("norm"))]
+    callback = RewriteCallback(policy, compile=False)
+    ours = fit(tmp_path, callback, strategy="ddp", devices=1)
+
+    assert difference(ours, own) < 1e-5
+    assert len(callback.monitor.history("norm@error:net.1")) == 20
+
+
+@pytest.mark.inductor
+def test_compiled(tmp_path: Path) -> None:
+    own = fit(tmp_path, gradient_clip_val=BOUND)
+    ours = fit(tmp_path, clip(compile={"mode": "default"}))
+
+    assert difference(ours, own) < 1e-5
+
+
+def test_records_are_in_the_logs(tmp_path: Path) -> None:
+    callback = clip(records=("total_norm/*", "lr/*"))
+    fit(tmp_path, callback)
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open() as lines:
+        rows = list(csv.DictReader(lines))
+    logged = [float(row["total_norm/step:group:default"]) for row in rows]
+
+    norms = callback.monitor.history("total_norm@step:group:default")
+    assert logged == pytest.approx([norms[n] for n in (4, 9, 14, 19)])
+    assert "bound/step:group:default" not in rows[0]
+
+
+def test_fitting_twice(tmp_path: Path) -> None:
+    own = fit(tmp_path, times=2, gradient_clip_val=BOUND)
+    callback = clip()
+    ours = fit(tmp_path, callback, times=2)
+
+    assert difference(ours, own) < 1e-5
+    assert len(callback.monitor.history("total_norm@step:group:default")) == 40
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    ours = fit(tmp_path, clip(), pl.callbacks.ModelCheckpoint(tmp_path, filename="last"))
+    loaded = Regression.load_from_checkpoint(tmp_path / "last.ckpt")
+
+    assert difference(loaded, ours) == 0
+
+
+def test_submodule_called_directly_warns_and_the_step_is_traced(tmp_path: Path) -> None:
+    policy = gr.on("error:net", ClipByValue(0.001))
+    with pytest.warns(gr.RewriteWarning, match=r"training_step.*methods=\('training_step',\)"):
+        free = fit(tmp_path, RewriteCallback(policy, compile=False), is_direct=True)
+    callback = RewriteCallback(policy, compile=False, methods=("training_step",), fullgraph=False)
+    with pytest.warns(gr.RewriteWarning, match="skipped a region") as record:  # self.log
+        ours = fit(tmp_path, callback, is_direct=True)
+    wanted = fit(tmp_path, RewriteCallback(policy, compile=False))
+
+    assert sum(w.category is gr.RewriteWarning for w in record) == 1
+    assert difference(ours, wanted) < 1e-6 < difference(ours, free)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "step"])
+def test_own_clipping_is_said_once(kind: str, tmp_path: Path) -> None:
+    with pytest.warns(gr.RewriteWarning, match=r"gradient_clip_val=1\.0\) clips") as record:
+        fit(tmp_path, RewriteCallback(gr.on(f"{kind}:*", ClipByValue(0.1)), compile=False), gradient_clip_val=1.0)
+    assert sum(w.category is gr.RewriteWarning for w in record) == 1
+
+
+def test_failed_training_leaves_a_plain_module(tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            assert isinstance(module, gr.RewrittenModule)
+            seen.append(module)
+            raise ZeroDivisionError
+
+    seen: list[nn.Module] = []
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, clip(), Fails())
+    assert type(seen[0]) is Regression
