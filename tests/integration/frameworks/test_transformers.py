@@ -1,0 +1,389 @@
+"""transformers: models with a policy behave as themselves, and Trainer trains with the policy."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+from transformers import TrainerCallback  # noqa: E402
+
+from gradrewrite.integrations.transformers import RewriteCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings("error::gradrewrite.RewriteWarning"),
+]
+BOUND = 0.1
+VOCABULARY = 50
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("transformers").setLevel(level)
+
+
+def bert(**settings: Any) -> nn.Module:
+    config = transformers.BertConfig(
+        **{
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 16,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            **settings,
+        }
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_head=2,
+        n_embd=16,
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def examples(name: str, number: int = 64) -> list[dict[str, Tensor]]:
+    """Token sequences with their labels, and a column that no forward takes."""
+    ids = torch.randint(3, VOCABULARY, (number, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.sum(1) % 2 if name == "bert" else ids
+    return [{"input_ids": i, "labels": label, "further": torch.ones(1)} for i, label in zip(ids, labels, strict=True)]
+
+
+def train(name: str, folder: Path, *callbacks: Any, times: int = 1, **settings: Any) -> Any:
+    """Train for 20 steps with plain SGD, whose parameters show the length of each gradient."""
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        **{
+            "per_device_train_batch_size": 4,
+            "max_steps": 20,
+            "learning_rate": 0.1,
+            "optim": "sgd",
+            "logging_steps": 5,
+            "report_to": [],
+            "use_cpu": True,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "max_grad_norm": 0.0,
+            **settings,
+        },
+    )
+    data = examples(name)
+    trainer = transformers.Trainer(
+        make(name), arguments, train_dataset=data, eval_dataset=data[:8], callbacks=list(callbacks)
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    for _ in range(times):
+        trainer.train()
+    return trainer
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference between parameters."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_accumulation_steps": 3}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_step_clip_equals_the_trainers_own(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    own = train(name, tmp_path, max_grad_norm=BOUND, **settings)
+    free = train(name, tmp_path, **settings)
+    callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
+    ours = train(name, tmp_path, callback, **settings)
+
+    # clip_grad_norm_ adds 1e-6 to the norm, so a clipped gradient differs in its 6th digit.
+    assert difference(ours.model, own.model) < 1e-5
+    assert difference(free.model, own.model) > 1e-3
+    assert len(callback.monitor.history("total_norm@step:group:default")) >= 20
+    assert not isinstance(ours.model, gr.RewrittenModule)
+
+
+def test_fused_adamw_at_the_default_rate(tmp_path: Path) -> None:
+    settings = {"optim": "adamw_torch_fused", "learning_rate": 5e-5}
+    own = train("llama", tmp_path, max_grad_norm=BOUND, **settings)
+    callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
+    ours = train("llama", tmp_path, callback, **settings)
+
+    assert difference(ours.model, own.model) < 1e-5
+
+
+@pytest.mark.inductor
+def test_compiled(tmp_path: Path) -> None:
+    own = train("bert", tmp_path, max_grad_norm=BOUND)
+    ours = train("bert", tmp_path, RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND))))
+
+    assert difference(ours.model, own.model) < 1e-4  # Inductor's sums have another order
+
+
+class Reports(TrainerCallback):
+    """Stands where the callbacks of TensorBoard and wandb do: before those of the user."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append(dict(logs))
+
+
+def test_records_are_in_the_logs_of_callbacks_that_come_first(tmp_path: Path) -> None:
+    reports = Reports()
+    policy = [gr.on("step:*", ClipByGlobalNorm(BOUND)), gr.on("error:*dropout", Observe("norm"))]
+    trainer = train("bert", tmp_path, reports, RewriteCallback(policy, compile=False, records="total_norm/*"))
+
+    wanted = "total_norm/step:group:default"
+    assert [wanted in logs for logs in reports.logged] == ["loss" in logs for logs in reports.logged]
+    assert [wanted in logs for logs in trainer.state.log_history] == ["loss" in logs for logs in reports.logged]
+    assert not any("norm/error" in key for logs in reports.logged for key in logs)
+
+
+def test_records_are_in_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "runs")
+    try:
+        callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
+        train("bert", tmp_path, callback, report_to=["tensorboard"])
+    finally:
+        del os.environ["TENSORBOARD_LOGGING_DIR"]
+    (file,) = (tmp_path / "runs").rglob("events*")
+    read = EventAccumulator(str(file)).Reload()
+
+    assert "train/total_norm/step:group:default" in read.Tags()["scalars"]
+
+
+def test_training_twice(tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
+    own = train("bert", tmp_path, max_grad_norm=BOUND, times=2)
+    ours = train("bert", tmp_path, callback, times=2)
+
+    assert difference(ours.model, own.model) < 1e-5
+    norms = callback.monitor.history("total_norm@step:group:default")
+    assert len(norms) == 40
+    assert not any(map(math.isnan, norms))
+
+
+def test_checkpoints_resume_and_best_model(tmp_path: Path) -> None:
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 10,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+        "load_best_model_at_end": True,
+    }
+    own = train("bert", tmp_path / "own", max_grad_norm=BOUND, **settings)
+    policy = gr.on("step:*", ClipByGlobalNorm(BOUND))
+    ours = train("bert", tmp_path / "ours", RewriteCallback(policy, compile=False), **settings)
+    assert difference(ours.model, own.model) < 1e-5
+    checkpoint = tmp_path / "ours" / "checkpoint-10"
+    plain = transformers.BertForSequenceClassification.from_pretrained(checkpoint)
+    assert plain.config.architectures == ["BertForSequenceClassification"]
+    resumed = ours.__class__(
+        make("bert"),
+        ours.args,
+        train_dataset=examples("bert"),
+        eval_dataset=examples("bert", 8),
+        callbacks=[RewriteCallback(policy, compile=False)],
+    )
+    resumed.remove_callback(transformers.PrinterCallback)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+
+    assert difference(resumed.model, own.model) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gradient", "step"])
+def test_own_clipping_is_said_once(kind: str, tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on(f"{kind}:*", ClipByValue(0.1)), compile=False)
+    with pytest.warns(gr.RewriteWarning, match=r"max_grad_norm=1\.0\) clips the gradients .* as well") as record:
+        train("bert", tmp_path, callback, max_grad_norm=1.0)
+    assert len(record) == 1
+
+
+def test_training_that_failed_is_begun_again(tmp_path: Path) -> None:
+    with pytest.raises(gr.NoSuchSiteError):
+        train("bert", tmp_path, RewriteCallback(gr.on("step:typo", ClipByGlobalNorm(BOUND)), compile=False))
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise ZeroDivisionError
+
+    clip = gr.on("step:*", ClipByGlobalNorm(BOUND))
+    settings = {"use_cpu": True, "max_steps": 1, "report_to": [], "max_grad_norm": 0}
+    model, given = make("bert"), transformers.TrainingArguments(str(tmp_path), **settings)
+    for callbacks in ([RewriteCallback(clip, compile=False), Fails()], [RewriteCallback(clip, compile=False)]):
+        trainer = transformers.Trainer(model, given, train_dataset=examples("bert"), callbacks=callbacks)
+        if len(callbacks) == 2:
+            with pytest.raises(ZeroDivisionError):
+                trainer.train()
+            assert isinstance(model, gr.RewrittenModule)
+        else:
+            trainer.train()
+    assert type(model) is transformers.BertForSequenceClassification
+
+
+def test_compilation_around_the_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"torch_compile=True.*RewriteCallback"):
+        train("bert", tmp_path, RewriteCallback([], compile=False), torch_compile=True)
+
+
+def test_transform_without_the_callback(tmp_path: Path) -> None:
+    """A transformed model is given to Trainer: columns, ``eval_loss`` and the number of tokens are as ever."""
+    plain = train("llama", tmp_path, gradient_accumulation_steps=2)
+    model = gr.transform(make("llama"), gr.on("error:*", Observe("norm")))
+    arguments = plain.args
+    data = examples("llama")
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8])
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+    assert trainer.model_accepts_loss_kwargs == plain.model_accepts_loss_kwargs is True
+    assert difference(model, plain.model) == 0
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generate_and_pretrained_files(name: str, inplace: bool, tmp_path: Path) -> None:
+    model: Any = gr.transform(make(name), gr.on("error:*", ClipByValue(1.0)), inplace=inplace)
+    ids = torch.stack([e["input_ids"] for e in examples(name, 2)])
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.eval()
+    generated = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    plain: Any = gr.restore(model)
+
+    assert type(loaded) is type(plain) is MODELS_CLASSES[name]
+    for other in (plain, loaded.eval()):
+        assert torch.equal(other.generate(ids[:, :4], max_new_tokens=4, do_sample=False), generated)
+
+
+MODELS_CLASSES = {"gpt2": transformers.GPT2LMHeadModel, "llama": transformers.LlamaForCausalLM}
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_adapters_around_and_inside(around: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ids = torch.stack([e["input_ids"] for e in examples("llama", 2)])
+    policy = gr.on("gradient:*lora*", lambda g: g * 3)
+
+    def gradients(wrap: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+        model = make("llama")
+        torch.manual_seed(2)
+        model = wrap(model)
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.save_pretrained(tmp_path)
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def rewritten(model: nn.Module) -> Any:
+        if around:
+            return peft.get_peft_model(gr.transform(model, policy, inplace=True), config)
+        return gr.transform(peft.get_peft_model(model, config), policy)
+
+    wanted = gradients(lambda model: peft.get_peft_model(model, config))
+    got = gradients(rewritten)
+
+    assert len(wanted) == 4
+    torch.testing.assert_close(got, {name: 3 * g for name, g in wanted.items()})
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_scaler_of_accelerate_is_the_loss_scale(tmp_path: Path) -> None:
+    """As in fp16, which accelerate has on GPUs alone."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    accelerate = pytest.importorskip("accelerate")
+    given = transformers.TrainingArguments(str(tmp_path), use_cpu=True), transformers.TrainerState(), None
+    accelerate.Accelerator(cpu=True)
+    model = make("bert")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    prepared = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+    policy = [gr.on("gradient:*", ClipByGlobalNorm(BOUND)), gr.on("step:*", ClipByGlobalNorm(BOUND / 2, group="step"))]
+    callback = RewriteCallback(policy, compile=False)
+    with pytest.warns(gr.RewriteWarning, match="its list of callbacks was not found"):  # there is no Trainer
+        callback.on_train_begin(*given, model=model, optimizer=prepared)
+    batch = {name: torch.stack([e[name] for e in examples("bert", 4)]) for name in ("input_ids", "labels")}
+    scaler.scale(model(**batch).loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    prepared.step()
+
+    assert norm == pytest.approx(BOUND * 2.0**10, rel=1e-4)
+    assert callback.monitor.latest()["total_norm@step:group:step"] == pytest.approx(BOUND, rel=1e-4)
+    callback.on_train_end(*given)
+    assert not isinstance(model, gr.RewrittenModule)
+
+
+def test_deepspeed_and_fsdp1_are_refused(tmp_path: Path) -> None:
+    from accelerate.utils import DistributedType
+
+    from gradrewrite.integrations.transformers import _check_trainer
+
+    class State:
+        is_fsdp2 = False
+
+        def __init__(self, kind: DistributedType) -> None:
+            self.distributed_type = kind
+
+    for kind, name in ((DistributedType.DEEPSPEED, "DeepSpeed"), (DistributedType.FSDP, "FSDP1")):
+        with pytest.raises(TypeError, match=name):
+            _check_trainer(State(kind))
+    _check_trainer(State(DistributedType.NO))
