@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.backends.model_state import state_of
 from gradrewrite.passes import ClipByValue
 
 from models.stress_threads import stress
@@ -134,9 +135,11 @@ def test_guards_that_the_user_filters_stay_filtered(during_trace: list[Callable[
         return [True] * len(guards)
 
     model = gr.transform(Net(), gr.on("error:here", ClipByValue(0.5)))
-    model._compile_options = {"options": {"guard_filter_fn": keep_all}}
+    state = state_of(model)
+    assert state is not None
+    state.compile_options = {"options": {"guard_filter_fn": keep_all}}
     for number in (1, 2):  # torch.compile takes the entry out of the dictionary that it is given
-        model._restart()
+        state.restart()
         for _ in range(3):
             clipped(model, torch.ones(1, 3))
         assert len(traced) == len(seen) == number

@@ -1,4 +1,4 @@
-"""The same rewrites through Inductor: equal to op by op, no more kernels than by hand, live, without recompilation."""
+"""The same rewrites through Inductor: equal to op by op, live, without recompilation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor import metrics
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Scale, Zero
-
-from models.gpt import Gpt, batch, hook_outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")]
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Scatter-adds of embeddings sum in a fixed order; caches are off, so that kernels are counted."""
+    """Sums are in a fixed order; caches are off, so that graphs are compiled."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -30,45 +27,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def step(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[int, dict[str, Tensor]]:
-    """Number of kernels generated for one step, and its gradients."""
-    metrics.reset()
-    model.zero_grad()
-    model(*inputs).backward()
-    return metrics.generated_kernel_count, {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
-
-
 def compiled(model: nn.Module, policy: gr.Policy, **options: Any) -> gr.RewrittenModule:
     rewritten = gr.transform(copy.deepcopy(model), policy)
     rewritten.compile(**options)
     return rewritten
-
-
-def test_kernels_of_a_gpt() -> None:
-    """Empty policy: the same kernels and bits. Clips at every module output: no more kernels than by hand."""
-    plain, inputs = Gpt(), batch()
-    by_torch = copy.deepcopy(plain)
-    by_torch.compile()
-    plain_kernels, wanted = step(by_torch, inputs)
-    kernels, got = step(compiled(plain, []), inputs)
-
-    assert kernels == plain_kernels > 100
-    assert all(torch.equal(got[n], wanted[n]) for n in wanted)
-
-    torch.compiler.reset()  # torch.compile does not look at hooks when it looks for compiled code
-    by_hand = copy.deepcopy(plain)
-    hook_outputs(by_hand, lambda g: g.clamp(-1e-3, 1e-3))
-    by_hand.compile(fullgraph=True)
-    kernels_by_hand, wanted = step(by_hand, inputs)
-    model = compiled(plain, gr.on("error:*", ClipByValue(1e-3)))
-    kernels, got = step(model, inputs)
-
-    assert kernels <= kernels_by_hand
-    assert len(model.explain().graphs[0].edits) == 36
-    for name in wanted:
-        torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-8)
 
 
 class Chain(nn.Module):
