@@ -252,3 +252,18 @@ def test_bad_arguments() -> None:
     gr.guard(optimizer, model)
     with pytest.raises(TypeError, match="has a guard already"):
         gr.guard(optimizer, model)
+
+
+def test_parameters_that_were_replaced_are_judged() -> None:
+    model = gr.transform(nn.Linear(4, 2), gr.on("gradient:*", CheckFinite("skip")))
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    model.zero_grad()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    before = [p.detach().clone() for p in model.parameters()]
+    (model(x).sum() * float("nan")).backward()
+    optimizer.step()
+
+    assert model.monitor.skipped == 1
+    assert all(map(torch.equal, before, model.parameters()))
