@@ -24,7 +24,8 @@ from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 from gradrewrite.viz import _curve_data
 from gradrewrite.viz._fonts import displayable
-from gradrewrite.viz._heat import heat_map
+from gradrewrite.viz._heat import factor_map, heat_map
+from gradrewrite.viz._panels import colors_of
 
 NAN, INF = math.nan, math.inf
 
@@ -219,3 +220,76 @@ sys.exit("matplotlib.pyplot" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+BASELINE = [Step(n, {"loss@run": 3.0 if n else NAN, "norm@gradient:a": 3.0, "norm@gradient:b": 4.0}) for n in range(14)]
+RUN = [Step(n, {"loss@run": 2.0, "total_norm@group:default": 1.0, "bound@group:default": 0.5}) for n in range(10)]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("run", "baseline", "last"), [(RUN, BASELINE, 13.5), (BASELINE, RUN, 13.5), (RUN, RUN, 9.5)])
+def test_a_baseline_is_drawn_into_the_panels_of_loss_and_norm(
+    run: list[Step], baseline: list[Step], last: float
+) -> None:
+    curves = viz.plot(run, baseline=baseline)
+
+    assert curves.panels[:2] == ("loss", "total norm")
+    loss, norm = curves.figure().axes[:2]
+    for ax in (loss, norm):
+        drawn = [line for line in ax.lines if line.get_gid() is None]
+        assert [line.get_label() for line in drawn] == ["this run", "baseline"]
+        assert [len(line.get_xdata()) for line in drawn] == [len(run), len(baseline)]
+        assert ax.get_xlim() == (-0.5, last)
+    sizes = {10: 1.0, 14: 5.0}
+    assert [set(line.get_ydata()) for line in norm.lines[:2]] == [{sizes[len(run)]}, {sizes[len(baseline)]}]
+
+
+@pytest.mark.pure
+def test_files_name_the_runs(tmp_path: Path) -> None:
+    for folder, name in (("a", "run.jsonl"), ("b", "run.jsonl"), ("b", "plain.jsonl")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text('{"step": 0, "records": {"loss@run": 1.0}}\n')
+    for other, names in (
+        ("plain.jsonl", ["run.jsonl", "plain.jsonl"]),
+        ("run.jsonl", ["run.jsonl", "run.jsonl (baseline)"]),
+    ):
+        (ax,) = viz.plot(tmp_path / "a" / "run.jsonl", baseline=tmp_path / "b" / other).figure().axes
+        assert [line.get_label() for line in ax.lines] == names
+
+
+@pytest.mark.pure
+def test_a_baseline_without_common_records_or_steps() -> None:
+    assert viz.plot(RUN, baseline=[Step(0, {"own@error:a": 1.0})]).panels == ("loss", "clipping: group:default")
+    assert viz.plot([], baseline=BASELINE).panels == ("loss",)
+    viz.plot([], baseline=BASELINE).figure()
+    assert viz.plot([], baseline=[]).panels == ()
+    with pytest.raises(TypeError, match="got int"):
+        viz.plot(RUN, baseline=5)
+
+
+@pytest.mark.pure
+def test_factors_by_site_and_step() -> None:
+    sizes = np.array([[1.0, 2.0, 4.0, INF], [0.5, 0.25, 8.0, 1.0]])
+    steps = [
+        Step(
+            n,
+            {f"norm@error:{site}": row[n] for site, row in zip("ab", sizes, strict=True)}
+            | {"bound@error:a": 1.0, "bound@error:b": 1.0},
+        )
+        for n in range(4)
+    ]
+    heat = factor_map(last_run(steps))
+
+    assert heat is not None
+    assert heat.rows == ["error:b", "error:a"]  # the backward comes to the last first
+    np.testing.assert_array_equal(heat.values, [[1.0, 1.0, 0.125, 1.0], [1.0, 0.5, 0.25, INF]])
+    assert factor_map(last_run([Step(0, {"norm@error:a": 1.0})])) is None
+
+
+@pytest.mark.pure
+def test_a_small_range_of_factors_is_not_stretched_over_all_colors() -> None:
+    scale, colors = colors_of(np.array([[1.0, 0.95], [INF, NAN]]), "factor")
+
+    assert (scale.norm.vmin, scale.norm.vmax) == (0.1, 1.0)
+    assert np.abs(colors[0, 0] - colors[0, 1]).max() < 0.05
+    assert np.abs(colors_of(np.array([[1.0, 0.01]]), "factor")[1][0, 1] - scale.cmap(0.0)).max() == 0

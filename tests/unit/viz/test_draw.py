@@ -11,9 +11,11 @@ from torch import nn
 
 import gradrewrite as gr
 from gradrewrite import viz
+from gradrewrite.diagnostics.clipping import clips_by_edit
 from gradrewrite.diagnostics.run_log import Step, last_run
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
-from gradrewrite.viz import _graph_view, _metric_colors, _theme
+from gradrewrite.ir import graph_view as _graph_view
+from gradrewrite.passes import L2, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+from gradrewrite.viz import _metric_colors, _theme
 
 from helpers import mostly_slow
 from models.graphs import Three, three_layers
@@ -43,12 +45,25 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.draw(graph, hops=-1)
     with pytest.raises(TypeError, match=r"monitor is a Monitor .* got int"):
         viz.draw(graph, monitor=3)
-    with pytest.raises(ValueError, match="color_by='loss': choose one of 'clip rate', 'largest error', 'not finite'"):
+    with pytest.raises(
+        ValueError, match="color_by='loss': choose one of 'clip strength', 'clip rate', 'largest error', 'not finite'"
+    ):
         viz.draw(graph, monitor=gr.Monitor(), color_by="loss")
     with pytest.raises(ValueError, match=r"the monitor has no records for that \(it has nothing\)"):
         viz.draw(graph, monitor=gr.Monitor(), color_by="clip rate")
     with pytest.raises(FileNotFoundError):
         viz.draw(graph).render(tmp_path / "missing" / "x")
+
+
+class RootOfZero(nn.Module):
+    """The backward of a square root of zero is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x) * 0.0).sqrt().sum()
 
 
 def trained(policy: gr.Policy, factors: list[float]) -> tuple[gr.RewrittenModule, _graph_view.GraphView]:
@@ -69,9 +84,9 @@ def test_clip_rates_are_those_of_the_clips() -> None:
     model, graph_view = trained(policy, [1e-4, 1e-4, 1e3, 1e-4])
     rates = measured(model, graph_view)["clip rate"]
 
-    assert rates.totals["error:second"] == 0.25
-    assert {rates.totals[f"gradient:{n}"] for n, _ in Three().named_parameters()} == {0.25}  # the group's
-    assert rates.by_site["error:second"] == {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0}
+    assert rates.totals == {f"edit {n}": 0.25 for n in range(7)}  # those of gradients have the group's
+    first = next(n for n, edit in enumerate(graph_view.edits) if str(edit.site) == "error:second")
+    assert rates.by_site[f"edit {first}"] == {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0}
 
 
 def test_the_largest_error_is_that_of_eager_autograd() -> None:
@@ -104,18 +119,78 @@ def test_the_share_that_is_not_finite_is_of_the_elements() -> None:
     assert found.describe(0.25) == "at most 25.000% of the elements not finite"
 
 
-@pytest.mark.slow
-def test_colors_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
-    model, graph_view = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3])
-    found = _metric_colors.node_colors(graph_view, measured(model, graph_view)["clip rate"])
-    (edit,) = graph_view.edits
-
-    assert set(found) == set(edit.nodes)  # the node that holds the error is of the next op
-    assert {sample.color for sample in found.values()} == {_metric_colors.palette()[-1]}
+def test_rate_and_factor_stand_in_the_box_of_the_edit_and_its_color_is_the_legend_s() -> None:
+    model, graph_view = trained(gr.on("gradient:second.weight", ClipByNorm(1e-2)), [1e3, 1e-9, 1e3, 1e3])
+    norms = model.monitor.history("norm@gradient:second.weight")
     drawing = viz.draw(model.trace(torch.ones(2, 4)), monitor=model.monitor)
-    assert drawing.color_by == "clip rate"
-    assert drawing._repr_svg_().count(f"fill:{_metric_colors.palette()[-1]}") == len(found) + 1  # and the legend
-    assert "clip acted in every step" in drawing._repr_svg_()
+    (clip,) = clips_by_edit(last_run(model.monitor.steps()), graph_view.edits).values()
+
+    assert clip.rate == 0.75
+    assert clip.median_factor == pytest.approx(1e-2 / norms[0], rel=1e-5)
+    assert clip.factors[1] == 1.0
+    assert drawing.color_by == "clip strength"
+    svg = drawing._repr_svg_()
+    assert f"gradient:second.weight \u00b7 75 % \u00b7 \u00d7{1e-2 / norms[0]:.2g}" in svg
+    strongest = _metric_colors.palette()[-1]
+    assert svg.count(f"fill:{strongest};") + svg.count(f'fill:{strongest}"') == 2  # the box, and the legend
+    assert "acted in 75.0% of 4 steps" in svg
+
+
+@pytest.mark.slow
+def test_a_box_has_the_figures_of_its_own_records() -> None:
+    policy = [
+        gr.on("error:second", [ClipByValue(0.5), ClipByValue(1e-2, log=True)]),
+        gr.on("gradient:second.weight", [L2(1e-4), ClipByValue(1e-3, log=True), ClipByNorm(1e-4), ClipByNorm(1e9)]),
+        gr.on("gradient:first.weight", ClipByGlobalNorm(1e-6, group="a")),
+        gr.on("gradient:first.bias", ClipByGlobalNorm(1e9, group="b")),
+    ]
+    model, graph_view = trained(policy, [1e2, 1e2])
+    clips = clips_by_edit(last_run(model.monitor.steps()), graph_view.edits)
+    rates = {e.text: clips[n].rate for n, e in enumerate(graph_view.edits) if n in clips}
+
+    assert rates == {
+        "ClipByValue(0.01, log=True)": 1.0,
+        "ClipByValue(0.001, log=True)": 1.0,
+        "ClipByNorm(0.0001)": 1.0,
+        "ClipByNorm(1000000000.0)": 0.0,
+        "ClipByGlobalNorm(1e-06, group='a')": 1.0,
+        "ClipByGlobalNorm(1000000000.0, group='b')": 0.0,
+    }
+    for number, clip in clips.items():
+        assert clip.key in graph_view.edits[number].records
+
+
+def test_a_step_graph_shows_the_records_of_the_step() -> None:
+    model = gr.transform(Three(), [gr.on("step:*", ClipByGlobalNorm(0.2)), gr.on("gradient:*", ClipByGlobalNorm(1e9))])
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(2):
+        (model(torch.ones(2, 4)) * 100).backward()
+        optimizer.step()
+    graph = model.trace_step(optimizer)
+    svg = viz.draw(graph, "site", site="step:first.weight", monitor=model.monitor)._repr_svg_()
+    factor = model.monitor.latest()["factor@step:group:default"]
+
+    assert f"factor, step 1 = {factor:.6g}" in svg
+    assert "step:first.weight \u00b7 100 %" in svg
+
+
+def test_non_finite_colors_are_in_the_legend_and_other_runs_color_nothing() -> None:
+    steps = [Step(n, {"max_abs@error:second": v}) for n, v in enumerate([2.0, math.nan, 1.0])]
+    graph = three_layers()
+    texts = [entry.text for entry in viz.draw(graph, monitor=steps)._scene().legend]
+
+    assert "NaN or infinite" in texts
+    assert viz.draw(graph, monitor=[Step(0, {"max_abs@error:elsewhere": 1.0})]).color_by is None
+
+
+def test_a_small_difference_is_no_other_color() -> None:
+    steps = [Step(0, {"max_abs@error:first": 1.0, "max_abs@error:second": 1.05})]
+    (largest,) = _metric_colors.site_metrics(last_run(steps), _graph_view.read_graph(three_layers()))
+
+    assert largest.color(1.0) == largest.color(1.05)
+    for value in (0.5, 1.0, 1.05, 3.0, 9.0, 50.0):  # the page counts the bounds below a value
+        index = sum(value >= bound for bound in largest.bins())
+        assert largest.color(value) == _metric_colors.palette()[index]
 
 
 @pytest.mark.parametrize(
@@ -123,27 +198,35 @@ def test_colors_stand_at_the_nodes_of_the_site_and_nowhere_else() -> None:
 )
 def test_every_view_has_colors_and_a_legend(view: str, site: str | None) -> None:
     model, _ = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3, 1e-9])
-    svg = viz.draw(model.trace(torch.ones(2, 4)), view, site=site, monitor=model.monitor)._repr_svg_()
+    graph = model.trace(torch.ones(2, 4))
+    svg = viz.draw(graph, view, site=site, monitor=model.monitor, color_by="clip rate")._repr_svg_()
 
     assert "clip acted in every step" in svg
     assert "clip never acted" in svg
     assert svg.count(_metric_colors.palette()[4]) > 0  # half of the steps
+    assert "error:second \u00b7 50 %" in svg
 
 
-def test_reshaping_ops_are_shown_if_asked_for() -> None:
+def test_what_is_hidden_is_shown_if_asked_for() -> None:
     graph = three_layers()
     graph_view = _graph_view.read_graph(graph)
-    shown = viz.draw(graph, reshapes=True)._repr_svg_()
+    everything = viz.draw(graph, reshapes=True, records=True)._repr_svg_()
 
-    assert shown.count("data-node=") == len(graph_view.nodes)
-    assert viz.draw(graph)._repr_svg_().count("data-node=") == len(graph_view.nodes) - len(
-        _graph_view.hidden_reshapes(graph_view)
-    )
+    assert sum(everything.count(f'data-node="{name}"') for name in graph_view.nodes) == len(graph_view.nodes)
+    plain = viz.draw(graph)._repr_svg_()
+    hidden = _graph_view.hidden_nodes(graph_view)
+    in_edits = {name for edit in graph.edits for name in edit.nodes}
+    for name, node in graph_view.nodes.items():
+        assert plain.count(f'data-node="{name}"') == int(name not in hidden or name in in_edits)
+        assert (name in hidden) >= (node.mark == "records" or (node.reshapes and not node.mark))
+    (clip,) = [edit for edit in graph.edits if edit.text.startswith("ClipByValue")]
+    assert [name for name in clip.nodes if name not in hidden] == ["clamp_min", "clamp_max"]  # the rest only logs
 
 
 def test_scales() -> None:
     steps = [
-        Step(n, {"max_abs@error:a": v, "max_abs@error:b": w}) for n, (v, w) in enumerate([(1e-4, 1e2), (1e-1, 1e2)])
+        Step(n, {"max_abs@error:first": v, "max_abs@error:second": w})
+        for n, (v, w) in enumerate([(1e-4, 1e2), (1e-1, 1e2)])
     ]
     graph_view = _graph_view.read_graph(three_layers())
     (largest,) = _metric_colors.site_metrics(last_run(steps), graph_view)
@@ -151,13 +234,13 @@ def test_scales() -> None:
     assert [largest.position(v) for v in (1e-4, 1e-1, 1e2)] == pytest.approx([0.0, 0.5, 1.0])
     assert largest.position(0.0) == 0.0
     assert largest.color(math.nan) == largest.color(math.inf) == _theme.NOT_FINITE
-    bad = _metric_colors.site_metrics(last_run([Step(0, {"max_abs@error:a": math.nan})]), graph_view)[0]
+    bad = _metric_colors.site_metrics(last_run([Step(0, {"max_abs@error:first": math.nan})]), graph_view)[0]
     assert bad.legend()[-1].text == "NaN or infinite"
-    assert math.isnan(bad.totals["error:a"])
+    assert math.isnan(bad.totals["error:first"])
 
 
 @pytest.mark.slow
-def test_of_several_clips_at_a_site_any_counts() -> None:
+def test_several_clips_at_a_site_have_rates_of_their_own() -> None:
     policy = [
         gr.on("gradient:first.weight", ClipByNorm(1e-9)),
         gr.on("gradient:*", ClipByGlobalNorm(1e9)),
@@ -165,16 +248,17 @@ def test_of_several_clips_at_a_site_any_counts() -> None:
     ]
     model, graph_view = trained(policy, [1.0, 1.0])
     rates = measured(model, graph_view)["clip rate"].totals
+    of = {(str(e.site), type(e.action).__name__): rates[f"edit {n}"] for n, e in enumerate(graph_view.edits)}
 
-    assert rates["gradient:first.weight"] == rates["error:second"] == 1.0
-    assert rates["gradient:second.weight"] == 0.0
+    assert of["gradient:first.weight", "ClipByNorm"] == of["error:second", "ClipByValue"] == 1.0
+    assert of["gradient:first.weight", "ClipByGlobalNorm"] == of["error:second", "ClipByNorm"] == 0.0
 
 
 def test_the_largest_error_is_one_measure_of_what_the_first_clip_met() -> None:
-    steps = [Step(0, {"norm@error:a": 9.0, "max_abs@error:b": 3.0, "max_abs.2@error:b": 0.1})]
+    steps = [Step(0, {"norm@error:first": 9.0, "max_abs@error:second": 3.0, "max_abs.2@error:second": 0.1})]
     (largest,) = _metric_colors.site_metrics(last_run(steps), _graph_view.read_graph(three_layers()))
 
-    assert largest.totals == {"error:b": 3.0}
+    assert largest.totals == {"error:second": 3.0}
     assert largest.legend()[0].text == "largest absolute value: 3 or less"
 
 
@@ -190,11 +274,11 @@ def test_a_share_of_zero_is_no_color() -> None:
 
 def test_an_edit_without_nodes_is_colored_too() -> None:
     steps = [Step(0, {"max_abs@error:first": 2.0})]
-    graph_view = _graph_view.read_graph(three_layers())
-    (largest,) = _metric_colors.site_metrics(last_run(steps), graph_view)
-    number = next(n for n, e in enumerate(graph_view.edits) if str(e.site) == "error:first")
+    drawing = viz.draw(three_layers(), monitor=steps)
+    number = next(n for n, e in enumerate(three_layers().edits) if str(e.site) == "error:first")
+    (largest,) = _metric_colors.site_metrics(last_run(steps), drawing._view)
 
-    assert f"edit {number}" in _metric_colors.node_colors(graph_view, largest)
+    assert f"edit {number}" in _metric_colors.box_colors(drawing._ladder.ladder, largest)
 
 
 def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
@@ -209,15 +293,7 @@ def test_a_monitor_without_records_colors_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_first_failure_is_found_without_naming_a_site() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.lin(x) * 0.0).sqrt().sum()
-
-    model = gr.transform(Root(), gr.on("error:*/*", CheckFinite("record")))
+    model = gr.transform(RootOfZero(), gr.on("error:*/*", CheckFinite("record")))
     x = torch.ones(2, 4)
     model(x).backward()
     graph = model.trace(x)
@@ -250,12 +326,25 @@ def test_nothing_failed() -> None:
         viz.draw(model.trace(torch.ones(2, 4)), "site", monitor=model.monitor)
 
 
-@pytest.mark.slow
-def test_the_overview_shows_the_strongest_color_of_a_module() -> None:
-    policy = [gr.on("error:second", ClipByValue(1e-9, log=True)), gr.on("error:/tanh#0", ClipByValue(1e9, log=True))]
-    model, _ = trained(policy, [1.0])
-    diagram = viz.draw(model.trace(torch.ones(2, 4)), "overview", monitor=model.monitor)._diagram
-    fills = {item.text: item.fill for item in diagram.items if item.column == "backward" and item.fill}
+def test_reprs_are_short_and_html_is_the_page() -> None:
+    graph = three_layers()
 
-    assert _metric_colors.palette()[-1] in fills.values()
-    assert _metric_colors.palette()[0] in fills.values()
+    nodes = len(_graph_view.read_graph(graph).nodes)
+    assert repr(graph) == f"<JointGraph of Three: {len(graph.sites)} sites, {len(graph.edits)} edits, {nodes} nodes>"
+    assert len(repr(viz.draw(graph))) < 120
+    assert viz.draw(graph).title == "Three"
+    for shown in (graph, viz.draw(graph)):
+        text = shown._repr_html_()
+        assert text.startswith('<iframe title="Three"')
+        assert "&lt;!DOCTYPE html&gt;" in text
+
+
+@pytest.mark.slow
+def test_the_op_at_fault_is_marked_in_every_view() -> None:
+    model = gr.transform(RootOfZero(), gr.on("error:*/*", CheckFinite("record")))
+    model(torch.ones(2, 4)).backward()
+    graph = model.trace(torch.ones(2, 4))
+    for view in ("ladder", "overview", "site"):
+        svg = viz.draw(graph, view, monitor=model.monitor)._repr_svg_()
+        assert svg.count("root_cause") - svg.count(".root_cause") >= 1
+    assert '"blamed":["backward' in viz.draw(graph, monitor=model.monitor)._bytes("html").decode()

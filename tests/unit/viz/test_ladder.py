@@ -1,8 +1,9 @@
-"""The ladder: everything is in it once, what was inserted is marked, and nothing else is."""
+"""The ladder and its layout: everything is in it once, each edit is one box, and no text overlaps another."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from drawing import assert_readable
 
 from gradrewrite import viz
+from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _graph_view, _ladder_drawing, _ladder_layout
+from gradrewrite.viz import _fonts, _graphviz, _ladder, _layout, _scene
 
 from helpers import mostly_slow
 from models.graphs import EACH, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
@@ -26,46 +29,46 @@ def svg_of(graph: JointGraph) -> ET.Element:
     return ET.fromstring(viz.draw(graph)._repr_svg_())
 
 
-def nodes_of(svg: ET.Element) -> list[ET.Element]:
+def boxes_of(svg: ET.Element) -> list[ET.Element]:
     return [e for e in svg.iter(f"{SVG}g") if "node" in (e.get("class") or "").split()]
 
 
-def classes(element: ET.Element) -> set[str]:
-    return set((element.get("class") or "").split())
+def ladder_of(graph: JointGraph) -> _ladder.Ladder:
+    return _ladder.build_ladder(_graph_view.read_graph(graph), {})
+
+
+def scene_of(graph: JointGraph) -> _scene.Scene:
+    return _layout.draw_ladder(_layout.LadderLayout(ladder_of(graph)), "title", ["a note"], {}, [])
 
 
 @EACH
-def test_every_node_is_drawn_once_and_only_what_was_inserted_is_marked(make: Make) -> None:
+def test_every_node_is_drawn_once_and_every_edit_is_one_box(make: Make) -> None:
     graph = make()
     graph_view = _graph_view.read_graph(graph)
-    drawn = Counter(e.get("data-node") for e in nodes_of(svg_of(graph)) if e.get("data-node"))
-    marked = {e.get("data-node") for e in nodes_of(svg_of(graph)) if classes(e) & {"inserted", "records"}} - {None}
+    svg = svg_of(graph)
+    drawn = Counter(e.get("data-node") for e in svg.iter(f"{SVG}g") if e.get("data-node"))
+    in_edits = {name for edit in graph.edits for name in edit.nodes}
 
     assert set(drawn.values()) == {1}
-    assert set(drawn) == set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view)
-    assert graph.before is not None
-    assert marked == set(graph_view.nodes) - set(_graph_view.read_graph(graph.before).nodes)
-
-
-@EACH
-def test_every_edit_is_drawn_once_with_its_nodes(make: Make) -> None:
-    graph = make()
-    groups = [e for e in svg_of(graph).iter(f"{SVG}g") if "edit" in classes(e)]
-
-    assert sorted(int(e.get("data-edit") or -1) for e in groups) == list(range(len(graph.edits)))
-    for group in groups:
-        edit = graph.edits[int(group.get("data-edit") or -1)]
-        inside = [e.get("data-node") for e in nodes_of(group)]
-        assert sorted(filter(None, inside)) == sorted(edit.nodes)
-        assert len(inside) == max(len(edit.nodes), 1)  # an edit without nodes has a box all the same
-        assert (group.get("data-site"), group.get("data-action")) == (str(edit.site), edit.text)
-        assert all("inserted" in classes(e) for e in nodes_of(group))
+    assert set(drawn) == (set(graph_view.nodes) - _graph_view.hidden_nodes(graph_view)) | in_edits
+    edited = [e for e in boxes_of(svg) if "inserted" in (e.get("class") or "").split()]
+    assert [e.get("data-edit") for e in edited] == [e.get("data-edit") for e in boxes_of(svg) if e.get("data-edit")]
+    assert Counter((e.get("data-edit"), e.get("data-action")) for e in edited) == Counter(
+        (str(edit.site), edit.text) for edit in graph.edits
+    )
+    by_edit = {(str(edit.site), edit.text): list(edit.nodes) for edit in graph.edits}
+    for box in edited:
+        inside = [e.get("data-node") for e in box.iter(f"{SVG}g") if e.get("data-node")]
+        assert inside == by_edit[box.get("data-edit") or "", box.get("data-action") or ""]
+        titles = [e.findtext(f"{SVG}title") or "" for e in box.iter(f"{SVG}g") if e.get("data-node")]
+        assert all(title.startswith(f"{name}: ") for name, title in zip(inside, titles, strict=True))
 
 
 def test_titles_name_the_node_the_op_the_shape_and_the_line() -> None:
-    graph = three_layers()
-    titles = {e.get("data-node"): (e.findtext(f"{SVG}title") or "").splitlines() for e in nodes_of(svg_of(graph))}
-    (clip,) = [e for e in graph.edits if e.text.startswith("ClipByValue")]
+    svg = svg_of(three_layers())
+    nodes = [e for e in svg.iter(f"{SVG}g") if e.get("data-node")]
+    titles = {e.get("data-node"): (e.findtext(f"{SVG}title") or "").splitlines() for e in nodes}
+    (clip,) = [e for e in three_layers().edits if e.text.startswith("ClipByValue")]
     clamp = clip.nodes[0]
 
     assert titles[clamp][0] == f"{clamp}: aten.clamp_min.default"
@@ -77,66 +80,86 @@ def test_titles_name_the_node_the_op_the_shape_and_the_line() -> None:
 
 
 def test_labels_are_the_user_s_words() -> None:
-    boxes = {e.get("data-node"): [t.text for t in e.iter(f"{SVG}text")] for e in nodes_of(svg_of(three_layers()))}
+    texts = [[t.text for t in e.iter(f"{SVG}text")] for e in boxes_of(svg_of(three_layers()))]
 
-    assert ["tanh", "(model)"] in boxes.values()
-    assert ["linear: mm", "second"] in boxes.values()
-    assert ["first.weight"] in boxes.values()
+    assert ["tanh", "(model)"] in texts
+    assert ["linear", "second"] in texts
+    assert ["first.weight"] in texts
+    assert ["ClipByValue(0.5, log=True)", "error:second"] in texts
+    assert ["lambda", "error:first"] in texts
 
 
 @pytest.mark.slow
-def test_a_backward_stands_beside_its_forward() -> None:
-    ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(recurrent()))
+def test_a_backward_stands_beside_its_forward_and_calls_are_folded_together() -> None:
+    ladder = ladder_of(recurrent())
+    view = ladder.graph_view
     rows: dict[str, set[int]] = {}
-    for cell in ladder.cells:
-        if cell.node is not None and cell.node.role == "op" and ("step", 17) in cell.node.calls:
-            rows.setdefault(_ladder_layout.lane_of(cell), set()).add(cell.row)
-    (band,) = [band for band in ladder.bands if band.path == (("step", 17),)]
+    for number, row in enumerate(ladder.rows):
+        for part in row:
+            if part.column in ("forward", "backward") and ("step", 17) in view.nodes[part.nodes[0]].calls:
+                rows.setdefault(part.column, set()).add(number)
+    (band,) = [band for band in ladder.bands if band.name == "step#17"]
 
     assert rows["forward"] <= set(range(band.first, band.last + 1))
     assert rows["backward"] <= set(range(band.first, band.last + 1))
-    assert sum(len(band.path) == 1 for band in ladder.bands) == 40
+    (around,) = [b for b in ladder.bands if b.first <= band.first and band.last <= b.last and b is not band]
+    assert re.fullmatch(r"step x \d+", around.name)
+    assert (around.depth, band.depth) == (0, 1)
 
 
-def test_boxes_do_not_overlap() -> None:
-    for make in (three_layers, odd_names, transformer):
-        ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(make()))
-        scene = _ladder_drawing.draw_ladder(ladder, {}, [], "")
-        places = sorted((box.y, box.x, box.x + box.width) for box in scene.boxes)
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
-        assert all(box.x >= 0 and box.x + box.width <= scene.width for box in scene.boxes)
-        assert all(frame.y + frame.height <= scene.height for frame in scene.frames)
+@pytest.mark.parametrize("make", mostly_slow([three_layers, odd_names, live_thresholds, transformer, recurrent]))
+def test_nothing_overlaps(make: Make) -> None:
+    scene = scene_of(make())
+    places = sorted((box.x, box.y, box.y + box.height) for box in scene.boxes)
+
+    assert_readable(scene)
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(places))
+    assert all(box.x >= 0 and box.x + box.width <= scene.width for box in scene.boxes)
+    assert all(frame.y + frame.height <= scene.height for frame in scene.frames)
 
 
 @pytest.mark.parametrize("make", mostly_slow([transformer, recurrent]), ids=["transformer", "recurrent"])
 def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
-    graph_view = _graph_view.read_graph(make())
-    scene = _ladder_drawing.draw_ladder(_ladder_layout.lay_out_ladder(graph_view), {}, [], "")
-    runs = {
-        box.key: {_graph_view.call_name(run) for run in graph_view.nodes[box.key].calls}
-        for box in scene.boxes
-        if box.key in graph_view.nodes
+    ladder = ladder_of(make())
+    view = ladder.graph_view
+    scene = scene_of(make())
+    calls = {
+        part.key: {_graph_view.call_name(call) for call in view.nodes[part.nodes[0]].calls}
+        for row in ladder.rows
+        for part in row
+        if part.column in ("forward", "backward") and not part.edits
     }
 
     assert scene.frames
     for frame in scene.frames:
         module = frame.key.split("/")[-1]
-        boxes = [box for box in scene.boxes if box.key in runs]
+        if " x " in module:
+            continue
+        boxes = [box for box in scene.boxes if box.key in calls]
         inside = {b.key for b in boxes if frame.y <= b.y and b.y + b.height <= frame.y + frame.height}
-        assert inside == {key for key, around in runs.items() if module in around}
-        assert not [b for b in boxes if b.y < frame.y < b.y + b.height]
+        assert inside == {key for key, around in calls.items() if module in around}
+
+
+def test_lines_begin_and_end_at_their_boxes() -> None:
+    scene = scene_of(three_layers())
+    boxes = {box.key: box for box in scene.boxes}
+    for line in scene.lines:
+        for key, (x, y) in ((line.source, line.points[0]), (line.target, line.points[-1])):
+            box = boxes[key]
+            assert box.x <= x <= box.x + box.width
+            assert box.y <= y <= box.y + box.height
 
 
 def test_an_edit_without_nodes_does_not_break_its_band() -> None:
-    ladder = _ladder_layout.lay_out_ladder(_graph_view.read_graph(live_thresholds()))
-    (band,) = [band for band in ladder.bands if band.path == (("inner", 0),)]
-    (cell,) = [cell for cell in ladder.cells if cell.node is None and cell.edit >= 0]
+    ladder = ladder_of(live_thresholds())
+    (band,) = [band for band in ladder.bands if band.name == "inner"]
+    (row,) = [n for n, row in enumerate(ladder.rows) for part in row if part.edits and not part.nodes]
 
-    assert band.first <= cell.row <= band.last
+    assert band.first <= row <= band.last
 
 
 def test_odd_names_are_kept() -> None:
-    text = "\n".join(e.findtext(f"{SVG}title") or "" for e in nodes_of(svg_of(odd_names())))
+    text = "\n".join(e.findtext(f"{SVG}title") or "" for e in svg_of(odd_names()).iter(f"{SVG}g"))
 
     for name in ODD_NAMES:
         assert name in text
@@ -144,7 +167,7 @@ def test_odd_names_are_kept() -> None:
 
 def test_hidden_nodes_are_read_through() -> None:
     graph_view = _graph_view.read_graph(three_layers())
-    hidden = _graph_view.hidden_reshapes(graph_view)
+    hidden = _graph_view.hidden_nodes(graph_view, records=True)
     direct = set(_graph_view.contracted_edges(graph_view, hidden))
 
     assert hidden
@@ -164,16 +187,28 @@ def test_the_same_graph_gives_the_same_bytes(tmp_path: Path) -> None:
         assert Path(viz.draw(three_layers()).render(tmp_path / "b", form)).read_bytes() == first
 
 
-def test_dot_has_every_node_once() -> None:
+@pytest.mark.parametrize("view", ["ladder", "overview"])
+def test_dot_has_every_edit_with_its_nodes_and_graphviz_draws_it(view: str) -> None:
     for make in (three_layers, odd_names):
         graph = make()
-        source = viz.draw(graph)._bytes("dot").decode()
+        drawing = viz.draw(graph, view)
+        source = drawing._bytes("dot").decode()
+        assert source.count("data_action=") == source.count("data_edit=")
         for edit in graph.edits:
             for name in edit.nodes:
-                assert source.count(f"data_node={name} ") == 1
-        assert source.count("penwidth=2") == len(graph.record_nodes) + sum(max(len(e.nodes), 1) for e in graph.edits)
-        assert "dir=back" in source
-        assert "nslimit=1" in source
+                assert re.search(rf"\b{name}\b", source)
+        found = ET.fromstring(_graphviz.run_dot(source, "svg"))
+        assert sum(e.get("class", "").startswith("node node") for e in found.iter()) == len(drawing._scene().boxes)
+
+
+@pytest.mark.pure
+def test_shortened_labels_stay_distinct() -> None:
+    names = [f"transformer.h.{n}.attn.c_attn.weight" for n in range(12)]
+    short = _fonts.fit_all([(name, 90.0, 12.0) for name in names])
+
+    assert len(set(short)) == len(names)
+    assert all(_fonts.text_width(text, 12.0) <= 90.0 for text in short)
+    assert _fonts.fit_all([("short", 90.0, 12.0)]) == ["short"]
 
 
 @pytest.mark.slow
