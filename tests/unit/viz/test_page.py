@@ -15,8 +15,8 @@ import pytest
 
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _graph_view
 from gradrewrite.viz.page import _html
 
 from models.graphs import EACH, ODD_NAMES, odd_names, three_layers
@@ -57,36 +57,42 @@ def page_of(graph: JointGraph, **options: Any) -> tuple[Reader, dict[str, Any]]:
 
 
 @EACH
-def test_every_drawn_node_is_in_the_page_once_and_marked_if_it_was_inserted(make: Make) -> None:
+def test_every_edit_is_in_the_page_with_the_names_of_its_nodes(make: Make) -> None:
     graph = make()
     reader, _ = page_of(graph)
-    graph_view = _graph_view.read_graph(graph)
-    drawn = [(a["data-node"], set((a["class"] or "").split())) for _, a in reader.elements if "data-node" in a]
+    listed = [a for tag, a in reader.elements if tag == "button" and "data-edit" in a]
 
-    assert Counter(name for name, _ in drawn) == Counter(
-        set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view)
-    )
-    marked = {name for name, classes in drawn if classes & {"inserted", "records"}}
-    assert marked == {node.name for node in graph_view.nodes.values() if node.mark}
-    edits = [a["data-edit"] for _, a in reader.elements if "data-edit" in a]
-    assert sorted(map(int, filter(None, edits))) == list(range(len(graph.edits)))
+    assert Counter(a["data-edit"] for a in listed) == Counter(str(edit.site) for edit in graph.edits)
+    for attributes in listed:
+        edit = graph.edits[int(attributes["data-jump"] or -1)]
+        assert (attributes["data-edit"], attributes["title"]) == (str(edit.site), " ".join(edit.nodes) or "no nodes")
+    overview = [a["data-edit"] for tag, a in reader.elements if tag == "g" and "data-edit" in a]
+    assert Counter(overview) == Counter(str(edit.site) for edit in graph.edits)
 
 
 @EACH
 def test_the_data_is_that_of_the_graph(make: Make) -> None:
     graph = make()
-    reader, data = page_of(graph)
+    _, data = page_of(graph)
+    hidden = _graph_view.hidden_nodes(_graph_view.read_graph(graph))
+    in_edits = {name for edit in graph.edits for name in edit.nodes}
 
     assert [e["nodes"] for e in data["edits"]] == [list(e.nodes) for e in graph.edits]
     assert list(data["nodes"]) == [n.name for n in graph.graph_module.graph.nodes if n.op != "output"]
-    elements = [a for _, a in reader.elements if "node" in (a.get("class") or "").split() and "transform" in a]
-    assert [box["key"] for box in data["boxes"]] == [
-        a.get("data-node") or a.get("data-returned") or box["key"]
-        for a, box in zip(elements, data["boxes"], strict=True)
+    names = Counter(name for part in data["parts"] for name in part["nodes"])
+    assert set(names.values()) == {1}
+    assert set(names) == (set(data["nodes"]) - hidden) | in_edits
+    assert [part["edits"] for part in data["parts"] if part["edits"]] == [
+        [number] for _, number in sorted((p["row"], p["edits"][0]) for p in data["parts"] if p["edits"])
     ]
-    paths = [a for tag, a in reader.elements if tag == "path" and "data-line" in a]
-    assert len(paths) == len(data["lines"])
-    assert all(0 <= box["row"] < len(data["rows"]) for box in data["boxes"])
+    for part in data["parts"]:
+        assert 0 <= part["row"] < len(data["rows"])
+        assert part["y"] + part["height"] <= data["rows"][part["row"]]
+        assert set(part["shown"]) <= set(part["nodes"])
+    for source, target, _, tensors, points in data["lines"]:
+        assert max(source, target) < len(data["parts"])
+        assert tensors >= 1
+        assert {end for _, end, _ in points} == {0, 1}
     for edit in graph.edits:
         for name in edit.nodes:
             assert data["nodes"][name]["code"].startswith(name)
@@ -129,7 +135,9 @@ def test_records_and_metrics_are_in_it() -> None:
     assert data["records"]["values"]["error:second"]["mean_abs"] == [0.1, 0.1, 0.1, 0.1, None]
     rates = data["metrics"][0]
     assert (rates["name"], data["color_by"]) == ("clip rate", "clip rate")
-    assert rates["values"]["error:second"] == {"total": 0.4, "steps": [0.0, 0.0, 1.0, 1.0, 0.0]}
+    assert len(rates["bins"]) == len(data["palette"]["stops"]) - 1
+    number = next(n for n, edit in enumerate(three_layers().edits) if str(edit.site) == "error:second")
+    assert rates["values"][f"edit {number}"] == {"total": 0.4, "steps": [0.0, 0.0, 1.0, 1.0, 0.0]}
     (image, *_) = [a["src"] for t, a in reader.elements if t == "img"]
     assert image is not None
     assert base64.b64decode(image.partition(",")[2]).lstrip().startswith(b"<?xml")
@@ -155,7 +163,7 @@ def test_only_counts_of_bad_elements_mark_a_step() -> None:
 def test_records_of_a_group_are_those_of_its_members() -> None:
     _, data = page_of(three_layers())
     edit = next(e for e in three_layers().edits if e.text.startswith("ClipByGlobalNorm"))
-    (box,) = [box for box in data["boxes"] if box["key"] == edit.nodes[0]]
+    (box,) = [part for part in data["parts"] if edit.nodes[0] in part["nodes"]]
 
     assert "group:default" in box["sites"]
 

@@ -1,0 +1,258 @@
+"""The health report as a page."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import nn
+
+import gradrewrite as gr
+from gradrewrite import viz
+from gradrewrite.diagnostics.run_log import Step, last_run
+from gradrewrite.passes import CheckFinite, ClipByNorm
+from gradrewrite.viz._heat import factor_map
+from gradrewrite.viz._panels import depth_panel
+
+RECORDS = {"norm@error:layers.1": 4.0, "bound@error:layers.1": 1.0, "norm@error:layers.0": 0.5, "loss@run": 2.0}
+STEPS = [Step(n, RECORDS | {"update_ratio@gradient:w": 1e-3}) for n in range(30)]
+
+
+class Page(HTMLParser):
+    """Elements of a page with their attributes, and their texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+def page_of(report: viz.Report, folder: Path, *, reload: int = 0) -> Page:
+    path = report.render(folder / "report", reload=reload)
+    assert path == str(folder / "report.html")
+    return Page(Path(path).read_text(encoding="utf-8"))
+
+
+@pytest.mark.pure
+def test_the_verdict_comes_first(tmp_path: Path) -> None:
+    report = viz.report(STEPS, title="<run> & co")
+    page = page_of(report, tmp_path)
+    body = " ".join(" ".join(page.texts).split())
+
+    assert repr(report) == "Report('<run> & co': Clipping bound too low)"
+    assert (
+        body.index("<run> & co") < body.index(report.health.verdict.headline) < body.index(report.health.verdict.text)
+    )
+    assert body.index(report.health.verdict.text) < body.index("Does clipping help?")
+    assert 'gr.on("error:layers.1", ClipByNorm(4))' in body
+    assert page.count("h1") == 1
+    assert page.count("table") == page.count("caption") == 1
+    assert page.count("img") == 4  # loss, factors, norms, ratios
+    assert all(attributes["alt"] for tag, attributes in page.elements if tag == "img")
+
+
+@pytest.mark.pure
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(viz.report(STEPS), tmp_path)
+    (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert page.count("script") == 0
+    loaded = [value for _, a in page.elements for name, value in a.items() if name in ("src", "href")]
+    assert all(str(value).startswith("data:") for value in loaded)
+    assert not any("{{" in text for text in page.texts)
+
+
+@pytest.mark.pure
+def test_the_page_reloads_where_it_is_asked_to(tmp_path: Path) -> None:
+    page = page_of(viz.report(STEPS), tmp_path, reload=3)
+
+    assert page.count("script") == 1
+    assert any("setTimeout(() => location.reload(), 3000)" in text for text in page.texts)
+    (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    assert policy.endswith("; script-src 'unsafe-inline'")
+
+
+@pytest.mark.pure
+def test_baseline_and_a_value_that_is_not_finite(tmp_path: Path) -> None:
+    bad = [*STEPS, Step(30, {"norm@error:layers.1": math.nan, "nonfinite@error:layers.1": 3.0})]
+    page = page_of(viz.report(bad, baseline=STEPS), tmp_path)
+    body = " ".join(page.texts)
+
+    assert "Values are not finite" in body
+    assert "First at error:layers.1 in step 30, 3 elements." in body
+    assert "They end alike" in body
+    assert "compared with baseline" in body
+
+
+@pytest.mark.pure
+def test_an_empty_run(tmp_path: Path) -> None:
+    page = page_of(viz.report([]), tmp_path)
+
+    assert "Nothing to judge" in page.texts
+    assert page.count("img") == 0
+
+
+@pytest.mark.pure
+def test_more_code_than_fits_beside_the_verdict(tmp_path: Path) -> None:
+    sites = [f"error:layers.{n}" for n in range(25)]
+    records = {f"norm@{site}": 4.0 for site in sites} | {f"bound@{site}": 1.0 for site in sites}
+    page = page_of(viz.report([Step(n, records) for n in range(30)]), tmp_path)
+
+    assert any(text.endswith("# 5 more in the table") for text in page.texts)
+    assert sum(text.startswith('gr.on("error:layers.') for text in page.texts) == 26
+
+
+@pytest.mark.pure
+def test_the_page_explains_its_words(tmp_path: Path) -> None:
+    body = " ".join("".join(page_of(viz.report(STEPS), tmp_path).texts).split())
+
+    assert "step:group:default is all gradients together, as the optimizer gets them." in body
+    assert "given to gr.transform(model, policy), in place of the rule that clips there now; gr is import" in body
+    assert "A dash: nothing to tell." in body
+    assert "From 1e-4 to 1e-2 is common, and the first steps of Adam are higher" in body
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("norm", "wanted"), [(0.5, True), (4.0, False)])
+def test_the_map_of_factors_says_where_no_clip_acted(tmp_path: Path, norm: float, wanted: bool) -> None:
+    steps = [Step(n, {"norm@error:a": norm, "bound@error:a": 1.0}) for n in range(30)]
+    note = "No clip acted in this run: every factor is 1."
+
+    assert (note in page_of(viz.report(steps), tmp_path).texts) == wanted
+    assert note not in page_of(viz.report([Step(0, {"norm@error:a": 1.0})]), tmp_path).texts
+
+
+@pytest.mark.pure
+def test_the_column_of_shares_is_left_out_where_no_site_has_one(tmp_path: Path) -> None:
+    shares = [Step(s.step, s.records | {"norm_share@gradient:w": 0.5}) for s in STEPS]
+
+    assert "share" not in page_of(viz.report(STEPS), tmp_path).texts
+    page = page_of(viz.report(shares), tmp_path)
+    assert "share" in page.texts
+    assert "50 % of the squared total norm" in page.texts
+
+
+def depth_axes(steps: list[Step]) -> Axes:
+    panel = depth_panel(viz.report(steps).health.sites)
+    assert panel is not None
+    axes = Figure().subplots()
+    panel.draw(axes)
+    return axes
+
+
+@pytest.mark.pure
+def test_norms_by_site_mark_the_site_of_the_verdict() -> None:
+    axes = depth_axes(STEPS)
+
+    (marked,) = [line for line in axes.lines if line.get_label() == "see the verdict"]
+    assert list(marked.get_xdata()) == [4.0]
+    assert [axes.get_yticklabels()[n].get_text() for n in marked.get_ydata()] == ["error:layers.1"]
+
+
+@pytest.mark.pure
+def test_norms_by_site_are_of_errors_then_weights_then_biases() -> None:
+    parts = ("error:{}", "gradient:{}.weight", "gradient:{}.bias")
+    sites = [part.format(layer) for layer in ("a", "b") for part in parts]
+    axes = depth_axes([Step(n, {f"norm@{site}": 1.0 for site in sites}) for n in range(3)])
+
+    wanted = [part.format(layer) for part in parts for layer in ("b", "a")]
+    assert [label.get_text() for label in axes.get_yticklabels()] == wanted
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_gid() == "part"] == [1.5, 3.5]
+
+
+@pytest.mark.pure
+def test_many_sites_are_grouped_in_their_part_and_the_marked_one_stays() -> None:
+    sites = [f"{kind}:layers.{n}{end}" for kind, end in (("error", ""), ("gradient", ".bias")) for n in range(24)]
+    records = {f"norm@{site}": 0.5 for site in sites} | {f"bound@{sites[7]}": 0.4}
+    axes = depth_axes([Step(n, records) for n in range(30)])
+
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(names) == 24
+    assert all(name.startswith("error:layers.") for name in names[:12])
+    assert all(name.startswith("gradient:layers.") for name in names[12:])
+    (marked,) = [line for line in axes.lines if line.get_label() == "see the verdict"]
+    assert list(marked.get_ydata()) == [names.index("error:layers.7 ... error:layers.6")]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("loss", [1e308, 1e300, -1e308])
+def test_losses_near_the_largest_number_are_drawn(tmp_path: Path, loss: float) -> None:
+    for low in (-loss, 1.0):
+        steps = [Step(n, {"loss@run": low if n % 2 else loss, "norm@error:a": 1.0}) for n in range(30)]
+        assert page_of(viz.report(steps), tmp_path).count("img") >= 1
+
+
+@pytest.mark.pure
+def test_a_size_that_is_not_finite_stays_visible_where_rows_are_merged() -> None:
+    records = {f"{name}@error:layers.{n}": 0.5 for n in range(60) for name in ("norm", "bound")}
+    steps = [Step(n, records | {"norm@error:layers.7": math.inf if n == 3 else 1.0}) for n in range(9)]
+    heat = factor_map(last_run(steps))
+
+    assert heat is not None
+    assert len(heat.rows) < 60
+    assert np.isinf(heat.values).sum(axis=0).tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert np.nanmin(heat.values) == 0.5
+
+
+@pytest.mark.pure
+def test_names_are_text(tmp_path: Path) -> None:
+    name = "a<b>\x00&'"
+    page = page_of(viz.report([Step(n, {f"norm@error:{name}": 1.0}) for n in range(3)]), tmp_path)
+
+    assert page.count("b") == 0
+    assert not any("\0" in text for text in page.texts)
+    assert any("a<b>" in text for text in page.texts)
+
+
+@pytest.mark.pure
+def test_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = viz.report(STEPS)
+    path = Path(report.render(tmp_path / "r"))
+    before = path.read_bytes()
+    assert Path(report.render(tmp_path / "r")).read_bytes() == before  # equal runs give equal bytes
+    assert [file.name for file in tmp_path.iterdir()] == ["r.html"]
+    with pytest.raises(OSError, match="No such file"):
+        report.render(tmp_path / "none" / "r")
+
+
+@pytest.mark.pure
+def test_a_notebook_shows_the_page_in_a_frame() -> None:
+    (frame,) = re.findall(r'srcdoc="([^"]*)"', viz.report(STEPS)._repr_html_())
+    assert "Clipping bound too low" in frame
+
+
+def test_a_monitor_that_can_replay_names_the_op() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x).sub(self.first(x)).sqrt().sum()
+
+    model = gr.transform(Root(), [gr.on("gradient:*", [CheckFinite("record"), ClipByNorm(1.0)])])
+    model(torch.ones(2, 2)).backward()
+
+    report = viz.report(model.monitor)
+    assert report.health.verdict.kind == "non-finite"
+    assert "sqrt" in report.cause
+    assert viz.report(model.monitor.steps()).cause == ""
