@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradrewrite.diagnostics.doctor import diagnose, report
-from gradrewrite.diagnostics.run_log import Finding, Step
+from gradrewrite.diagnostics.clipping import steps_of_clips
+from gradrewrite.diagnostics.doctor import SkippedRule, diagnose, report, skipped_rules
+from gradrewrite.diagnostics.run_log import Finding, Step, last_run
 
 pytestmark = pytest.mark.pure
 
@@ -159,11 +160,12 @@ def test_exploding_over_steps(noise: float) -> None:
         values |= {"max_abs@gradient:w": 0.1 * grown**0.8, "total_norm@group:default": 0.3 * grown}
         return {address: value * math.exp(rng.gauss(0.0, noise)) for address, value in values.items()}
 
-    found = only(run_of(50, records))
+    found, *others = diagnose(run_of(50, records))
     assert (found.kind, found.site) == ("exploding", "error:b")
+    assert [(one.kind, one.site) for one in others] == [("exploding", "error:a"), ("exploding", "gradient:w")]
     assert found.step == pytest.approx(20, abs=3 if noise else 0)
     assert found.figures["growth_per_step"] == pytest.approx(1.5, rel=noise / 4 + 1e-9)
-    assert found.figures["sites"] == 3
+    assert others[0].figures["growth_per_step"] == pytest.approx(1.5**0.9, rel=noise / 4 + 1e-9)
     if not noise:
         assert found.figures["from"] == pytest.approx(0.1)
         assert found.figures["to"] == pytest.approx(0.1 * 1.5**29)
@@ -225,7 +227,7 @@ def test_too_few_steps_show_nothing() -> None:
     few = run_of(4, lambda n: {"norm@gradient:w": 1e3**n, "zeros@activation:a": 1.0})
 
     assert diagnose(few) == diagnose([Step(0, {})]) == diagnose([]) == ()
-    assert report((), []) == "nothing wrong was found in 0 steps, 0 records"
+    assert report((), []) == "nothing wrong was found in 0 steps; each has up to 0 recorded values"
     assert report(()) == "nothing wrong was found"
 
 
@@ -297,14 +299,26 @@ def test_clip_acts_always() -> None:
         clip = {"clipped@error:a": 1.0, "max_abs@error:a": 5.0, "total_norm@group:all": n + 1.0, "bound@group:all": 3.5}
         return clip | {"norm@error:b": 2.0 + n % 2, "norm.2@error:b": 2.0 + n % 2, "bound@error:b": 2.5}
 
-    found = only(run_of(40, records))
-    assert (found.kind, found.site, found.step) == ("clip acts always", "error:a", 0)
-    assert found.figures == {"share": 1.0, "steps": 40, "sites": 2, "share@group:all": 0.925, "percentile_90": 5.0}
-    norms = only(run_of(40, lambda n: {a: v for a, v in records(n).items() if "group" in a}))
-    assert norms.figures["percentile_90"] == pytest.approx(36.1)
-    assert norms.figures["bound"] == 3.5
+    value, norms = diagnose(run_of(40, records))
+    assert (value.kind, value.site, value.step) == ("clip acts always", "error:a", 0)
+    assert value.figures == {"share": 1.0, "steps": 40, "percentile_90": 5.0}
+    assert (norms.kind, norms.site, norms.step) == ("clip acts always", "group:all", 0)
+    figures = {"share": 0.925, "steps": 40, "bound": 3.5, "percentile_90": 36.1}
+    assert norms.figures == pytest.approx(
+        figures | {"median_factor": 3.5 / 20.5, "smallest_factor": 3.5 / 40}, rel=0.01
+    )
+    assert norms.text.startswith("The clip by norm at group:all acts in 37 of 40 steps, with the bound 3.5")
     assert "36.1" in norms.suggestion
     assert diagnose(run_of(19, records)) == ()
+
+
+def test_a_clip_by_norm_and_one_by_value_at_one_site_are_counted_apart() -> None:
+    by_norm = {"norm@error:a": 1.0, "bound@error:a": 2.0, "factor@error:a": 1.0}
+    by_value = {f"{name}@error:a": 1.0 for name in ("factor.2", "share", "max_abs", "mean_abs", "clipped")}
+    run = last_run(run_of(9, lambda n: by_norm | (by_value if n < 4 else {})))
+
+    assert steps_of_clips(run) == {"error:a": 9, "error:a (by value)": 4}
+    assert steps_of_clips(run, by_norm=True) == {"error:a": 9}
 
 
 def test_clip_never_acts() -> None:
@@ -313,13 +327,106 @@ def test_clip_never_acts() -> None:
         idle |= {"norm@error:d": 0.0, "bound@error:d": 0.0}  # a tensor that was set to 0
         return idle | {"norm@error:b": 1.0, "bound@error:b": INF, "clipped@error:c": 0.0, "max_abs@error:c": 1.0}
 
-    found = only(run_of(21, records))
-    assert (found.kind, found.site) == ("clip never acts", "error:a")
-    figures = {"largest_norm": 0.27, "bound": 100.0, "steps": 21, "sites": 2, "largest_norm@error:a": 9.0}
-    assert found.figures == pytest.approx(figures)
+    one, two = diagnose(run_of(21, records))
+    assert (one.kind, one.site, two.kind, two.site) == ("clip never acts", "error:a") * 2
+    assert one.figures == pytest.approx({"largest_norm": 0.27, "bound": 100.0, "steps": 21})
+    assert two.figures == pytest.approx({"largest_norm": 9.0, "bound": 10.0, "steps": 21})
+    assert "error:a, with the bound 100, acts in none of 21 steps; the largest finite norm is 0.27." in one.text
+    assert "error:a (norm.2), with the bound 10, acts in none" in two.text
     assert diagnose(run_of(19, records)) == ()
     found = diagnose(run_of(30, lambda n: {"norm@error:a": NAN if n else 1.0, "bound@error:a": 2.0}))
-    assert [f.kind for f in found] == ["non-finite"]  # type: ignore[attr-defined]
+    assert [f.kind for f in found] == ["non-finite"]
+
+
+def test_a_site_with_both_kinds_of_clip_is_judged_by_each() -> None:
+    def records(n: int) -> Records:
+        by_norm = {"norm@error:a": 2.0, "factor@error:a": 1.0, "bound@error:a": 50.0}
+        by_value = {"factor.2@error:a": 0.25, "share@error:a": 0.5, "max_abs@error:a": 1.0 + n, "mean_abs@error:a": 0.1}
+        return by_norm | by_value | {"clipped@error:a": 1.0, "limit@error:a": 0.5}
+
+    always, never = diagnose(run_of(30, records))
+    assert (always.kind, always.figures["bound"], always.figures["median_factor"]) == ("clip acts always", 0.5, 0.25)
+    assert (never.kind, never.figures["largest_norm"]) == ("clip never acts", 2.0)
+
+
+def test_a_clip_by_norm_that_logs_is_one_clip() -> None:
+    log = {"max_abs@error:a": 3.0, "mean_abs@error:a": 1.0, "clipped@error:a": 1.0}
+    steps = run_of(30, lambda n: {"norm@error:a": 4.0, "factor@error:a": 0.5, **log, "bound@error:a": 2.0})
+    assert only(steps).figures["percentile_90"] == 4.0
+    both = {"factor.2@error:a": 1.0, "share@error:a": 0.0, "max_abs.2@error:a": 2.0, "mean_abs.2@error:a": 1.0}
+    steps = [Step(s.step, {**s.records, **both, "clipped.2@error:a": 0.0, "limit.2@error:a": 9.0}) for s in steps]
+    assert only(steps).figures["percentile_90"] == 4.0
+
+
+def test_size_of_a_clip_by_value_is_that_before_it() -> None:
+    """Not what was observed before another action, which is smaller."""
+
+    def records(n: int) -> Records:
+        clip = {"factor@error:a": 0.1, "share@error:a": 1.0, "max_abs.2@error:a": 50.0, "mean_abs@error:a": 20.0}
+        return {"max_abs@error:a": 0.5} | clip | {"clipped@error:a": 1.0, "limit@error:a": 5.0}
+
+    found = only(run_of(30, records))
+    assert (found.figures["percentile_90"], found.figures["bound"]) == (50.0, 5.0)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=6), st.integers(20, 30))
+def test_no_smaller_value_is_reported_as_the_largest(sizes: list[float], number: int) -> None:
+    def records(n: int) -> Records:
+        norms = {f"norm@gradient:{k}": size * (1 if n == 7 else 0.5) for k, size in enumerate(sizes)}
+        return norms | {f"bound@gradient:{k}": 1e4 * (k + 1) for k in range(len(sizes))}
+
+    found = diagnose(run_of(number, records))
+    assert {finding.site: finding.figures["largest_norm"] for finding in found} == {
+        f"gradient:{k}": size for k, size in enumerate(sizes)
+    }
+    for finding in found:
+        assert finding.text.endswith(f"the largest finite norm is {finding.figures['largest_norm']:.4g}.")
+
+
+def test_rules_that_had_too_few_steps() -> None:
+    def records(n: int) -> Records:
+        clips = {"norm@error:a": 1.0, "bound@error:a": 2.0, "clipped@error:b": 0.0, "max_abs@error:b": 1.0}
+        late = {"norm@gradient:w": 1.0, "zeros@activation:r": 0.5} if n > 9 else {}
+        return clips | late | {"norm@error:c": NAN if n > 9 else 1.0, "bound@error:c": 2.0}
+
+    growing, dead, always, never = skipped_rules(run_of(13, records))
+    assert growing == SkippedRule("exploding", 5, 3, ("gradient:w",))
+    assert dead == SkippedRule("dead", 5, 3, ("activation:r",))
+    assert always == SkippedRule("clip acts always", 20, 13, ("error:a", "error:c", "error:b"))
+    assert never == SkippedRule("clip never acts", 20, 13, ("error:a", "error:c"))
+    assert [rule.kind for rule in skipped_rules(run_of(23, records))] == ["clip acts always", "clip never acts"]
+    assert skipped_rules(run_of(23, records))[0].sites == ("error:c",)  # its norms were seldom finite
+    assert skipped_rules([]) == skipped_rules([Step(0, {"lr@optimizer:0": 0.1})]) == ()
+    json.dumps([rule.to_json() for rule in skipped_rules(run_of(3, records))], allow_nan=False)
+    assert list(always.to_json()) == list(Finding("", "", 0, "", {}, "").to_json())
+
+
+def test_report_says_what_was_not_judged() -> None:
+    steps = run_of(
+        7, lambda n: {f"norm@error:{k}": 1.0 for k in range(7)} | {f"bound@error:{k}": 2.0 for k in range(7)}
+    )
+    text = report(diagnose(steps), steps)
+
+    assert text.startswith(
+        "nothing wrong was found in 7 steps; each has up to 14 recorded values\n\nnot judged, for too few steps:\n"
+    )
+    sites = "error:0, error:1, error:2, error:3, error:4 and 2 more"
+    assert f"\n  clip never acts: needs 20 steps, at most 7 were recorded at {sites}" in text
+    assert "exploding" not in text
+
+
+def test_report_groups_the_findings_of_a_kind() -> None:
+    def records(n: int) -> Records:
+        return {f"norm@error:{k}": 9.0 + k for k in range(9)} | {f"bound@error:{k}": 2.0 for k in range(9)}
+
+    steps = run_of(25, records)
+    found = diagnose(steps)
+    text = report(found, steps)
+    assert len(found) == 9
+    assert text.startswith("clip acts always: The clip by norm at error:8 acts in 25 of 25 steps")
+    assert text.count("suggestion") == 1
+    assert "\n  also error:7: share = 1, steps = 25, bound = 2, median_factor = 0.125" in text
+    assert text.endswith("\n  and 3 more")
 
 
 def test_the_gravest_comes_first() -> None:
@@ -337,7 +444,7 @@ def test_last_run_of_a_file_counts() -> None:
     bad, good = run_of(9, lambda n: {"nonfinite@error:a": 1.0}), run_of(9, lambda n: {"nonfinite@error:a": 0.0})
 
     assert diagnose(bad + good) == ()
-    assert report((), bad + good) == "nothing wrong was found in 9 steps, 1 records"
+    assert report((), bad + good) == "nothing wrong was found in 9 steps; each has up to 1 recorded values"
     assert only(good + bad).figures["steps"] == 9
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_jsonl
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.writers import JsonLines
 
 pytestmark = pytest.mark.pure

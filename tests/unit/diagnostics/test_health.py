@@ -1,0 +1,364 @@
+"""The verdict on runs whose faults are known."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradrewrite.diagnostics.health import Health, examine
+from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.diagnostics.site_health import SiteHealth
+
+pytestmark = pytest.mark.pure
+
+NAN, INF = math.nan, math.inf
+LAYERS = 6
+Norms = Callable[[int, int], float]
+
+
+def noisy(level: float, spread: float = 0.2) -> float:
+    return level * math.exp(random.gauss(0.0, spread))
+
+
+def run_of(norm: Norms, *, bound: float = 1.0, steps: int = 60) -> list[Step]:
+    """Steps of a chain of layers; ``norm`` gives the norm of the error of a layer in a step."""
+    random.seed(0)
+    rows = []
+    for step in range(steps):
+        records = {"loss@run": noisy(1.0, 0.01) * (4 - 3 * step / steps)}
+        for layer in range(LAYERS):
+            records |= {f"norm@error:layers.{layer}": norm(layer, step), f"bound@error:layers.{layer}": bound}
+        rows.append(Step(step, records))
+    return rows
+
+
+def check(health: Health, kind: str, *parts: str) -> None:
+    assert health.verdict.kind == kind, health.verdict
+    for part in parts:
+        assert part in health.verdict.text
+    assert health.verdict.text.endswith(".")
+    assert health.verdict.advice
+
+
+def test_healthy() -> None:
+    health = examine(run_of(lambda layer, step: noisy(0.5)))
+
+    check(
+        health,
+        "healthy",
+        "in 60 steps no gradient exploded",
+        "the loss went from 3.",
+        " (mean of the first and last 6 steps).",
+    )
+    assert health.verdict.headline == "Healthy"
+    assert health.verdict.is_sound
+    assert health.first_bad_text == "Every recorded value of this run was finite."
+    assert {row.cells()[9] for row in health.sites} == {"keep"}
+    assert not any(row.code for row in health.sites)
+    no_problem = "No problem: the clip at error:layers.0 and 4 more never acted, for all sizes stayed below the bound."
+    assert health.findings_text.endswith(f"recorded values\n\n{no_problem}")
+
+
+def test_a_bound_is_suggested_only_where_a_clip_acts_often() -> None:
+    steps = run_of(lambda layer, step: 2.0 if step % 10 < layer else 0.5)
+    health = examine([Step(s.step, s.records | {"norm@gradient:w": 1.0}) for s in steps])
+
+    wanted = {f"error:layers.{n}": "keep" if n <= 2 else "2" for n in range(LAYERS)} | {"gradient:w": "-"}
+    assert {row.site: row.cells()[9] for row in health.sites} == wanted
+
+
+def test_one_clip_that_never_acted_is_no_problem() -> None:
+    rows = [Step(n, {"norm@error:a": 1.0, "bound@error:a": 2.0}) for n in range(20)]
+    assert "No problem: the clip at error:a never acted" in examine(rows).findings_text
+
+
+def test_too_short() -> None:
+    check(examine(run_of(lambda layer, step: 2.0, steps=19)), "too short", "Nothing wrong so far: in 19 steps")
+
+
+def test_no_clip_ever_acted() -> None:
+    check(examine(run_of(lambda layer, step: noisy(0.01))), "healthy", "no clip ever acted")
+
+
+def test_bound_too_low() -> None:
+    health = examine(run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005))
+
+    where = "at 6 of 6 clipped sites, most at error:layers.2, the clip acts in 100 % of 60 steps and leaves 0.1 % of"
+    check(health, "clip acts always", where)
+    assert health.verdict.advice.startswith("Raise the bound at error:layers.2 from 0.005 to about 5.")
+    assert "It is a first step" in health.verdict.advice
+    assert "until the clip acts in about a tenth of the steps" in health.verdict.advice
+    assert all("as a first step" in one.suggestion for one in health.findings)
+    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005)
+    diverged = examine(steps, [Step(0, {"loss@run": 1.0}), Step(1, {"loss@run": NAN})])
+    assert diverged.verdict.advice.startswith(health.verdict.advice)
+    assert "Raise it little by little" in diverged.verdict.advice
+    assert examine(steps, steps).verdict.advice == health.verdict.advice
+    assert [row.cells()[0] for row in health.sites if row.mark] == ["error:layers.2 (see the verdict)"]
+    assert health.verdict.code[3] == 'gr.on("error:layers.2", ClipByNorm(5))'
+    assert len(health.verdict.code) == 6
+    assert health.verdict.headline == "Clipping bound too low"
+    assert not health.verdict.is_sound
+
+
+@pytest.mark.parametrize("last", [INF, NAN])
+def test_a_bound_that_is_switched_off_at_the_end(last: float) -> None:
+    rows = [Step(n, {"norm@error:a": 5.0, "bound@error:a": last if n == 59 else 0.5}) for n in range(60)]
+    health = examine(rows, [Step(n, {"norm@error:a": 9.0}) for n in range(60)])
+
+    check(health, "clip acts always", "at error:a the clip acts in 98 % of 60 steps")
+    assert "from 0.5 to about 9 (from the baseline)" in health.verdict.advice
+    assert [row.bound for row in health.sites] == [0.5]
+    assert "values of the baseline" in health.findings[0].suggestion
+
+
+def test_findings_belong_to_the_clip_of_their_record() -> None:
+    records = {"norm@error:a": 5.0, "bound@error:a": 0.5, "norm.2@error:a": 0.5, "bound.2@error:a": 0.5}
+    health = examine([Step(n, records) for n in range(60)])
+
+    check(health, "clip acts always", "at error:a the clip acts in 100 % of 60 steps")
+    assert [one.key for one in health.findings if one.kind == "clip acts always"] == ["norm@error:a"]
+
+
+def test_the_baseline_suggests_a_higher_bound() -> None:
+    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005)
+    plain = run_of(lambda layer, step: 0.2 if layer == 1 else NAN if layer == 3 and step == 7 else 9.0, bound=INF)
+    health = examine(steps, plain)
+
+    found = {row.site: (row.suggestion, row.from_baseline) for row in health.sites}
+    assert found["error:layers.2"] == (9.0, True)
+    assert found["error:layers.1"] == (0.5, False)  # smaller in the baseline
+    assert found["error:layers.3"] == (0.5, False)  # not finite there
+    assert "from 0.005 to about 9 (from the baseline)." in health.verdict.advice
+    assert "first step" not in health.verdict.advice
+    assert 'gr.on("error:layers.2", ClipByNorm(9))' in health.verdict.code
+    assert health.sites[3].cells()[9] == "9 (from the baseline)"
+    advice = {one.site: one.suggestion for one in health.findings}
+    assert "about 9, which 90 % of the values of the baseline" in advice["error:layers.2"]
+    assert "about 0.5, which 90 % of the values seen" in advice["error:layers.1"]
+
+
+def test_a_baseline_whose_loss_diverged_suggests_no_bound() -> None:
+    steps = run_of(lambda layer, step: 0.5, bound=0.005)
+    plain = run_of(lambda layer, step: 9.0, bound=INF)
+    plain = [Step(s.step, {**s.records, "loss@run": INF}) for s in plain]
+
+    assert not any(row.from_baseline for row in examine(steps, plain).sites)
+
+
+def test_the_verdict_names_the_clip_of_all_gradients() -> None:
+    group = {"total_norm@step:group:default": 2.0, "bound@step:group:default": 0.1}
+    steps = run_of(lambda layer, step: 0.5, bound=0.005)
+    health = examine([Step(s.step, s.records | group) for s in steps])
+
+    check(health, "clip acts always", "step:group:default, acts in 100 % of 60 steps and leaves 5 % of the size")
+    assert "from 0.005 to about 0.5; and the bound at step:group:default from 0.1 to about 2." in health.verdict.advice
+
+
+def test_a_layer_that_explodes_behind_a_clip() -> None:
+    health = examine(run_of(lambda layer, step: noisy(300.0) if layer == 2 else noisy(0.5)))
+
+    behind = (
+        "The error behind layers.3, at error:layers.2 (what comes back through layers.3), is cut by its clip to 0.33"
+    )
+    check(health, "exploding", "through layers.3 the error grows", behind)
+    assert "Until then keep the clip" in health.verdict.advice
+    assert [row.cells()[0] for row in health.sites if row.mark] == ["error:layers.2 (the error behind layers.3)"]
+    assert health.verdict.advice.startswith("Change layers.3, not the bound")
+    assert health.verdict.site == "error:layers.2"
+    assert not any(row.code for row in health.sites)  # a higher bound is no remedy
+    assert ("clip acts always", "error:layers.2") not in [(one.kind, one.site) for one in health.findings]
+    assert health.strongest.startswith("strongest at error:layers.2, median factor 0.003")
+    assert health.findings_text == (
+        "The verdict rests on the norms of error:layers.3 and error:layers.2 before clipping, in 60 steps, and the "
+        "factors of the clip.\nThe rules found nothing else."
+    )
+
+
+@pytest.mark.parametrize(("back", "front"), [("left.2", "right.3"), ("layers.2", "layers.4"), ("left", "right")])
+def test_neighbors_in_the_records_may_be_parallel_branches(back: str, front: str) -> None:
+    records = {f"{name}@error:{site}": 1.0 for site in ("a", back, front, "b") for name in ("norm", "bound")}
+    health = examine([Step(n, records | {f"norm@error:{back}": 300.0}) for n in range(60)])
+
+    check(health, "large error", f"that at error:{back} is 300 times that at error:{front}")
+    assert health.verdict.advice.startswith(f"If {back} feeds {front}, ")
+    assert not health.verdict.is_sound
+    assert health.verdict.headline == "Large error"
+    assert f"Change {front}" not in health.verdict.advice
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_suggested_code_is_python(name: str) -> None:
+    site = f"error:{name}"
+    code = SiteHealth(site, "ClipByNorm", "norm", 20, suggestion=2.0).code
+
+    (statement,) = ast.parse(code).body
+    assert isinstance(statement, ast.Expr)
+    assert isinstance(statement.value, ast.Call)
+    assert ast.literal_eval(statement.value.args[0]) == glob.escape(site)
+
+
+def test_a_named_group_has_words_in_place_of_code() -> None:
+    rows = [SiteHealth(f"step:group:{name}", "ClipByGlobalNorm", "total_norm", 20, suggestion=2.0) for name in "x'"]
+
+    assert [row.code for row in rows] == ["", ""]
+    assert rows[0].cells()[10] == "raise max_norm of group x to 2"
+    row = SiteHealth("step:group:default", "ClipByGlobalNorm", "total_norm", 20, suggestion=2.0)
+    assert row.code == 'gr.on("step:*", ClipByGlobalNorm(2))'
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_clip_by_value_with_two_bounds_has_no_suggestion(factor: float) -> None:
+    site = "gradient:w"
+    records = {"factor": factor, "share": 0.5, "max_abs": 1.0, "mean_abs": 1.0, "clipped": 4.0}
+    health = examine([Step(n, {f"{name}@{site}": value for name, value in records.items()}) for n in range(30)])
+
+    check(health, "clip sets the values", "acts in 30 of 30 steps")
+    assert not health.verdict.code
+    assert "about" not in health.verdict.advice
+    assert all(math.isnan(row.suggestion) and not row.code for row in health.sites)
+
+
+def test_what_the_rules_found_beyond_the_verdict() -> None:
+    steps = run_of(lambda layer, step: 300.0 if layer == 2 else 5.0 if layer == 0 else 0.5)
+    text = examine(steps).findings_text
+
+    assert text.startswith("The verdict rests on the norms of error:layers.3 and error:layers.2")
+    assert "\n\nclip acts always: The clip by norm at error:layers.0" in text
+
+
+def test_the_first_value_of_a_baseline_that_is_not_finite() -> None:
+    steps = run_of(lambda layer, step: 0.5)
+    plain = [Step(s.step, {**s.records, "norm@error:layers.4": NAN if s.step > 3 else 1.0}) for s in steps]
+
+    text = examine(steps, plain).first_bad_text
+    assert text.startswith("Every recorded value of this run was finite. In the baseline, ")
+    assert text.endswith("not finite is at error:layers.4, in step 4.")
+    assert examine(steps, plain).baseline_bad is not None
+    assert examine(steps, steps).baseline_bad is None
+
+
+def test_a_jump_where_every_clip_is_as_strong_is_a_bound_too_low() -> None:
+    steps = run_of(lambda layer, step: 50.0 if layer == 2 else 0.5, bound=0.005)
+    rows = [Step(s.step, {**s.records, "norm@error:layers.2": 0.5, "norm@error:layers.3": 0.001}) for s in steps]
+    check(examine(rows), "clip acts always", "at 5 of 6 clipped sites")
+
+
+def test_a_jump_that_no_clip_hides_is_left_to_the_doctor() -> None:
+    check(examine(run_of(lambda layer, step: 300.0 if layer < 3 else 0.5, bound=INF)), "healthy")
+
+
+def test_exploding_over_steps() -> None:
+    health = examine(run_of(lambda layer, step: 0.01 * 1.3**step, bound=INF))
+
+    check(health, "exploding", "grows by a factor of 1.3 per step")
+
+
+def test_vanishing() -> None:
+    health = examine(run_of(lambda layer, step: noisy(0.5, 0.01) * 0.02 ** (LAYERS - 1 - layer)))
+
+    check(health, "vanishing", "from 0.49", "at the last layer to 1.5", "at the first, by a factor of 0.02 per layer")
+    assert "A clip is no remedy" in health.verdict.advice
+
+
+def test_not_finite_comes_first() -> None:
+    steps = run_of(lambda layer, step: NAN if step >= 40 and layer == 1 else 300.0 if layer == 2 else 0.5)
+    rows = [Step(s.step, {**s.records, "nonfinite@error:layers.1": 7.0 * (s.step >= 40)}) for s in steps]
+    health = examine(rows)
+
+    check(health, "non-finite", "error:layers.1 (7 elements), in step 40")
+    assert health.first_bad == ("error:layers.1", 40, 7.0)
+    assert health.first_bad_text == "First at error:layers.1 in step 40, 7 elements."
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("at", [0, 30, 59])
+@pytest.mark.parametrize("address", ["loss@run", "max@activation:loss"])
+def test_a_loss_that_is_not_finite_is_never_sound(value: float, at: int, address: str) -> None:
+    rows = [Step(n, {"norm@gradient:w": 1.0, address: value if n == at else 1.0}) for n in range(60)]
+    health = examine(rows)
+
+    check(health, "non-finite", f"({address}) is not finite, first in step {at};")
+    assert not health.verdict.is_sound
+    assert health.first_bad_text == f"First at {address} in step {at}."
+    check(examine([Step(0, {address: value})]), "non-finite")
+    assert f"is at {address}, in step {at}" in examine(rows[:at], rows).first_bad_text
+
+
+def test_a_site_that_is_not_finite_in_the_step_of_the_loss_is_named_first() -> None:
+    rows = [Step(n, {"norm@error:a": NAN if n > 5 else 1.0, "loss@run": NAN if n > 5 else 1.0}) for n in range(9)]
+    assert examine(rows).first_bad_text == "First at error:a in step 6."
+
+
+def test_an_expected_infinity_is_not_the_first_bad_value() -> None:
+    rows = [Step(n, {"inf@data:mask": 8.0, "norm@gradient:w": 1.0}) for n in range(8)]
+
+    assert examine(rows).first_bad is None
+
+
+def test_nothing_recorded() -> None:
+    check(examine([]), "no records", "The 0 steps of this run have no norm")
+    check(examine([Step(0, {"loss@run": 1.0})]), "no records", "The 1 steps")
+
+
+def test_baseline() -> None:
+    run = run_of(lambda layer, step: noisy(0.5))
+    health = examine(run, [Step(n, {"loss@run": 5.0}) for n in range(10)])
+
+    assert health.loss.startswith("Compared up to step 9, where the baseline ends: this run ends lower, by ")
+    assert examine(run).loss.startswith("The loss peaked at ")
+    assert "(mean of the last 6 steps) after 60 steps; it began at 3.8" in examine(run).loss
+    assert examine(run).loss.endswith(" (mean of the first 6 steps).")
+    assert "the baseline has none" in examine(run, []).loss
+
+
+def losses(values: list[float]) -> list[Step]:
+    return [Step(n, {"norm@gradient:w": 1.0, "loss@run": value}) for n, value in enumerate(values)]
+
+
+def test_runs_of_other_lengths_are_compared_over_the_steps_of_both() -> None:
+    long, short = losses([4 - 0.04 * n for n in range(100)]), losses([4 - 0.04 * n for n in range(50)])
+
+    assert examine(long, short).loss.startswith(
+        "Compared up to step 49, where the baseline ends: they end alike, within the noise of the loss."
+    )
+    assert examine(short, long).loss.startswith("Compared up to step 49, where this run ends: they end alike")
+    assert "after 50 steps" in examine(long, short).loss
+    assert examine(long, long).loss.startswith("They end alike")
+    later = [Step(s.step + 100, s.records) for s in short]
+    assert examine(later, short).loss.startswith("This run and the baseline have no step in common")
+
+
+@pytest.mark.parametrize("offset", [0.0, -10.0, 1e6])
+def test_a_lower_peak_does_not_depend_on_an_offset_of_the_loss(offset: float) -> None:
+    low, high = ([top + offset] + [1.0 + offset] * 39 for top in (3.0, 9.0))
+
+    assert "this run has the lower peak" in examine(losses(low), losses(high)).loss
+    assert "lower peak" not in examine(losses(high), losses(low)).loss
+    assert "lower peak" not in examine(losses(high), losses(high)).loss
+
+
+ADDRESS = st.sampled_from(
+    "norm@error:a bound@error:a norm@error:b max_abs@gradient:c clipped@gradient:c limit@gradient:c factor@gradient:c "
+    "share@gradient:c norm_share@gradient:d total_norm@group:default bound@group:default nonfinite@error:a "
+    "saturated@activation:t update_ratio@gradient:c own@error:a loss@run".split()
+)
+VALUE = st.floats() | st.sampled_from([0.0, 1.0, NAN, INF, -INF])
+
+
+@given(st.lists(st.dictionaries(ADDRESS, VALUE, max_size=8), max_size=30), st.integers(1, 2))
+def test_any_run_has_a_verdict(rows: list[dict[str, float]], times: int) -> None:
+    steps = [Step(n, row) for n, row in enumerate(rows * times)]
+    health = examine(steps, steps[:5])
+
+    assert health.verdict.headline
+    assert health.verdict.text
+    assert health.loss
+    assert all(len(row.cells()) == 11 for row in health.sites)

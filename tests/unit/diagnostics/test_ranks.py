@@ -1,0 +1,80 @@
+"""Files of several ranks of one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradrewrite import Step, viz
+from gradrewrite.cli import main
+from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
+
+pytestmark = pytest.mark.pure
+
+
+def steps(bad: dict[int, str] | None = None, *, grows: bool = False) -> list[Step]:
+    sites, wrong = ("error:a", "error:b", "gradient:a.weight"), bad or {}
+
+    def value(n: int, site: str) -> float:
+        return float("nan") if wrong.get(n) == site else (10.0**n if grows else 1.0)
+
+    return [Step(n, {f"norm@{site}": value(n, site) for site in sites}) for n in range(8)]
+
+
+def write(path: Path, run: list[Step]) -> str:
+    rows = [{"step": s.step, "records": {k: v if v == v else "NaN" for k, v in s.records.items()}} for s in run]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_first_value_that_is_not_finite() -> None:
+    runs = {0: steps({5: "error:a"}), 1: steps({3: "gradient:a.weight"}), 2: steps({3: "error:b"})}
+    first = first_bad_of(runs)
+    assert first is not None
+    # Errors of step 3 are made before gradients.
+    assert (first.rank, first.step, first.site, first.also) == (2, 3, "error:b", (1,))
+    (finding,) = diagnose_ranks(runs)
+    assert finding.kind == "non-finite"
+    assert finding.text.startswith(
+        "The first value that is not finite was on rank 2 (rank 1 in the same step): error:b in step 3. "
+    )
+    assert finding.figures["rank"] == 2
+    assert first_bad_of({0: steps(), 1: steps()}) is None
+
+
+def test_findings_name_their_ranks() -> None:
+    some = diagnose_ranks({0: steps(), 1: steps(grows=True), 2: steps()})
+    assert some
+    assert all(finding.text.startswith("Rank 1: ") for finding in some)
+    every = diagnose_ranks({0: steps(grows=True), 1: steps(grows=True)})
+    assert [finding.kind for finding in every] == [finding.kind for finding in some]
+    assert all(finding.text.startswith("All ranks: ") for finding in every)
+    two = diagnose_ranks({0: steps(grows=True), 1: steps(grows=True), 3: steps()})
+    assert all(finding.text.startswith("Ranks 0, 1: ") for finding in two)
+
+
+def test_ranks_are_in_the_names_of_files(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"run.rank{n}.jsonl", steps()[:n]) for n in (10, 2)]
+    assert {rank: len(run) for rank, run in read_ranks(paths).items()} == {2: 2, 10: 8}
+    plain = [write(tmp_path / name, steps()) for name in ("a.jsonl", "b.jsonl")]
+    assert list(read_ranks(plain)) == [0, 1]
+    with pytest.raises(ValueError, match=r"run\.rank2\.jsonl and run\.rank2\.jsonl are both of rank 2"):
+        read_ranks([paths[1], paths[1]])
+
+
+def test_doctor_and_report_read_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write(tmp_path / "run.rank0.jsonl", steps()), write(tmp_path / "run.rank1.jsonl", steps({2: "error:a"}))]
+    assert main(["doctor", *paths]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("2 ranks: 0, 1\n\nnon-finite: The first value that is not finite was on rank 1: error:a")
+    assert main(["doctor", "--json", *paths]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["figures"]["rank"] == 1
+    assert main(["report", *paths, "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "run.rank0.jsonl: rank 1 of 2 ranks" in page
+    assert "was on rank 1: error:a in step 2" in page
+    bad = viz.report(paths).health.first_bad
+    assert bad is not None
+    assert bad[:2] == ("error:a", 2)
