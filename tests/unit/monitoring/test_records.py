@@ -63,7 +63,7 @@ def test_second_record_of_a_name_is_numbered() -> None:
     model(torch.tensor([3.0, 4.0])).backward()
 
     latest = {"norm@error:h": 5.0, "norm.2@error:h": 1.0, "bound@error:h": 1.0, "bound.2@error:h": 0.5}
-    assert model.monitor.latest() == pytest.approx(latest)
+    assert model.monitor.latest() == pytest.approx(latest | {"factor@error:h": 0.2, "factor.2@error:h": 0.5})
     assert model.monitor.history("bound.2@error:h") == [0.5]
     assert "bound.2@error:h" in str(model.monitor.table())
 
@@ -87,7 +87,7 @@ def test_a_bound_is_numbered_like_the_norm_that_it_bounds() -> None:
     model = gr.transform(Probe(2), gr.on("error:h", [Observe("norm"), ClipByNorm(0.5)]))
     model(torch.tensor([3.0, 4.0])).backward()
 
-    latest = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "bound.2@error:h": 0.5}
+    latest = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "bound.2@error:h": 0.5, "factor.2@error:h": 0.1}
     assert model.monitor.latest() == pytest.approx(latest)
 
 
@@ -97,7 +97,13 @@ def test_bounds_that_are_numbers_and_bounds_that_are_tensors_are_told_apart(boun
     model(torch.tensor([3.0, 4.0])).backward()
 
     norms = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "norm.3@error:h": 0.5}
-    assert model.monitor.latest() == pytest.approx(norms | {"bound.2@error:h": 0.5, "bound.3@error:h": 0.25})
+    bounds_and_factors = {
+        "bound.2@error:h": 0.5,
+        "bound.3@error:h": 0.25,
+        "factor.2@error:h": 0.1,
+        "factor.3@error:h": 0.5,
+    }
+    assert model.monitor.latest() == pytest.approx(norms | bounds_and_factors)
 
 
 @pytest.mark.slow
@@ -157,7 +163,9 @@ def test_a_row_is_one_backward_of_several_graphs() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
     sites = [f"gradient:{m}.{p}" for m in ("one", "two") for p in ("weight", "bias")]
-    assert set(model.monitor.latest()) == {f"{record}@{site}" for record in ("norm", "bound") for site in sites}
+    assert set(model.monitor.latest()) == {
+        f"{record}@{site}" for record in ("norm", "bound", "factor") for site in sites
+    }
 
 
 def test_backward_that_fails_leaves_the_monitor_usable() -> None:

@@ -119,7 +119,8 @@ def test_infinite_bound_measures() -> None:
     model(torch.tensor([3.0, 4.0])).backward()
 
     assert same(model.w.grad, torch.tensor([3.0, 4.0]))
-    assert model.monitor.latest() == {"total_norm@group:default": 5.0, "bound@group:default": math.inf}
+    latest = {"total_norm": 5.0, "bound": math.inf, "factor": 1.0}
+    assert model.monitor.latest() == {f"{name}@group:default": value for name, value in latest.items()}
 
 
 @given(bound=st.integers(1, 990).map(float), seed=st.integers(0, 2**16))
@@ -212,7 +213,7 @@ def test_empty_and_scalar_gradients() -> None:
         assert through(action, empty, "gradient:w").shape == (0,)
     model = gr.transform(Probe(0), gr.on("error:h", ClipByNorm(1.0)))
     model(empty).backward()
-    assert model.monitor.latest() == {"norm@error:h": 0.0, "bound@error:h": 1.0}
+    assert model.monitor.latest() == {"norm@error:h": 0.0, "bound@error:h": 1.0, "factor@error:h": 1.0}
 
 
 def test_complex_gradients() -> None:
@@ -348,3 +349,13 @@ def test_zeros_of_an_output_that_the_loss_ignores(action: Any, wanted: float) ->
 
     assert torch.equal(model.ignored.weight.grad, torch.full((2, 2), wanted))
     assert not model.ignored.bias.grad.any()
+
+
+@pytest.mark.pure
+def test_what_is_kept_is_a_tensor() -> None:
+    assert Keep(what="tensor") == Keep()
+    with pytest.raises(ValueError, match="\"tensor\", got 'norm'"):
+        Keep(what="norm")
+    with pytest.raises(ValueError, match="\"tensor\", got 'norm'"):
+        gr.Monitor().kept("norm")
+    assert gr.Monitor().kept(what="tensor") == {}
