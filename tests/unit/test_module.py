@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import gradrewrite as gr
+from gradrewrite.backends.model_state import state_of
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Keep, Scale, Zero
 
 from helpers import CASES, gradient, make_case, run_case
@@ -269,15 +270,17 @@ def test_compile_again_takes_the_new_arguments_alone(plain: nn.Module) -> None:
     copied = copy.deepcopy(model)
 
     for one in (model, copied):
-        assert (one._session.config.fullgraph, one._session.config.dynamic) == (True, None)
-        assert one._compile_options == {"mode": "reduce-overhead"}
+        state = state_of(one)
+        assert state is not None
+        assert (state.session.config.fullgraph, state.session.config.dynamic) == (True, None)
+        assert state.compile_options == {"mode": "reduce-overhead"}
 
 
 @pytest.mark.pure
 def test_transform_takes_one_module(plain: nn.Module) -> None:
     with pytest.raises(TypeError, match=r"gr\.backend"):
         gr.transform(lambda x: x, [])
-    with pytest.raises(TypeError, match="original"):
+    with pytest.raises(TypeError, match="restore"):
         gr.transform(gr.transform(plain, []), [])
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm
+from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.testing import assert_inert, assert_matches_eager
 
 
@@ -59,3 +59,26 @@ def test_a_group_changed_the_gradients_that_it_scaled(x: Tensor, bound: float, i
     found = assert_matches_eager(Net(), gr.on("gradient:*", ClipByGlobalNorm(bound)), x, compiled=False)
     assert found.changed == (found.acted if is_changed else ())
     assert set(found.acted) == {f"gradient:{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+
+
+def test_what_the_host_computes_from_records(x: Tensor) -> None:
+    bound = torch.tensor(1e-3, dtype=torch.float64)
+    policy = [
+        gr.on("error:up", ClipByNorm(bound)),
+        gr.on("error:up", ClipByValue(1e-6, log=True)),
+        gr.on("error:up", ClipByNorm(1e6)),
+        gr.on("gradient:*", ClipByGlobalNorm(1e-3, log=True)),
+    ]
+    found = assert_matches_eager(Net(), policy, x, compiled=False)
+    wanted = ("factor@error:up", "factor.2@error:up", "factor.3@error:up", "factor@group:default")
+    assert set(wanted) | {"norm_share@gradient:up.weight"} <= set(found.records)
+
+
+def test_functions_of_a_gradient_and_its_value(x: Tensor) -> None:
+    policy = [
+        gr.on("gradient:*", lambda g, w: g + 0.1 * w),
+        gr.on("error:up", lambda e, h: e * (1 + h * h)),
+        gr.on("input:*", lambda g, value: g - value),
+    ]
+    found = assert_matches_eager(Net(), policy, x.requires_grad_(), compiled=False)
+    assert {"error:up", "gradient:up.weight", "input:x"} <= set(found.changed)
