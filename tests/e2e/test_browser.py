@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Step
-from gradrewrite.viz import _graph_view
 
+from helpers import node_modules
+from models.drawn import recurrence
 from models.graphs import odd_names, three_layers, transformer
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
+MODULES = node_modules()
+pytestmark = pytest.mark.browser
 
 STEPS = [
     Step(n, {"max_abs@error:second": 10.0**n, "mean_abs@error:second": 1.0, "clipped@error:second": float(n == 2)})
@@ -25,18 +26,10 @@ STEPS = [
 ] + [Step(4, {"max_abs@error:second": float("inf"), "mean_abs@error:second": 1.0, "clipped@error:second": 0.0})]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
 class Opened:
     """A page, and what it said and asked for."""
 
-    def __init__(self, browser: Any, path: str) -> None:
+    def __init__(self, browser: Any, path: str, fragment: str = "") -> None:
         self.page = browser.new_page(viewport={"width": 1400, "height": 900})
         self.said: list[str] = []
         self.asked: list[str] = []
@@ -44,7 +37,7 @@ class Opened:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("dialog", lambda dialog: self.said.append(f"dialog {dialog.message}"))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(Path(path).as_uri())
+        self.page.goto(Path(path).as_uri() + fragment)
         self.page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
 
     def count(self, selector: str) -> int:
@@ -54,6 +47,13 @@ class Opened:
 
     def details(self) -> str:
         return str(self.page.inner_text("#details"))
+
+    def selected(self) -> str:
+        """Key of the selected box."""
+        return str(self.page.get_attribute("#graph .selected", "data-part"))
+
+    def keys(self, selector: str) -> set[str]:
+        return {str(e.get_attribute("data-part")) for e in self.page.query_selector_all(selector)}
 
     def close(self) -> None:
         assert self.said == []
@@ -71,57 +71,137 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opened]:
     found.close()
 
 
-def test_it_loads_and_shows_every_node(opened: Opened) -> None:
-    graph_view = _graph_view.read_graph(three_layers())
+def edit_box(text: str) -> str:
+    return f"edit {next(n for n, e in enumerate(three_layers().edits) if e.text.startswith(text))}"
 
+
+def test_it_opens_with_the_overview_and_every_box_leads_to_the_ladder(opened: Opened) -> None:
     assert opened.page.title() == "three layers"
-    assert opened.count("#graph [data-node]") == len(set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view))
-    assert opened.count("#edits button") == len(graph_view.edits)
+    assert opened.page.get_attribute("#tab-overview", "aria-selected") == "true"
+    assert opened.count("#graph") == 0
+    boxes = opened.page.query_selector_all("#overview .boxes > g")
+    for box in boxes:
+        inside = {e.get_attribute("data-node") for e in box.query_selector_all("[data-node]")}
+        sites = {e.get_attribute("data-edit") for e in [box, *box.query_selector_all("[data-edit]")]} - {None}
+        opened.page.keyboard.press("1")
+        box.click()
+        assert opened.page.get_attribute("#tab-ladder", "aria-selected") == "true"
+        nodes = opened.page.evaluate("selected.nodes")
+        assert (set(nodes) & inside) or (set(opened.page.evaluate("selected.sites")) & sites)
+    assert opened.count("#edits button") == len(three_layers().edits)
+
+
+def test_the_ladder_has_every_box_and_labels_are_large(opened: Opened) -> None:
+    opened.page.click("#tab-ladder")
+    assert opened.count("#graph [data-part]") == opened.page.evaluate("data.parts.length")
+    assert opened.count("#graph [data-edit]") == len(three_layers().edits)
+    for tab in ("1", "2"):
+        opened.page.keyboard.press(tab)
+        sizes = opened.page.eval_on_selector_all(
+            "main text",
+            """(all) => all.filter((t) => t.getClientRects().length).map((t) =>
+               parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)""",
+        )
+        assert min(sizes) >= 11
+        assert len(sizes) > 20
+
+
+def test_the_page_draws_the_ladder_where_the_svg_does(browser: Any, tmp_path: Path) -> None:
+    drawing = viz.draw(transformer())
+    opened = Opened(browser, drawing.render(tmp_path / "p", "html"))
+    opened.page.click("#unfold")
+    scene = drawing._scene()
+    wanted = {box.key: (box.x, box.y) for box in scene.boxes}
+    first = min(y for _, y in wanted.values())
+    found = opened.page.evaluate("Object.fromEntries(places.map((p) => [p.key, [p.x, p.y]]))")
+    assert set(found) == set(wanted)
+    top = min(y for _, y in found.values())
+    assert all(found[key] == pytest.approx([x, y - first + top], abs=0.01) for key, (x, y) in wanted.items())
+    lines = opened.page.evaluate(
+        "drawnLines.map((l) => [parts[data.lines[l.at][0]].key, parts[data.lines[l.at][1]].key, l.points])"
+    )
+    drawn = {(a, b): points for a, b, points in lines}
+    for line in scene.lines:
+        if "fan" not in line.classes:
+            moved = [[x, y - first + top] for x, y in line.points]
+            assert np.allclose(drawn[line.source, line.target], moved, atol=0.01)
+    opened.close()
 
 
 def test_search_finds_sites_ops_modules_and_sources(opened: Opened) -> None:
-    graph_view = _graph_view.read_graph(three_layers())
+    opened.page.click("#tab-ladder")
     for text, wanted in (
-        ("error:second", {n for e in graph_view.edits if str(e.site) == "error:second" for n in e.nodes}),
-        ("mse_loss", {n.name for n in graph_view.nodes.values() if n.op == "mse_loss" and not n.reshapes}),
-        ("aten.tanh", {n.name for n in graph_view.nodes.values() if n.target.startswith("aten.tanh")}),
+        ("error:second", {edit_box("ClipByValue")}),
+        ("mse_loss", {"forward 7", "backward 7"}),
+        ("aten.tanh", {"forward 1", "forward 3"}),
     ):
         opened.page.fill("#search", text)
-        hits = {e.get_attribute("data-node") for e in opened.page.query_selector_all("#graph .node.hit")}
-        assert wanted <= hits
+        hits = opened.keys("#graph .hit")
         assert hits
-        assert opened.page.inner_text("#count") == f"{len(hits)} found"
+        if text == "error:second":
+            assert wanted <= hits
+            opened.page.press("#search", "Enter")
+            assert opened.selected() in wanted  # an exact site comes first, and of those the edit
+        else:
+            ops = opened.page.evaluate("hits.map((part) => part.text)")
+            assert text.removeprefix("aten.") in ops[0]
+        assert opened.page.evaluate("hits.length") == len(hits)
     opened.page.fill("#search", "graphs.py")  # a source line
-    assert opened.count("#graph .node.hit") > 10
+    assert opened.count("#graph .hit") > 10
     opened.page.fill("#search", "second")
+    assert opened.count("#results summary") >= 2  # by module
     opened.page.press("#search", "Enter")
-    first = opened.page.get_attribute("#graph .selected", "data-node")
+    first = opened.selected()
     opened.page.press("#search", "Enter")
-    assert opened.page.get_attribute("#graph .selected", "data-node") != first
+    assert opened.selected() != first
     assert "2 of" in opened.page.inner_text("#count")
     opened.page.click("#previous")
-    assert opened.page.get_attribute("#graph .selected", "data-node") == first
+    assert opened.selected() == first
+    opened.page.click("#results [data-result='1']")
+    assert opened.selected() != first
     opened.page.press("#search", "Escape")
-    assert opened.count("#graph .node.hit") == 0
+    assert opened.count("#graph .hit") == 0
 
 
-def test_a_click_shows_records_code_and_partner(opened: Opened) -> None:
-    (clip,) = [e for e in three_layers().edits if e.text.startswith("ClipByValue")]
-    opened.page.click(f'#graph [data-node="{clip.nodes[0]}"]')
+def test_a_click_shows_records_code_neighbors_and_partners(opened: Opened) -> None:
+    key = edit_box("ClipByValue")
+    opened.page.click("#tab-ladder")
+    opened.page.click(f'#graph [data-part="{key}"]')
 
     text = opened.details()
-    assert "aten.clamp_min.default" in text
     assert "ClipByValue(0.5, log=True) at error:second" in text
-    assert f"{clip.nodes[0]}: " in text  # its code
+    assert "clamp_min: " in text  # its code
+    assert "abs_1" not in text  # what only logs
     assert "max_abs@error:second" in text
     assert opened.count("#details svg.curve") == 3
     assert len(opened.page.query_selector_all("#details svg.curve .bad")) == 1  # the infinity is marked
-    partner = opened.page.query_selector("#details [data-partner]")
-    assert partner is not None
-    name = partner.get_attribute("data-partner")
-    partner.click()
-    assert opened.page.get_attribute("#graph .selected", "data-node") == name
-    assert "lane\nforward" in opened.details().replace("\n\n", "\n")
+    headings = opened.page.eval_on_selector_all("#details h3", "(all) => all.map((h) => h.textContent)")
+    assert headings[:3] == ["partners", "inputs", "users"]
+    assert opened.count("#graph path.lit") >= 2
+    partners = opened.page.eval_on_selector_all("#details [data-partner]", "(all) => all.map((b) => b.dataset.partner)")
+    assert partners[0].startswith("forward")  # real ops before inserted ones
+    opened.page.click("#details [data-partner]")
+    assert opened.selected() == partners[0]
+    assert "column\nforward" in opened.details().replace("\n\n", "\n")
+
+
+def test_an_edit_unfolds_its_ops_and_the_address_names_the_node(browser: Any, opened: Opened, tmp_path: Path) -> None:
+    key = edit_box("ClipByValue")
+    opened.page.click("#tab-ladder")
+    opened.page.click(f'#graph [data-part="{key}"]')
+    assert opened.count("#graph .chip") == 0
+    opened.page.click(f'#graph [data-part="{key}"] rect')
+    chips = opened.page.eval_on_selector_all("#graph .chip", "(all) => all.map((c) => c.dataset.node)")
+    assert chips == ["clamp_min", "clamp_max"]
+    opened.page.click('#graph .chip[data-node="clamp_max"]')
+    assert opened.page.evaluate("location.hash") == "#clamp_max"
+    assert "aten.clamp_max" in opened.details()
+    again = Opened(browser, f"{tmp_path / 'p'}.html", "#clamp_max")
+    assert again.selected() == key
+    assert again.page.get_attribute("#tab-ladder", "aria-selected") == "true"
+    again.close()
+    opened.page.keyboard.press("x")
+    assert opened.count("#graph .chip") == 0
 
 
 def test_curves_are_enlarged(opened: Opened) -> None:
@@ -132,36 +212,33 @@ def test_curves_are_enlarged(opened: Opened) -> None:
     assert opened.count("#large img") == 0
 
 
-def test_edits_jump_to_their_nodes(opened: Opened) -> None:
-    graph = three_layers()
-    for number, edit in enumerate(graph.edits):
+def test_edits_jump_to_their_boxes(opened: Opened) -> None:
+    for number in range(len(three_layers().edits)):
         opened.page.click(f'#edits [data-jump="{number}"]')
-        selected = opened.page.query_selector("#graph .selected")
-        assert selected is not None
-        if edit.nodes:
-            assert selected.get_attribute("data-node") == edit.nodes[0]
-        box, view = selected.bounding_box(), opened.page.query_selector("#view").bounding_box()
+        assert opened.selected() == f"edit {number}"
+        box, view = (
+            opened.page.query_selector("#graph .selected").bounding_box(),
+            opened.page.query_selector("#ladder").bounding_box(),
+        )
         assert view["y"] <= box["y"] <= view["y"] + view["height"]
 
 
-def test_lanes_and_saved_edges_are_switched_off(opened: Opened) -> None:
-    before = {lane: opened.count(f"#graph .node.{lane}") for lane in ("forward", "backward")}
+def test_edges_are_switched_off(opened: Opened) -> None:
+    opened.page.click("#tab-ladder")
     saved = opened.count("#graph path.saved")
-    assert min(*before.values(), saved) > 0
-
+    assert saved > 0
+    assert opened.count("#graph path.fan") == 0
     opened.page.uncheck("#saved")
     assert opened.count("#graph path.saved") == 0
-    opened.page.uncheck("#lane-forward")
-    assert opened.count("#graph .node.forward") == 0
-    assert opened.count("#graph .node.backward") == before["backward"]
-    opened.page.check("#lane-forward")
+    opened.page.check("#fan")
+    assert opened.count("#graph path.fan") > 0
     opened.page.check("#saved")
     assert opened.count("#graph path.saved") == saved
 
 
 def test_the_slider_colors_by_step(opened: Opened) -> None:
-    (clip,) = [e for e in three_layers().edits if e.text.startswith("ClipByValue")]
-    style = f'() => document.querySelector(\'[data-node="{clip.nodes[0]}"] rect\').getAttribute("style")'
+    opened.page.click("#tab-ladder")
+    style = f'() => document.querySelector(\'[data-part="{edit_box("ClipByValue")}"] rect\').getAttribute("style")'
     opened.page.select_option("#metric", label="largest error")
     colors = []
     for step in range(6):
@@ -175,25 +252,34 @@ def test_the_slider_colors_by_step(opened: Opened) -> None:
     assert colors[4] == colors[5]  # infinite, and so in all
     assert colors[4] not in colors[:4]
     assert "logarithmic" in opened.page.inner_text("#legend")
+    fills = opened.page.eval_on_selector_all("#legend i", "(all) => all.map((i) => i.getAttribute('style'))")
+    assert len(set(fills)) == 3
     opened.page.select_option("#metric", label="clip rate")
     assert "every step" in opened.page.inner_text("#legend")
+    opened.page.keyboard.press("Tab")
+    opened.page.click("#tab-overview")
+    assert (
+        opened.page.eval_on_selector_all("#overview rect", "(all) => all.filter((r) => r.getAttribute('style')).length")
+        >= 1
+    )
 
 
 def test_it_is_operated_by_keys(opened: Opened) -> None:
+    opened.page.keyboard.press("2")
     opened.page.keyboard.press("/")
     assert opened.page.evaluate("document.activeElement.id") == "search"
     opened.page.keyboard.type("third")
     opened.page.keyboard.press("Enter")
     opened.page.keyboard.press("Escape")
-    assert opened.page.evaluate("document.activeElement.id") == "view"
-    chosen = opened.page.get_attribute("#graph .selected", "data-node")
+    assert opened.page.evaluate("document.activeElement.id") == "ladder"
     opened.page.keyboard.press("n")
-    assert opened.page.get_attribute("#graph .selected", "data-node") != chosen
+    chosen = opened.selected()
     opened.page.keyboard.press("p")
-    assert opened.page.get_attribute("#graph .selected", "data-node") == chosen
-    lane = opened.page.get_attribute("#graph .selected", "class")
+    opened.page.keyboard.press("p")
+    assert opened.selected() != chosen
+    column = opened.page.evaluate("selected.column")
     opened.page.keyboard.press("o")
-    assert opened.page.get_attribute("#graph .selected", "class") != lane
+    assert opened.page.evaluate("selected.column") != column
     opened.page.keyboard.press("e")
     assert "edit 1 of" in opened.page.inner_text("#status")
     opened.page.keyboard.press("E")
@@ -207,18 +293,66 @@ def test_it_is_operated_by_keys(opened: Opened) -> None:
     opened.page.keyboard.press("?")
     assert opened.page.query_selector("#keys").is_visible()
     opened.page.keyboard.press("Escape")
-    reached = set()
-    for _ in range(60):
+    opened.page.keyboard.press("1")
+    reached, labels = set(), set()
+    for _ in range(90):
         opened.page.keyboard.press("Tab")
         reached.add(opened.page.evaluate("document.activeElement.id"))
-    assert {"search", "fold", "unfold", "in", "out", "fit", "saved", "metric", "step", "help", "view"} <= reached
+        labels.add(opened.page.evaluate("document.activeElement.textContent.slice(0, 40)"))
+    wanted = {"search", "fold", "unfold", "in", "out", "fit", "saved", "fan", "metric", "step", "help", "overview"}
+    assert wanted <= reached
+    assert any("second" in label for label in labels)  # the boxes of the overview
+    for key in ("Enter", "Space"):
+        opened.page.keyboard.press("1")
+        opened.page.focus("#overview .boxes > g")
+        opened.page.keyboard.press(key)
+        assert opened.page.get_attribute("#tab-ladder", "aria-selected") == "true"
+        assert opened.page.evaluate("document.activeElement.id") == "ladder"
+    opened.page.focus("#tab-ladder")
+    opened.page.keyboard.press("ArrowLeft")
+    assert opened.page.evaluate("document.activeElement.id") == "tab-overview"
+
+
+@pytest.mark.parametrize("fragment", ["#%", "#error:100%x", "#[", "#nothing", "#error:second", "#error%3Asecond"])
+def test_any_address_opens(browser: Any, opened: Opened, tmp_path: Path, fragment: str) -> None:
+    other = Opened(browser, f"{tmp_path / 'p'}.html", fragment)
+    assert other.page.evaluate("selected === null") is (fragment not in ("#error:second", "#error%3Asecond"))
+    other.close()
+
+
+def test_a_frame_in_a_notebook_is_usable(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!DOCTYPE html><title>notebook</title>{viz.draw(three_layers())._repr_html_()}")
+    page, said = browser.new_page(), []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator('[data-jump="2"]').click()
+    assert frame.locator("#status").inner_text() == f"edit 3 of {len(three_layers().edits)}"
+    assert said == []
+    page.close()
+
+
+@pytest.mark.skipif(MODULES is None, reason="npm packages are not installed: run npm install in tests/page")
+@pytest.mark.parametrize("state", ["1", "2", "2e", "2ex", "?"])
+def test_axe_finds_no_violation(opened: Opened, state: str) -> None:
+    for key in state:
+        opened.page.keyboard.press(key)
+    assert MODULES is not None
+    opened.page.evaluate((MODULES / "axe-core" / "axe.min.js").read_text())
+    found = opened.page.evaluate("axe.run()")
+
+    assert [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found["violations"]] == []
+    assert len(found["passes"]) > 15
 
 
 def test_it_pans_and_zooms_with_the_mouse(opened: Opened) -> None:
+    opened.page.click("#tab-ladder")
     opened.page.click("#in")
     opened.page.click("#in")
     opened.page.click("#in")
-    place = opened.page.query_selector("#view").bounding_box()
+    place = opened.page.query_selector("#ladder").bounding_box()
     x, y = place["x"] + 300, place["y"] + 300
     opened.page.mouse.move(x, y)
     opened.page.mouse.down()
@@ -234,38 +368,38 @@ def test_it_pans_and_zooms_with_the_mouse(opened: Opened) -> None:
 
 def test_modules_fold_and_unfold(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, viz.draw(transformer()).render(tmp_path / "p", "html"))
-    bands = opened.page.evaluate("bands.map((band) => [band.key, band.depth])")
-    outer = [key for key, depth in bands if depth == 0]
+    opened.page.click("#tab-ladder")
+    outer = opened.page.evaluate("bands.filter((band) => band.depth === 0).map((band) => band.name)")
     assert outer == ["blocks.0", "blocks.1"]
 
-    assert opened.page.evaluate("bands.every((band) => band.folded)") is True  # large: it opens folded
-    folded = opened.count("#graph [data-node]")
-    assert opened.count("#graph .summary") == 4
-    opened.page.click('[data-band="blocks.0"] [role="button"]')
-    some = opened.count("#graph [data-node]")
-    opened.page.click("#unfold")
-    graph_view = _graph_view.read_graph(transformer())
-    everything = opened.count("#graph [data-node]")
-    assert folded < some < everything == len(set(graph_view.nodes) - _graph_view.hidden_reshapes(graph_view))
     opened.page.click("#fold")
-    assert opened.count("#graph [data-node]") == folded
-    inserted = sum(bool(n.mark) for n in graph_view.nodes.values() if n.calls and n.calls[0][0] == "blocks.1")
-    texts = [e.text_content() for e in opened.page.query_selector_all("#graph .summary") if e.is_visible()]
-    assert any(f", {inserted} inserted" in text for text in texts)
-    assert opened.count("#edits details") == 2
-    opened.page.fill("#search", "blocks.1.mlp.act/gelu")
+    folded = opened.page.evaluate("places.length")
+    assert opened.count("#graph .summary") > 4
+    opened.page.click('[data-band="blocks.0"] [role="button"]')
+    some = opened.page.evaluate("places.length")
+    opened.page.click("#unfold")
+    assert folded < some < opened.page.evaluate("places.length") == opened.page.evaluate("parts.length")
+    opened.page.click("#fold")
+    assert opened.page.evaluate("places.length") == folded
+    head = opened.page.query_selector('[data-band="blocks.1"] [role="button"]')
+    head.focus()
+    opened.page.keyboard.press("Enter")
+    again = opened.page.query_selector('[data-band="blocks.1"] [role="button"]')
+    assert again.get_attribute("aria-expanded") == "true"
+    assert again.evaluate("(head) => head === document.activeElement")
+    opened.page.fill("#search", "blocks.0.mlp.act/gelu")
     opened.page.press("#search", "Enter")  # a hit inside a folded module unfolds what is around it
     assert opened.page.query_selector("#graph .selected").is_visible()
-    assert opened.page.evaluate("bands.find((band) => band.key === 'blocks.0').folded") is True
     opened.close()
 
 
 def test_folded_modules_have_the_strongest_color(browser: Any, tmp_path: Path) -> None:
     steps = [Step(0, {"max_abs@error:blocks.0.norm1": 1.0, "max_abs@error:blocks.1.norm1": 100.0})]
     opened = Opened(browser, viz.draw(transformer(), monitor=steps).render(tmp_path / "p", "html"))
-    fills = opened.page.evaluate(
-        "bands.filter((band) => band.depth === 0).map((band) => band.summary[1].rect.getAttribute('style'))"
-    )
+    opened.page.click("#tab-ladder")
+    opened.page.click("#fold")
+    fill = "(key) => document.querySelector(`[data-part='${key}'] rect`).getAttribute('style')"
+    fills = [opened.page.evaluate(fill, f"blocks.{n} edit") for n in (0, 1)]
     stops = opened.page.evaluate("data.palette.stops")
     assert fills == [f"fill:{stops[0]}", f"fill:{stops[-1]}"]
     opened.close()
@@ -273,15 +407,29 @@ def test_folded_modules_have_the_strongest_color(browser: Any, tmp_path: Path) -
 
 def test_lines_join_the_boxes_that_are_shown(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, viz.draw(transformer()).render(tmp_path / "p", "html"))
-    ends = """lines.filter((line) => !line.element.classList.contains("gone")).every((line) => {
-      const [x, y] = line.element.getAttribute("d").match(/-?[\\d.]+/g).map(Number);
-      const from = standIn(line.from);
-      return x >= from.x - 1 && x <= from.x + from.width + 1 && y >= from.y - 1 && y <= from.y + from.height + 1;
-    })"""
+    ends = """drawnLines.every((line) => [[0, 0], [1, line.points.length - 1]].every(([end, at]) => {
+      const [x, y] = line.points[at], key = standIn(parts[data.lines[line.at][end]]).key;
+      const box = places.find((place) => place.key === key);
+      return x >= box.x - 1 && x <= box.x + box.width + 1 && y >= box.y - 1 && y <= box.y + box.height + 1;
+    }))"""
     for action in ("foldAll(true)", "foldAll(false)"):
         opened.page.evaluate(action)
         assert opened.page.evaluate(ends) is True
-        assert opened.count("#graph .lines path") > 10
+        assert opened.page.evaluate("drawnLines.length") > 10
+    opened.close()
+
+
+def test_the_op_at_fault_is_marked(browser: Any, tmp_path: Path) -> None:
+    drawing = viz.draw(three_layers())
+    name = next(
+        n.name for n in drawing._view.nodes.values() if n.op == "tanh" and n.lane == "backward" and not n.reshapes
+    )
+    path = dataclasses.replace(drawing, root_cause=[name]).render(tmp_path / "p", "html")
+    opened = Opened(browser, path)
+    assert "first non-finite value" in opened.page.inner_text("#blamed")
+    assert opened.count("#overview .root_cause") == 1
+    opened.page.click("#blamed button")
+    assert "root_cause" in opened.page.get_attribute("#graph .selected", "class")
     opened.close()
 
 
@@ -292,21 +440,36 @@ def test_names_with_markup_do_nothing(browser: Any, tmp_path: Path) -> None:
 
     assert opened.page.title() == "<script>alert(1)</script>"
     assert "<script>alert(1)</script>" in opened.details()
-    assert opened.count("#graph .node.hit") > 0
+    assert opened.count("#graph .hit") > 0
     opened.close()
 
 
 @pytest.mark.slow
 def test_a_large_graph_is_usable(browser: Any, tmp_path: Path) -> None:
-    opened = Opened(browser, viz.draw(transformer(24, clips_gradients=False)).render(tmp_path / "p", "html"))
-    took = "(() => { const start = performance.now(); %s; return performance.now() - start; })()"
+    path = viz.draw(recurrence(1000)).render(tmp_path / "p", "html")
+    ready = []
+    for _ in range(3):  # the best of three: other tests run at the same time
+        opened = Opened(browser, path)
+        ready.append(opened.page.evaluate("performance.now()"))  # since navigation began
+        if min(ready) < 2000:
+            break
+        opened.close()
+    assert min(ready) < 2000
+    took = "{ const start = performance.now(); %s; return performance.now() - start; }"
+    best = f"Math.min(...[1, 2, 3].map(() => {took}))"
 
-    assert opened.page.evaluate("data.boxes.length") > 2500
-    assert opened.page.evaluate(took % "foldAll(false)") < 3000
-    assert opened.page.evaluate(took % "search('softmax')") < 500
-    assert opened.page.evaluate(took % "select(boxes[1500])") < 1500
-    frame = """(async () => { const start = performance.now();
+    assert opened.page.evaluate("data.parts.length") > 5000
+    opened.page.click("#tab-ladder")
+    for action, limit in (
+        ("foldAll(true)", 200),
+        ("foldAll(false)", 200),
+        ("search('tanh')", 500),
+        ("select(parts[3000])", 500),
+    ):
+        assert opened.page.evaluate(best % action) < limit, action
+    assert opened.count("#graph g") < 3000  # what is in sight
+    frame = """(async () => { const start = performance.now(), view = document.getElementById("ladder");
       for (let n = 0; n < 20; n++) { view.scrollTop += 200; await new Promise(requestAnimationFrame); }
       return (performance.now() - start) / 20; })()"""
-    assert opened.page.evaluate(frame) < 250
+    assert opened.page.evaluate(frame) < 100
     opened.close()

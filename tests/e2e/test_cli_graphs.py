@@ -104,7 +104,8 @@ def test_colors_of_a_run(shell: Shell) -> None:
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
     run = ("draw", *CLIPPED, "--run", "run.jsonl")
     assert shell.run(*run, "--out", "rate.svg")[0] == 0
-    assert "error:0: clip acted in 50% of the steps" in Path("rate.svg").read_text()
+    assert "clip acted in 50% of the steps" in Path("rate.svg").read_text()
+    assert "error:0 \u00b7 50 %" in Path("rate.svg").read_text()
     assert shell.run(*run, "--color-by", "largest error", "--out", "size.svg")[0] == 0
     assert "error:0: largest absolute value: 0.2" in Path("size.svg").read_text()
     assert shell.run(*run, "--out", "page.html")[0] == 0
@@ -263,7 +264,7 @@ def test_a_notice_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> 
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/bin:/usr/bin")
-    status, out, err = shell.run("draw", *CLIPPED, "--view", "overview", "--out", "x.svg")
+    status, out, err = shell.run("draw", *CLIPPED, "--view", "site", "--site", "error:0", "--out", "x.svg")
 
     assert (status, out) == (0, "x.svg\n")
     assert err.splitlines() == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from gradrewrite import viz
 
 from models.shell import Shell
 
+LOSS = '{"step": %d, "records": {"loss@run": %d}}\n'
 STEP = '{"step": %d, "records": {"max_abs@error:0": %s, "clipped@error:0": %d, "limit@error:0": 0.1}}\n'
 
 
@@ -32,9 +34,26 @@ def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> 
     Path("run.jsonl").write_text(STEP % (0, "0.2", 1))
     titles = []
     plot = viz.plot
-    monkeypatch.setattr(viz, "plot", lambda steps, title: titles.append(title) or plot(steps, title=title))  # type: ignore[func-returns-value]
+
+    def watched(source: Path, **settings: Any) -> viz.Curves:
+        titles.append(plot(source, **settings).title)
+        return plot(source, **settings)
+
+    monkeypatch.setattr(viz, "plot", watched)
     assert shell.run("plot", "run.jsonl") == (0, "curves.png\n", "")
     assert titles == ["run.jsonl"]
+
+
+@pytest.mark.pure
+def test_plot_against_a_baseline(shell: Shell) -> None:
+    for name, count in (("run", 2), ("plain", 3)):
+        Path(f"{name}.jsonl").write_text("".join(LOSS % (n, n) for n in range(count)))
+    words = ("plot", "run.jsonl", "--baseline", "plain.jsonl", "--out", "curves.svg")
+    assert shell.run(*words) == (0, "curves.svg\n", "")
+    text = Path("curves.svg").read_text()
+    assert "<!-- run.jsonl -->" in text  # matplotlib writes what the glyphs spell
+    assert "<!-- plain.jsonl -->" in text
+    assert "cannot read none.jsonl: No such file" in shell.refused("plot", "run.jsonl", "--baseline", "none.jsonl")
 
 
 @pytest.mark.parametrize(
