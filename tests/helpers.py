@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TensorFunction = Callable[[Tensor], Tensor]
 Gradients = dict[str, Tensor | None]
+
+
+def node_modules() -> Path | None:
+    """Return the folder of the npm packages that check the page; None if they are not installed."""
+    found = Path(os.environ.get("GRADREWRITE_NODE_MODULES", ROOT / "tests" / "page" / "node_modules"))
+    return found if (found / "axe-core").exists() else None
 
 
 def mostly_slow(cases: Collection[Any], quick: int = 1) -> list[Any]:
@@ -113,10 +120,13 @@ def failure(step: Callable[[], None]) -> gr.NonFiniteError:
 
 
 def gradient(model: nn.Module, x: Tensor) -> Tensor:
-    """The gradient of the first parameter after one backward."""
+    """The gradient of the first parameter; a plain model may share it with a rewritten one, which watches ``.grad``."""
     model.zero_grad()
-    model(x).sum().backward()
     (first, *_) = model.parameters()
+    loss = model(x).sum()
+    if not isinstance(model, gr.RewrittenModule):
+        return torch.autograd.grad(loss, first)[0]
+    loss.backward()
     assert first.grad is not None
     return first.grad.clone()
 

@@ -164,10 +164,6 @@ def _ctc(out: Any, _: Mapping[str, Any]) -> Tensor:
     return functional.ctc_loss(scores, torch.tensor([[4, 7, 9], [5, 5, 8]]), *lengths, zero_infinity=True)
 
 
-def _name_loss(model: nn.Module, _: Mapping[str, Any]) -> None:
-    model.loss_type = "ForCausalLM"
-
-
 def _freeze_encoder(model: nn.Module, _: Mapping[str, Any]) -> None:
     model.freeze_feature_encoder()
 
@@ -214,8 +210,6 @@ ARCHITECTURES = (
         "GPT2LMHeadModel", "decoder", "GPT2Config",
         {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "use_cache": False,
          "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}, _tokens, has_checkpoints=True,
-        obstacle="logs a warning that `loss_type` is not known", remedy='`model.loss_type = "ForCausalLM"`',
-        prepare=_name_loss,
     ),
     Architecture("LlamaForCausalLM", "decoder", "LlamaConfig", _DECODER, _padded, has_checkpoints=True),
     Architecture(

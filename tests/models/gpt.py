@@ -69,17 +69,21 @@ def batch(rows: int = 4, context: int = 32, vocabulary: int = 128, device: str =
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def hook_outputs(model: nn.Module, clip: ErrorClip) -> None:
+def hook_outputs(model: nn.Module, clip: ErrorClip, same: tuple[str, ...] = (".attn", ".mlp")) -> None:
     """Write error clips into a model by hand: a tensor hook on every module's output (not the root's).
 
-    Nested modules that return the same tensor get one hook, as an engineer would place it.
+    Args:
+        model: The model, changed in place.
+        clip: The hook.
+        same: Ends of the names of modules that return the same tensor as a module inside of them; such a tensor gets
+            one hook, as an engineer would place it.
     """
 
     def hook(_: nn.Module, __: object, output: object) -> None:
-        if isinstance(output, Tensor) and output.requires_grad and not getattr(output, "_hooked", False):
-            output.register_hook(clip)
+        for value in output if isinstance(output, tuple) else [output]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(clip)
 
-    names = {name for name, _ in model.named_modules() if name and not name.endswith((".attn", ".mlp"))}
     for name, module in model.named_modules():
-        if name in names and not isinstance(module, nn.ModuleList):
+        if name and not name.endswith(same) and not isinstance(module, nn.ModuleList):
             module.register_forward_hook(hook)

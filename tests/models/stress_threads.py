@@ -73,8 +73,12 @@ class Outcome:
     resident: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
-        """Count what is alive."""
-        gc.collect()
+        """Count what is alive once everything that can be freed is freed.
+
+        One collection is not enough: what autograd's nodes and finalizers hold becomes garbage during it.
+        """
+        while gc.collect():
+            pass
         kinds = [type(known) for known in gc.get_objects()]
         self.made.append(self.models)
         self.tensors.append(sum(issubclass(kind, Tensor) and kind is not FakeTensor for kind in kinds))

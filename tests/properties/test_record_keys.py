@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 
 pytestmark = pytest.mark.pure

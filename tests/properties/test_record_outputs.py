@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradrewrite.ir import editing
-from gradrewrite.ir.record_layout import RecordKey
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import GraphRecord
 from gradrewrite.rewriting.action_tracing import TracedAction
 from gradrewrite.rewriting.record_packing import RecordPacking

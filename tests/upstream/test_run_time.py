@@ -64,6 +64,61 @@ def test_21_fused_optimizers_skip_on_the_device(make: type[torch.optim.Optimizer
     assert p.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.pure
+def test_38_fused_optimizers_divide_gradients_and_store_them(make: type[torch.optim.Optimizer]) -> None:
+    """Unless the update is skipped; a divisor of 1 changes no bit."""
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer, other = (make([each], lr=0.1, fused=True) for each in (p, q))  # type: ignore[call-arg]
+    if not hasattr(optimizer, "_step_supports_amp_scaling"):
+        pytest.skip("its kernel reads grad_scale from torch 2.13 on; before, the guard multiplies in place")
+    for scale, found in ((3.0, 0.0), (1.0, 0.0), (3.0, 1.0)):
+        grad = torch.randn(3)
+        p.grad, q.grad = grad.clone(), grad / scale
+        optimizer.grad_scale = torch.tensor(scale)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert torch.equal(p.grad, grad if found else grad / scale)
+        if not found:
+            other.step()
+        assert torch.equal(p, q)
+
+
+@pytest.mark.pure
+def test_grad_scaler_steps_from_a_frame_of_its_own() -> None:
+    """There the guard finds it; with a fused optimizer it hands its scale on, unless gradients are unscaled already."""
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            found.append((optimizers.scaler_in_use(), getattr(self, "grad_scale", "none")))
+
+    for fused in (False, True):
+        for unscales in (False, True):
+            found: list[tuple[object, object]] = []
+            p = nn.Parameter(torch.ones(3))
+            optimizer = Seen([p], lr=0.1, fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(p.sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            ((seen, scale),) = found
+            assert seen is scaler
+            assert scale == (("none" if not fused else None) if unscales or not fused else 4.0)
+            assert torch.equal(p.grad, torch.ones(3) * (4.0 if fused and not unscales else 1.0))
+            optimizer.step()
+            assert found[1][0] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.pure
+def test_products_with_a_wide_number_in_host_memory_are_rounded_once(dtype: torch.dtype) -> None:
+    x, factor = torch.randn(1000).to(dtype), torch.tensor(0.123456789)
+    got = x.clone()
+    torch._foreach_mul_([got], factor)
+    assert torch.equal(got, (x.float() * factor).to(dtype))
+
+
 @pytest.mark.pure
 def test_first_step_of_fused_sgd_makes_its_buffers_in_the_kernel() -> None:
     """So a skipped first step would leave them uninitialised: the guard reads the verdict on the host there."""

@@ -1,0 +1,35 @@
+"""Legibility of a scene: texts that do not overlap and fit into their boxes."""
+
+from __future__ import annotations
+
+from gradrewrite.viz import _fonts, _scene
+
+
+def texts_of(scene: _scene.Scene) -> list[tuple[float, float, float, float, str]]:
+    """Left, upper, right and lower edges of all texts."""
+    found = []
+    for box in scene.boxes:
+        y = box.y + (box.height / 2 - 3 if box.small else box.height / 2 + 4)
+        found.append((box.x + _scene.PAD, y, box.text, _scene.TEXT))
+        found += [(box.x + _scene.PAD, box.y + box.height - 6, box.small, _scene.SMALL)] if box.small else []
+    found += [(n.x, n.y, n.text, _scene.HEAD if n.style == "head" else _scene.SMALL) for n in scene.labels]
+    found += [(f.x + 6, f.y + 14, f.text, _scene.SMALL) for f in scene.frames]
+    places = zip(_scene.legend_positions(scene), scene.legend, strict=True)
+    found += [(x + 19, y + 9.5, entry.text, _scene.SMALL) for (x, y), entry in places]
+    return [(x, y - 0.76 * size, x + _fonts.text_width(t, size), y + 0.24 * size, t) for x, y, t, size in found if t]
+
+
+def assert_readable(scene: _scene.Scene) -> None:
+    """No text overlaps another or leaves its box, its drawing, or the ladder's rows."""
+    texts = sorted(texts_of(scene), key=lambda one: one[1])
+    for number, a in enumerate(texts):
+        assert 0 <= a[0]
+        assert a[2] <= scene.width + 1, a
+        for b in texts[number + 1 :]:
+            if b[1] >= a[3]:
+                break
+            assert a[2] <= b[0] or b[2] <= a[0], (a, b)
+    for box in scene.boxes:
+        assert _fonts.text_width(box.text, _scene.TEXT) <= box.width - 2 * _scene.PAD + 1
+        assert _fonts.text_width(box.small, _scene.SMALL) <= box.width - 2 * _scene.PAD + 1
+    assert min(_scene.TEXT, _scene.SMALL, _scene.HEAD) >= 11
