@@ -8,6 +8,7 @@ Chromium there are no pictures of the page; the rest is made.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -156,7 +157,7 @@ def _top(element: ET.Element) -> float:
     if move:
         return float(move.removeprefix("translate(").removesuffix(")").split()[1])
     if points:
-        numbers = [float(number) for number in points.replace("M", " ").replace("C", " ").replace("L", " ").split()]
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+(?:e-?\d+)?", points)]
         return min(numbers[1::2])
     return float(element.get("y", "0"))
 
@@ -214,16 +215,16 @@ def _search(page: Page) -> None:
 
 
 def _choose(page: Page) -> None:
-    for _ in range(2):
-        page.click("#in")
     page.evaluate("document.querySelectorAll('#edits details').forEach((list) => { list.open = true; })")
     page.click('[data-jump="1"]')
+    page.keyboard.press("x")
+    page.evaluate("document.getElementById('ladder').scrollLeft = 260")
 
 
 def _fold(page: Page) -> None:
+    page.click("#tab-ladder")
     page.click("#fold")
-    for module in ("bert", "bert.encoder"):
-        page.click(f'[data-band$="{module}"] g')
+    page.click(".band g")
 
 
 _ACTS: Mapping[str, Callable[[Page], None]] = {"open": _open, "search": _search, "node": _choose, "folded": _fold}
