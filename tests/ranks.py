@@ -38,7 +38,9 @@ def run_parts(parts: Sequence[Part], parts_of_four: Sequence[Part] | None = None
     """Run parts in as many processes as the command line says: four may run other ones."""
     path, number = Path(sys.argv[1]), int(sys.argv[2])
     parts = parts_of_four if number == 4 and parts_of_four is not None else parts
-    torch.multiprocessing.spawn(_run, (path, number, parts), nprocs=number)  # type: ignore[attr-defined]
+    # Forked: nothing has started a thread yet, and torch is imported once.
+    processes = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+    processes(_run, (path, number, parts), nprocs=number, start_method="fork")
 
 
 def _run(rank: int, path: Path, number: int, parts: Sequence[Part]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue
 
-from helpers import TESTS, gradient, gradients_of
+from helpers import gradient, gradients_of
+from ranks import join, outcomes_of, run_parts
 
 MAX_NORM, BOUND = 0.05, 0.01
 SINGLE = [
@@ -54,13 +52,8 @@ def batch(rank: int) -> Tensor:
 
 
 def wrapped(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, bucket_cap_mb=BUCKET)
-
-
-def join(path: Path, rank: int, number: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 64  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=number)
+    return DistributedDataParallel(model, bucket_cap_mb=BUCKET)
 
 
 def clip(g: Tensor) -> Tensor:
@@ -124,34 +117,15 @@ def global_clip_of_shards(rank: int) -> Outcome:
     model(batch(rank))
 
 
-PARTS: list[Callable[[int], Outcome]] = [
+PARTS = [
     single_sites, failed_check, global_clip, global_clip_after_a_warm_up, split_function,
     global_clip_in_a_function, single_sites_of_shards, global_clip_of_shards,
 ]  # fmt: skip
 
 
-def run_all(rank: int, path: Path) -> None:
-    join(path, rank, 2)
-    outcomes = {}
-    for part in PARTS:
-        try:
-            outcomes[part.__name__] = part(rank)
-        except Exception as err:
-            outcomes[part.__name__] = f"{type(err).__name__}: {err}"
-        torch.compiler.reset()
-    torch.save(outcomes, path / f"{rank}.pt")
-    distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """The outcome of each part in each of two processes."""
-    path = tmp_path_factory.mktemp("two")
-    folders = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}  # as conftest.py does
-    command = [sys.executable, __file__, str(path)]  # a new process finds this file by its path only
-    subprocess.run(command, env=environment, check=True)
-    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+    return outcomes_of(__file__, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture
@@ -230,4 +204,4 @@ def test_order_is_shown() -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(run_all, (Path(sys.argv[1]),), nprocs=2)  # type: ignore[attr-defined]
+    run_parts(PARTS)
