@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 import gradrewrite as gr
 from gradrewrite.examples.character_model import CharacterModel, batches, load_text
@@ -46,12 +46,12 @@ def own_rows(data: Iterator[Tensor]) -> Iterator[Tensor]:
         yield batch.chunk(distributed.get_world_size())[distributed.get_rank()][:, : UNROLL + 1]
 
 
-def train(model: gr.RewrittenModule, data: Iterator[Tensor]) -> list[float]:
-    """Train with SGD; return the mean losses of all processes."""
-    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+def train(model: gr.RewrittenModule, called: nn.Module, data: Iterable[Tensor]) -> list[float]:
+    """Train with SGD a model that is called in a wrapper, or itself; return the mean losses of all processes."""
+    optimizer = gr.guard(torch.optim.SGD(called.parameters(), lr=1.0), model)
     losses = []
     for batch in data:
-        loss = model(batch)
+        loss = called(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = [batch.to(device) for batch in own_rows(batches(characters, options.steps))]
     collectives = model.trace(data[0]).code.count("all_reduce.default(")
     model.compile()
-    losses = train(model, iter(data))
+    losses = train(model, model, data)
     if distributed.get_rank() == 0:
         print(f"{distributed.get_world_size()} processes, {collectives} collectives in a backward")
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats")

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradrewrite as gr
 from gradrewrite.examples.character_model import CharacterModel, batches, load_text
-from gradrewrite.examples.distributed_all_reduce import join, own_rows
+from gradrewrite.examples.distributed_all_reduce import join, own_rows, train
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
 
 POLICY = (
@@ -50,16 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     regions = "cell" if options.way == "fsdp2" else ()
     model = gr.transform(CharacterModel(vocabulary).to(device), list(POLICY), regions=regions)
     trained = wrapped(model, options.way)
-    optimizer = gr.guard(torch.optim.SGD(trained.parameters(), lr=1.0), model)
-    losses = []
-    for batch in own_rows(batches(characters, options.steps)):
-        loss = trained(batch.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach() / distributed.get_world_size()
-        distributed.all_reduce(mean)
-        losses.append(mean.item())
+    data = (batch.to(device) for batch in own_rows(batches(characters, options.steps)))
+    losses = train(model, trained, data)
     records = model.monitor.reduce("mean")
     if distributed.get_rank() == 0:
         outside = ", ".join(model.explain().outside) or "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def run_parts(parts: Sequence[Part], parts_of_four: Sequence[Part] | None = None
     """Run parts in as many processes as the command line says: four may run other ones."""
     path, number = Path(sys.argv[1]), int(sys.argv[2])
     parts = parts_of_four if number == 4 and parts_of_four is not None else parts
-    # Forked: nothing has started a thread yet, and torch is imported once.
+    # Forked: nothing has started a thread yet, and torch and what a transform imports are loaded once.
+    importlib.import_module("gradrewrite.module")
     processes = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
     processes(_run, (path, number, parts), nprocs=number, start_method="fork")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ EXAMPLES = {
     "weight_decay": (STEPS, "Adam               L2 ", None),
     "unused_pooler": (["--steps", "24"], "no gradient: bert.pooler.dense.weight", None),
     "distributed_training": (STEPS, "1 processes, outside", None),
-    "distributed_all_reduce": (STEPS, "1 processes, 0 collectives", None),  # integration/distributed starts two
+    "distributed_all_reduce": (STEPS, "1 processes, 0 collectives", None),
     "find_nonfinite": ([], "op: /sqrt, source: find_nonfinite.py:", None),
 }
 
@@ -40,3 +41,22 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert wanted in done.stdout
     assert written is None or (tmp_path / written).stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "wanted"),
+    [
+        ("distributed_training", ["--way", "ddp"], "2 processes, outside of all regions: nothing"),
+        ("distributed_training", ["--way", "fsdp2"], "2 processes, outside of all regions: "),
+        ("distributed_all_reduce", [], "2 processes, 4 collectives in a backward"),
+    ],
+)
+def test_two_processes(name: str, options: list[str], wanted: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(FOLDER / f"{name}.py"), *options, *STEPS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert wanted in done.stdout
+    assert "0 skipped" in done.stdout

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 from ranks import outcomes_of, run_parts
 
+LARGE = 512
 STEPS, BAD = 20, 7  # the last rank alone has a batch that is not finite in this step
 POLICY = [
     gr.on("error:layers.1", CheckFinite("skip")),
@@ -213,7 +216,32 @@ def by_hand(number: int) -> dict[str, Any]:
     return {"parameters": {n: p.detach() for n, p in model.named_parameters()}, "state": state, "norms": norms}
 
 
-OF_TWO = [in_ddp, in_ddp_without_us, accumulated, in_fsdp, in_fsdp_without_us, compiled, checkpoints]
+def peak_of(run: Callable[[], Any]) -> int:
+    """The most bytes that are allocated at one time beyond those before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def memory(rank: int) -> Any:
+    """Bytes that one guarded step of a large layer takes, and those of a gradient that is gathered."""
+    model = gr.transform(
+        nn.Linear(LARGE, LARGE, bias=False),
+        gr.on("step:*", [CheckFinite("skip"), Observe("norm", "max_abs"), ClipByGlobalNorm(1e-3, log=True)]),
+    )
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    optimizer = optimizer_of(model, fused=True)
+    peak = 0
+    for _ in range(2):  # the first step allocates the state
+        optimizer.zero_grad()
+        model(torch.ones(2, LARGE)).sum().backward()
+        peak = peak_of(optimizer.step)
+    return {"norm": model.monitor.latest()["total_norm@step:group:default"], "step": peak,
+            "gathered": peak_of(lambda: full(model.weight.grad))}  # fmt: skip
+
+
+OF_TWO = [in_ddp, in_ddp_without_us, accumulated, in_fsdp, in_fsdp_without_us, compiled, checkpoints, memory]
 OF_FOUR = [in_ddp, in_fsdp, mixed_meshes]
 
 
@@ -258,6 +286,15 @@ def test_little_more_is_sent_than_without_us(of_two: list[dict[str, Any]], part:
         without = outcomes[plain]
         assert without > 700  # gradients of 168 float64 numbers, in parts under FSDP2
         assert without < outcomes[part]["bytes"] <= without + 1024
+
+
+def test_no_gradient_is_gathered(of_two: list[dict[str, Any]]) -> None:
+    for outcomes in of_two:
+        found = outcomes["memory"]
+        assert not isinstance(found, str), found
+        assert found["norm"] == 2 * LARGE  # each of LARGE x LARGE elements is 2
+        assert found["gathered"] >= 4 * LARGE**2
+        assert found["step"] < 4 * LARGE  # one row of the gradient
 
 
 def test_checkpoints_load_in_the_plain_model_and_back(of_two: list[dict[str, Any]]) -> None:
