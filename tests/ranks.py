@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import distributed
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByGlobalNorm
 
 from helpers import TESTS
 
@@ -39,8 +41,9 @@ def run_parts(parts: Sequence[Part], parts_of_four: Sequence[Part] | None = None
     """Run parts in as many processes as the command line says: four may run other ones."""
     path, number = Path(sys.argv[1]), int(sys.argv[2])
     parts = parts_of_four if number == 4 and parts_of_four is not None else parts
-    # Forked: nothing has started a thread yet, and torch and what a transform imports are loaded once.
-    importlib.import_module("gradrewrite.module")
+    # Forked: nothing has started a thread yet, and torch and all that a compilation imports are loaded once.
+    gr.transform(torch.nn.Linear(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0))).trace(torch.ones(1))
+    torch.compiler.reset()
     processes = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
     processes(_run, (path, number, parts), nprocs=number, start_method="fork")
 

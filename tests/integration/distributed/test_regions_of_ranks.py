@@ -226,56 +226,58 @@ def wanted(number: int, policy: Any, max_norm: float = float("inf"), skipped: in
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return outcomes_of(__file__, tmp_path_factory.mktemp("ranks"), request.param)
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return outcomes_of(__file__, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    return wanted(len(ranks), POLICY)
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return outcomes_of(__file__, tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return wanted(2, POLICY)
 
 
 @pytest.mark.parametrize("way", ["sharded_after", "in_ddp", "sharded_before", "checkpointed", "offloaded", "compiled"])
-def test_training_is_that_of_one_process(ranks: list[dict[str, Any]], reference: dict[str, Any], way: str) -> None:
-    for rank, outcome in enumerate(ranks):
-        if way not in outcome:
-            pytest.skip("run in two processes only")
+def test_training_is_that_of_one_process(of_two: list[dict[str, Any]], reference: dict[str, Any], way: str) -> None:
+    for rank, outcome in enumerate(of_two):
         found = outcome[way]
-        assert not isinstance(found, str), found
-        for name in ("parameters", "moments"):
-            for a, b in zip(found[name], reference[name], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        assert_same_state(found, reference)
         records = {key: value for key, value in reference["records"][rank].items() if key in found["records"]}
         assert found["records"] == pytest.approx(records, rel=1e-9)
         assert "norm@gradient:blocks.2.out.weight" in records
         assert (found["entries"], found["graphs"]) == (1, 3)
 
 
-def test_clipped_by_the_norm_of_all_with_one_step_skipped(ranks: list[dict[str, Any]]) -> None:
-    reference = wanted(len(ranks), GUARDED[:1], 0.02, BAD_STEP)
-    for outcome in ranks:
+def assert_same_state(found: Any, reference: dict[str, Any]) -> None:
+    assert not isinstance(found, str), found
+    for name in ("parameters", "moments"):
+        for a, b in zip(found[name], reference[name], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", ["of_two", "of_four"])
+def test_clipped_by_the_norm_of_all_with_one_step_skipped(request: pytest.FixtureRequest, ranks: str) -> None:
+    outcomes = request.getfixturevalue(ranks)
+    reference = wanted(len(outcomes), GUARDED[:1], 0.02, BAD_STEP)
+    for outcome in outcomes:
         found = outcome["guarded"]
-        assert not isinstance(found, str), found
-        for name in ("parameters", "moments"):
-            for a, b in zip(found[name], reference[name], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        assert_same_state(found, reference)
         total = found["records"]["total_norm@step:group:default"]
         assert total == pytest.approx(reference["norms"]["total_norm@step:group:default"], rel=1e-10, abs=1e-10)
         assert total > 0.02  # the clip acts
         assert found["skipped"] == 1
 
 
-def test_low_precision(ranks: list[dict[str, Any]]) -> None:
-    if len(ranks) != 2:
-        pytest.skip("run in two processes only")
-    assert [outcome["in_low_precision"] for outcome in ranks] == [("{torch.bfloat16}", True)] * len(ranks)
+def test_low_precision(of_two: list[dict[str, Any]]) -> None:
+    assert [outcome["in_low_precision"] for outcome in of_two] == [("{torch.bfloat16}", True)] * 2
 
 
-def test_a_failed_check_names_the_block(ranks: list[dict[str, Any]]) -> None:
-    if len(ranks) != 2:
-        pytest.skip("run in two processes only")
-    for rank, outcome in enumerate(ranks):
+def test_a_failed_check_names_the_block(of_two: list[dict[str, Any]]) -> None:
+    for rank, outcome in enumerate(of_two):
         released, kept = outcome["failed_check"]
         assert f"rank {rank}" in released
         assert "error:blocks.2" in released  # of the sites that are checked the first
@@ -284,4 +286,4 @@ def test_a_failed_check_names_the_block(ranks: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_parts(PARTS, PARTS[:2])
+    run_parts(PARTS, [guarded])
