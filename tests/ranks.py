@@ -33,7 +33,7 @@ def outcomes_of(file: str, path: Path, number: int) -> list[dict[str, Any]]:
     folders = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     # A new process finds the file by its path only.
-    subprocess.run([sys.executable, file, str(path), str(number)], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, file, str(path), str(number)], env=environment, check=True, timeout=200)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(number)]
 
 

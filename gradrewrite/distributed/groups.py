@@ -67,6 +67,12 @@ class RankGroups:
             self._groups[ranks] = group
         return self._groups[ranks]
 
+    def known(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of these ranks if there is one, or that of all processes; no group is made."""
+        group = self._groups.get(ranks, dist.group.WORLD)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """Return the global ranks of a group, ascending, which is then used for them."""
         self.note(group)
@@ -76,16 +82,27 @@ class RankGroups:
         """Return a group of all ranks of the meshes of these tensors and of a further group.
 
         None if there is neither, or if only this process is in it.
+
+        Raises:
+            ValueError: None of them has all ranks of the others, so that ranks would not find the same group.
         """
         meshes = {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}
         if further is not None:
             self.note(further)
-        ranks = set() if further is None else set(dist.get_process_group_ranks(further))
+        sets = [] if further is None else [frozenset(dist.get_process_group_ranks(further))]
         for number, mesh in meshes.items():
             if number not in self._meshes:
                 self._meshes[number] = mesh, ranks_of(mesh)
                 self._note_mesh(mesh)
-            ranks.update(self._meshes[number][1])
+            sets.append(frozenset(self._meshes[number][1]))
+        ranks: frozenset[int] = frozenset().union(*sets)
+        if sets and ranks not in sets:
+            shown = ", ".join(str(sorted(found)) for found in sorted(set(sets), key=sorted))
+            raise ValueError(
+                f"gr.guard: parameters and the data parallelism around the model are on the ranks {shown}, of which "
+                "none has all others, so the ranks that agree on skipped steps are not known; name them: "
+                "gr.guard(optimizer, model, process_group=...)"
+            )
         return self.of_ranks(tuple(sorted(ranks))) if len(ranks) > 1 else None
 
 

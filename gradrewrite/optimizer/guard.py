@@ -290,7 +290,7 @@ class Guard:
         """The update never came: a GradScaler did not call ``step``, or the gradients were thrown away."""
         optimizer = self._optimizer()
         bad = self._verdict(optimizer) if optimizer is not None else None
-        if bad is not None:
+        if bad is not None and not self._is_agreed:  # ranks count together or not at all
             self._count(bad)
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
@@ -302,7 +302,8 @@ class Guard:
         refs = {id(p): ref for p, ref in alive if id(p) in own}
         if alive and not refs and not self._has_shards_of([p for p, _ in alive]):
             return  # those that are gone were replaced (``load_state_dict(assign=True)``), and may be its own by now
-        self._judged |= refs
+        # The gradients of micro-batches whose shards wait for the last one are elsewhere (FSDP2).
+        self._judged |= {number: ref for number, ref in refs.items() if not is_sharded(ref())}
         known = self._verdicts.get(bad.device)
         self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
 
@@ -366,7 +367,9 @@ class Guard:
         for recorder, first in self._recorders:
             recorder.add_host_values(_learning_rates(optimizer, first))
         before = self._ratios.before(optimizer) if self._ratios is not None else []
-        bad = self._with_step_verdict(bad, verdict) if ballot is None else self._agreed(optimizer, ballot)
+        if ballot is not None:
+            bad = self._agreed(optimizer, ballot)
+        bad = self._with_step_verdict(bad, verdict)  # of ranks that have parts of a gradient, more than agree perhaps
         if bad is not None:
             self._count(bad)
         return outcome, bad, before
@@ -582,14 +585,18 @@ def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[Record
 def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
     """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
     with recorder.lock:
-        for record in reversed(recorder.records):
+        records = list(reversed(recorder.records))
+        for record in records[:1] if is_agreed else records:  # an older one may not be why the others skipped
             for part in (*reversed(record.updates), record):
                 error = failure_of(part, _SKIP, reason=reason)
                 if error is not None:
                     return error
         note = f"the step that failed is not in the buffer (capacity {recorder.capacity}); this is the first check"
         if is_agreed:
-            note = "no check failed on this rank, but one on another rank, whose error says more"
+            note = (
+                "no check failed in the last backward on this rank, but one in an earlier backward, or on another rank, "
+                "whose error says more"
+            )
         assert is_agreed or recorder.last_skip is not None
         site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site
         return NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())

@@ -167,7 +167,8 @@ class StepSites:
         gradients = [p.grad for p in parameters]
         divides = optimizers.is_fused(optimizer)
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
-        key = (divides, voters, *(None if g is None else _kind_of(g) for g in gradients))
+        kinds = (p.requires_grad if g is None else _kind_of(g) for p, g in zip(parameters, gradients, strict=True))
+        key = (divides, voters, *kinds)
         if key in self._plans:
             self._plans.move_to_end(key)
         else:
@@ -205,7 +206,7 @@ class StepSites:
                 "sites; make the optimizer from model.parameters()"
             )
         shown = [n for n in known if asked[n][1]] or known
-        settings = replace(settings, exchange=self._exchange(asked, shown, parameters, gradients, ()))
+        settings = replace(settings, exchange=self._exchange(asked, shown, parameters, gradients, (), runs=False))
         return _rewrite(asked, shown, parameters, gradients, settings).shown
 
     def _exchange(
@@ -215,6 +216,8 @@ class StepSites:
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         voters: tuple[int, ...],
+        *,
+        runs: bool = True,
     ) -> ExchangeSettings | None:
         """Return what ranks exchange of the gradients that are spread over them; None if none is.
 
@@ -238,7 +241,8 @@ class StepSites:
             if tensor is not None and n in everywhere:
                 self._groups.note_tensor(tensor)
         sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
-        groups = {ranks: self._groups.of_ranks(ranks) for ranks in sets}
+        # A graph that is only shown may be asked for by one rank alone.
+        groups = {ranks: self._groups.of_ranks(ranks) if runs else self._groups.known(ranks) for ranks in sets}
         rank = this_rank()
         assert rank is not None  # there are several
         return ExchangeSettings(tuple(sites), groups, rank, voters, NUM_VOTES if voters else 0)

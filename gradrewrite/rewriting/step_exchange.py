@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, fx
-from torch.distributed import _functional_collectives as collectives
 
-from gradrewrite._compat import make_fx
+from gradrewrite._compat import collectives, make_fx
 from gradrewrite.distributed.figures import COMBINATIONS, Combination, Part, decode, encode, num_slots
+from gradrewrite.distributed.groups import device_for
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
@@ -97,7 +97,9 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
             if isinstance(action, NormScaling):
                 group = (type(action), action.group)
                 alone = member.site if getattr(action, "log", False) else None
-                norms.setdefault((group, member.spread.ranks, alone), (group, action, []))[2].append(member)
+                members = norms.setdefault((group, member.spread.ranks, alone), (group, action, []))[2]
+                if member not in members[-1:]:  # two rules may answer with one group
+                    members.append(member)
     for group, action, members in norms.values():
         how = Combination("norm", action.norm_type)
         slots.append(Slot(members[0].spread.ranks, how, "norm", tuple(members), group))
@@ -201,25 +203,29 @@ def _exchange(
     """Return the sums of the votes, if there are any, and the figures of the wholes."""
     vectors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     if votes is not None:
-        vectors[settings.voters].append(votes)
+        vectors[settings.voters].append(votes.to(device))
     for figure, own in zip(figures, found, strict=True):
         flat = torch.stack(list(own)) if own else torch.zeros(0, dtype=torch.float64, device=device)
         slot = figure.slot
         vectors[slot.ranks].append(encode(flat, figure.parts, slot.how, slot.ranks, settings.rank))
-    sums = {
-        ranks: collectives.all_reduce(torch.cat(vectors[ranks]), "sum", settings.groups[ranks])
+    begun = {
+        ranks: collectives.begin_sum(
+            torch.cat(vectors[ranks]).to(device_for(settings.groups[ranks], device)), settings.groups[ranks]
+        )
         for ranks in sorted(vectors)  # in the same order on all ranks
     }
+    sums = {ranks: collectives.wait(tensor).to(device) for ranks, tensor in begun.items()}
     offset = dict.fromkeys(sums, 0)
     results = []
     if votes is not None:
         offset[settings.voters] = settings.num_votes
         results.append(sums[settings.voters][: settings.num_votes])
-    for figure, own in zip(figures, found, strict=True):
+    for figure in figures:
         slot = figure.slot
         begin, count = offset[slot.ranks], num_slots(slot.how, slot.ranks)
         offset[slot.ranks] += count
-        dtype = torch.float64 if any(t.dtype == torch.float64 for t in own) else torch.float32
+        dtypes = {member.site.dtype for member in slot.members}  # the same on a rank that has none of them
+        dtype = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
         results.append(decode(sums[slot.ranks][begin : begin + count], slot.how).to(dtype))
     return results
 
@@ -245,6 +251,18 @@ def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
             for n in numbers:
                 results[n] = next(flat)
     return [result for result in results if result is not None]
+
+
+def constants_of(graph: fx.Graph) -> list[Any]:
+    """Return operations and numbers of a traced function, in order; sizes of tensors that are filled are not in it."""
+    position = {node: n for n, node in enumerate(graph.nodes)}
+    found = []
+    for node in graph.nodes:
+        args = node.args[1:] if node.target is torch.ops.aten.full.default else node.args
+        if node.op == "call_function":
+            given = fx.node.map_arg((args, node.kwargs), lambda other: f"node {position[other]}")
+            found.append((node.target, repr(given)))
+    return found
 
 
 def reason_not_elementwise(graph: fx.Graph) -> str:

@@ -42,6 +42,7 @@ from gradrewrite.rewriting.rewrite import Rewriter
 from gradrewrite.rewriting.step_exchange import (
     ExchangeSettings,
     Figure,
+    constants_of,
     insert_exchange,
     reason_not_elementwise,
     slots_of,
@@ -197,7 +198,7 @@ class _Builder:
         self.tracer = ActionTracer()
         self.spreads = [given.spread for given in gradients]
         self.measured: dict[int, list[_MeasuredPart]] = defaultdict(list)  # by the order of the point
-        self.norms: dict[Hashable, list[tuple[tuple[int, ...], fx.Node]]] = defaultdict(list)  # of groups, by members
+        self.norms: dict[Hashable, list[tuple[tuple[Site, ...], fx.Node]]] = defaultdict(list)  # of groups, by members
         self.exchanged: list[fx.Node] = []
         self.votes: fx.Node | None = None
         self.scaled: list[tuple[int, ...]] = []
@@ -235,12 +236,21 @@ class _Builder:
             whole = torch.empty([int(size or 0) for size in point.site.shape], dtype=part.dtype, device=part.device)
             further = [torch.empty_like(whole)] if takes_value(action) else []
         traced = self.tracer.trace(action, point.site, whole, further=further)
-        reason = reason_not_elementwise(traced.graph.graph)
+        reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(action, point.site, whole, traced)
         if traced.records:
             reason = "its records would be those of the part of one rank"
         if reason:
             raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
         rewriter.insert(point, [action])
+
+    def _reason_of_shape(self, action: Any, site: Site, whole: Tensor, traced: TracedAction) -> str:
+        """Return that an elementwise action is another one for another shape; ``""`` if it is not."""
+        with whole.fake_mode:  # type: ignore[attr-defined]
+            larger = torch.empty([2 * size for size in whole.shape], dtype=whole.dtype, device=whole.device)
+            further = [torch.empty_like(larger)] if takes_value(action) else []
+        other = self.tracer.trace(action, site, larger, further=further)
+        is_same = constants_of(traced.graph.graph) == constants_of(other.graph.graph)
+        return "" if is_same else "it depends on the shape of the gradient"
 
     def refuse_parts(self, action: GroupAction, members: Sequence[InsertionPoint]) -> None:
         """Raise PolicyError for a group action that needs whole gradients where one is spread over ranks."""
@@ -270,9 +280,8 @@ class _Builder:
         for use, figure, node in zip(uses, figures, result.figures, strict=True):
             if use is not None:
                 packing.records.append(RecordNode((use.key,), node, is_forward=False, skips=use.skips))
-            elif figure.nodes:
-                members = tuple(m.position for m in figure.slot.members if m.position is not None)
-                self.norms[figure.slot.group].append((members, node))
+            elif figure.slot.group is not None:  # other ranks may have what this one lacks
+                self.norms[figure.slot.group].append((tuple(m.site for m in figure.slot.members), node))
         self.votes, self.exchanged = result.votes, result.new
 
     def _add_votes(self, count: int, device: torch.device) -> fx.Node:
@@ -295,14 +304,13 @@ class _Builder:
         rewriter = self.rewriter
         for point in points:
             check_dense(action, point.site, value_of(point.node))
-        place = {point.order: n for n, point in enumerate(points)}
         wholes = self.norms[type(action), action.group]
         plain = [point for point in points if self.spreads[point.order] is None]
         nodes = [rewriter.current(point.node) for point in plain]
         is_apart = self._is_measured_apart(action, nodes)
         norms, order, measured = self._measured_norms(nodes) if is_apart and nodes else (nodes, range(len(nodes)), [])
         norms = [*(node for _, node in wholes), *norms]
-        order = [*(place[n] for members, _ in wholes for n in members), *(place[plain[n].order] for n in order)]
+        members = [*(site for sites, _ in wholes for site in sites), *(plain[n].site for n in order)]
         measured = [*self.exchanged, *measured] if wholes else measured
         with recording(value_of(points[0].node).device) as reported:
 
@@ -323,7 +331,6 @@ class _Builder:
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        members = [points[n].site for n in order]
         where = self.where(action)
         keys = rewriter.packing.add(where, points[0].site, traced, extras, members)
         rewriter.packing.groups.append(str(action.group))

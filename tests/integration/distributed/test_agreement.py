@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradrewrite as gr
@@ -131,6 +133,36 @@ def scaled(rank: int) -> Any:
     return moved, scaler.get_scale()
 
 
+def micro_batches_of_shards(rank: int) -> Any:
+    """Two backwards of one step, the first of which is bad on rank 1 and leaves no gradient at the shards."""
+    model = gr.transform(make(), SKIP)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    for is_last, step in ((False, BAD[1]), (True, 0)):
+        model.set_requires_gradient_sync(is_last)
+        loss_of(model(batch(rank, step)), rank, step).backward()
+    optimizer.step()
+    after = [p.detach().full_tensor() for p in model.parameters()]
+    return model.monitor.skipped, all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def skipped_by_a_scaler(rank: int) -> Any:
+    """A GradScaler does not call an optimizer that is not fused: ranks count nothing by themselves."""
+    model = gr.transform(make().float(), SKIP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gr.guard(optimizer, model, process_group=distributed.group.WORLD, max_consecutive_skips=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in (0, BAD[1], BAD[1], 0):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(batch(rank, step).float()), rank, step)).backward()
+        scaler.unscale_(optimizer)
+        if step != BAD[1]:  # as where all ranks have found an infinity
+            scaler.step(optimizer)
+        scaler.update()
+    return model.monitor.skipped
+
+
 def records(rank: int) -> Any:
     """Records of ranks, of which rank 1 alone has the errors."""
     policy = [gr.on("gradient:*", Observe("norm")), *([gr.on("error:0", Observe("max_abs"))] if rank else [])]
@@ -232,6 +264,14 @@ def test_what_a_scaler_finds_on_one_rank_skips_on_all_and_scales_stay_equal(of_t
         assert outcomes["scaled"] == ([True, True, False, True], 4.0)
 
 
+def test_a_bad_micro_batch_of_shards_skips_the_step(of_two: list[dict[str, Any]]) -> None:
+    assert [outcomes["micro_batches_of_shards"] for outcomes in of_two] == [(1, True)] * 2
+
+
+def test_ranks_count_skips_together(of_two: list[dict[str, Any]]) -> None:
+    assert [outcomes["skipped_by_a_scaler"] for outcomes in of_two] == [0, 0]
+
+
 def test_records_are_combined_over_the_ranks_that_have_them(of_two: list[dict[str, Any]]) -> None:
     own = [outcomes["records"][1] for outcomes in of_two]
     for outcomes in of_two:
@@ -262,6 +302,5 @@ def test_groups_are_checked(of_two: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     run_parts([
         in_ddp, in_ddp_fused, in_a_group, alone, nothing_checked, raising, too_many, scaled, records,
-        nan_in_records, no_group,
-        outside_of_the_group,
+        nan_in_records, no_group, outside_of_the_group, micro_batches_of_shards, skipped_by_a_scaler,
     ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -181,6 +182,79 @@ def missing_on_one(rank: int) -> Any:
     return model.monitor.latest()
 
 
+def missing_members(rank: int) -> Any:
+    """Rank 0 lacks one gradient of a group, that of a set of ranks of its own or one that has a share."""
+    where = layouts()
+    found = {}
+    for name, log in (("a", True), ("e", False)):
+        policy = gr.on("step:*", ClipByGlobalNorm(0.5, log=log))
+        model = gr.transform(Bag({n: spread(v.float(), where[n]) for n, v in values(0).items()}), policy)
+        optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for member in (name, "f"):
+            gradient = spread(values(1)[member].float(), where[member])
+            if (member, rank) != (name, 0):
+                model.get_parameter(member).grad = gradient
+        optimizer.step()
+        found[name] = model.monitor.latest()
+    return found
+
+
+def unfrozen(rank: int) -> Any:
+    """A gradient that rank 0 never has is one of the group from the second step on."""
+    where = layouts()
+    model = gr.transform(
+        Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", ClipByGlobalNorm(0.5))
+    )
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    totals = []
+    for is_frozen in (True, False):
+        model.d.requires_grad_(not is_frozen)
+        for name in ("a", "d"):
+            gradient = spread(values(1)[name], where[name])
+            if name == "a" or (not is_frozen and rank):
+                model.get_parameter(name).grad = gradient
+        optimizer.step()
+        totals.append(model.monitor.latest()["total_norm@step:group:default"])
+    return totals
+
+
+def smaller_group(rank: int) -> Any:
+    """The ranks that are to agree are fewer than those that have parts of a bad gradient."""
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    where = layouts()
+    model = gr.transform(
+        Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", CheckFinite("skip"))
+    )
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model, process_group=groups[rank % 2])
+    model.a.grad = spread(values(1)["a"], where["a"])
+    if rank == 1:
+        model.a.grad.to_local()[0, 0] = float("nan")
+    optimizer.step()
+    return torch.equal(full(model.a.detach()), values(0)["a"])
+
+
+def answered_twice(rank: int) -> Any:
+    clip = ClipByGlobalNorm(0.5)
+    ways = (layouts(), dict.fromkeys(SHAPES))
+    return [step([gr.on("step:*", clip), gr.on("step:a", clip)], values(1), way)[2] for way in ways]
+
+
+def sets_of_ranks(rank: int) -> Any:
+    """A graph of ranks that have no group is shown on one rank; sets that overlap are no group."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("x", "y", "z"))
+    model = gr.transform(nn.Linear(2, 2, bias=False), gr.on("step:*", ClipByGlobalNorm(0.5)))
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh["y", "z"], [Replicate(), Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    shown = model.trace_step(optimizer).code.count("all_reduce") if rank == 0 else 1
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    ways = {n: (both[name], [Shard(0)]) for n, name in (("a", "dp"), ("c", "ep"))}
+    try:
+        step(gr.on("step:*", ClipByGlobalNorm(0.5)), values(1), {**dict.fromkeys(SHAPES), **ways})
+    except ValueError as err:
+        return shown, str(err)
+    return shown, ""
+
+
 def fused(rank: int) -> Any:
     """The factor goes through the kernel of a fused optimizer, with DTensors of several meshes."""
     where = {n: layout for n, layout in layouts().items() if layout is not None}
@@ -213,6 +287,7 @@ def refused(rank: int) -> Any:
         "log": ClipByValue(1.0, log=True),
         "mean": lambda g: g - g.mean(),
         "positions": lambda g: g * torch.arange(g.shape[-1], dtype=g.dtype),
+        "shape": lambda g: g / g.numel(),
         "elementwise": lambda g: torch.where(g.abs() > 1, g.sign(), g * 0.5),
         "two": [ClipByGlobalNorm(1.0), ClipByGlobalNorm(2.0, group="second")],
     }
@@ -304,6 +379,45 @@ def test_ranks_may_lack_gradients(of_four: list[dict[str, Any]]) -> None:
     assert "min@step:a" not in of_four[3]["missing_on_one"]
 
 
+def test_ranks_that_lack_gradients_use_the_norm_of_all(of_four: list[dict[str, Any]]) -> None:
+    a, e, f = (values(1)[name].float() for name in "aef")
+    wanted = torch.cat([a[2:].flatten(), f.flatten()]).norm().item()  # two rows are those of rank 0
+    totals = [outcomes["missing_members"]["a"]["total_norm@step:group:default"] for outcomes in of_four]
+    assert totals == [pytest.approx(wanted, rel=1e-6)] * 4
+    assert len(set(totals)) == 1
+    shares = of_four[0]["missing_members"]["a"]
+    assert shares["norm_share@step:a"] + shares["norm_share@step:f"] == pytest.approx(1.0)
+    pairs = [outcomes["missing_members"]["e"]["total_norm@step:group:default"] for outcomes in of_four]
+    assert pairs[0] == pairs[1] == pytest.approx(torch.cat([e[1:].flatten(), f.flatten()]).norm().item(), rel=1e-6)
+    assert pairs[2] == pairs[3] == pytest.approx(torch.cat([e.flatten(), f.flatten()]).norm().item(), rel=1e-6)
+
+
+def test_a_parameter_that_is_unfrozen_is_exchanged(of_four: list[dict[str, Any]]) -> None:
+    a, d = (values(1)[name] for name in "ad")
+    d[:2, :4] = 0.0  # the part of rank 0
+    wanted = [a.norm().item(), math.hypot(a.norm().item(), d.norm().item())]
+    for outcomes in of_four:
+        close(outcomes["unfrozen"], wanted)
+
+
+def test_a_bad_gradient_skips_on_all_that_have_parts_of_it(of_four: list[dict[str, Any]]) -> None:
+    assert [outcomes["smaller_group"] for outcomes in of_four] == [True] * 4
+
+
+def test_a_gradient_counts_once_in_its_group(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        found, wanted = outcomes["answered_twice"]
+        close(found["total_norm@step:group:default"], wanted["total_norm@step:group:default"])
+
+
+def test_sets_of_ranks(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        assert not isinstance(outcomes["sets_of_ranks"], str), outcomes["sets_of_ranks"]
+        shown, text = outcomes["sets_of_ranks"]
+        assert shown >= 1
+        assert "process_group=" in text
+
+
 def test_fused_optimizers(of_four: list[dict[str, Any]]) -> None:
     for outcomes in of_four:
         (parameters, records), (wanted, wanted_records) = outcomes["fused"]
@@ -319,6 +433,7 @@ def test_fused_optimizers(of_four: list[dict[str, Any]]) -> None:
         ("log", "its records would be those of the part of one rank"),
         ("mean", "is not elementwise"),
         ("positions", "makes a tensor of the size of the gradient"),
+        ("shape", "it depends on the shape of the gradient"),
         ("elementwise", ""),
         ("two", "its gradients are in a later group too"),
     ],
@@ -350,6 +465,7 @@ def by_torch(rank: int) -> Any:
 
 if __name__ == "__main__":
     run_parts([
-        many_figures, of_order, large, one_collective, bad_on_one, partial, missing_on_one, fused, mixed_in_a_group,
+        many_figures, of_order, large, one_collective, bad_on_one, partial, missing_on_one, missing_members,
+        unfrozen, smaller_group, answered_twice, sets_of_ranks, fused, mixed_in_a_group,
         refused, kept, by_torch,
     ])  # fmt: skip
