@@ -303,7 +303,7 @@ class Guard:
         if alive and not refs and not self._has_shards_of([p for p, _ in alive]):
             return  # those that are gone were replaced (``load_state_dict(assign=True)``), and may be its own by now
         # The gradients of micro-batches whose shards wait for the last one are elsewhere (FSDP2).
-        self._judged |= {number: ref for number, ref in refs.items() if not is_sharded(ref())}
+        self._judged |= {id(p): ref for p, ref in alive if id(p) in own and not is_sharded(p)}
         known = self._verdicts.get(bad.device)
         self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
 
@@ -594,8 +594,8 @@ def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonF
         note = f"the step that failed is not in the buffer (capacity {recorder.capacity}); this is the first check"
         if is_agreed:
             note = (
-                "no check failed in the last backward on this rank, but one in an earlier backward, or on another rank, "
-                "whose error says more"
+                "no check failed in the last backward on this rank, but one in an earlier backward, or on another "
+                "rank, whose error says more"
             )
         assert is_agreed or recorder.last_skip is not None
         site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site

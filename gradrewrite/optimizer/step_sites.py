@@ -182,7 +182,11 @@ class StepSites:
             if ballot is not None and sums is not None:
                 ballot.decide(sums)
             return None
-        return None if plan is None else self._run(plan, parameters, gradients, scale, ballot)
+        if plan is None:
+            return None
+        if ballot is not None and not plan.rewrite.takes_votes and not any(plan.rewrite.outputs.num_skips):
+            ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
+        return self._run(plan, parameters, gradients, scale, ballot)
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph for a step in which every parameter that needs a gradient has one; nothing runs.

@@ -133,17 +133,47 @@ def scaled(rank: int) -> Any:
     return moved, scaler.get_scale()
 
 
+def whole(parameter: Any) -> Tensor:
+    return parameter.detach().full_tensor()
+
+
+class Ops(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of the operations of the block, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(rank: int) -> Any:
+    """The operations of a step with a clip, whose figures are not exchanged."""
+    model = gr.transform(make(), [SKIP, gr.on("step:*", ClipByGlobalNorm(0.01))])
+    optimizer = gr.guard(
+        torch.optim.AdamW(model.parameters(), fused=True), model, process_group=distributed.group.WORLD
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        with Ops() as ops:
+            optimizer.step()
+    return ops.found
+
+
 def micro_batches_of_shards(rank: int) -> Any:
     """Two backwards of one step, the first of which is bad on rank 1 and leaves no gradient at the shards."""
     model = gr.transform(make(), SKIP)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    before = [whole(p).clone() for p in model.parameters()]
     for is_last, step in ((False, BAD[1]), (True, 0)):
         model.set_requires_gradient_sync(is_last)
         loss_of(model(batch(rank, step)), rank, step).backward()
     optimizer.step()
-    after = [p.detach().full_tensor() for p in model.parameters()]
+    after = [whole(p) for p in model.parameters()]
     return model.monitor.skipped, all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
@@ -268,6 +298,14 @@ def test_a_bad_micro_batch_of_shards_skips_the_step(of_two: list[dict[str, Any]]
     assert [outcomes["micro_batches_of_shards"] for outcomes in of_two] == [(1, True)] * 2
 
 
+def test_verdicts_are_exchanged_while_the_actions_run(of_two: list[dict[str, Any]]) -> None:
+    for outcomes in of_two:
+        found = outcomes["operations"]
+        (exchange,) = (n for n, name in enumerate(found) if "allreduce" in name)
+        measured = next(n for n, name in enumerate(found) if "measure" in name or "norm" in name)
+        assert exchange < measured, found
+
+
 def test_ranks_count_skips_together(of_two: list[dict[str, Any]]) -> None:
     assert [outcomes["skipped_by_a_scaler"] for outcomes in of_two] == [0, 0]
 
@@ -303,4 +341,5 @@ if __name__ == "__main__":
     run_parts([
         in_ddp, in_ddp_fused, in_a_group, alone, nothing_checked, raising, too_many, scaled, records,
         nan_in_records, no_group, outside_of_the_group, micro_batches_of_shards, skipped_by_a_scaler,
+        operations,
     ])  # fmt: skip

@@ -220,7 +220,7 @@ def peak_of(run: Callable[[], Any]) -> int:
     """The most bytes that are allocated at one time beyond those before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
