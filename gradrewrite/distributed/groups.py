@@ -73,19 +73,20 @@ class RankGroups:
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     def of_tensors(self, tensors: Iterable[Tensor], further: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return a group of all ranks of the meshes of these tensors and of a further group.
+        """Return a group of all ranks of the meshes of these tensors, or a further group if it has all of these.
 
-        None if there is neither, or if only this process is in it.
+        Not of both where each has ranks that the other lacks: no two ranks would then name the same ones. None if there
+        is neither, or if only this process is in it.
         """
         meshes = {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}
-        if further is not None:
-            self.note(further)
-        ranks = set() if further is None else set(dist.get_process_group_ranks(further))
+        ranks: set[int] = set()
         for number, mesh in meshes.items():
             if number not in self._meshes:
                 self._meshes[number] = mesh, ranks_of(mesh)
                 self._note_mesh(mesh)
             ranks.update(self._meshes[number][1])
+        if further is not None and ranks.issubset(around := self.ranks_of(further)):
+            ranks.update(around)
         return self.of_ranks(tuple(sorted(ranks))) if len(ranks) > 1 else None
 
 
