@@ -40,7 +40,7 @@ _REPORT_EVERY = 100
 _SKIP: tuple[OnFailure, ...] = ("skip",)
 _SCALED = "scaled by a GradScaler"
 _NOT_ALL_AGREE = (
-    "{0}: a check that skips may fail on one rank alone, and not all ranks would skip together: the device meshes of the "
+    "{0}: a check that skips may fail on one rank alone, and not all ranks would skip then: the device meshes of the "
     "parameters have the ranks {1}, and gradients are averaged over the ranks {2}. Give a group that has all ranks of "
     "the model: gr.guard(optimizer, model, process_group=torch.distributed.group.WORLD). Or let it check averages, "
     'behind AllReduce() or at "step:*"'
