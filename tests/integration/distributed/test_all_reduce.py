@@ -532,7 +532,7 @@ def test_regions_average_their_own_gradients(of_two: list[dict[str, Any]]) -> No
         found = outcomes["of_regions"]
         apart = plain_gradients(own(full_batch(0), rank))
         assert_close(found["averaged"], {n: (wanted if n.startswith("layers") else apart)[n] for n in wanted})
-        assert "'scale', which is used outside of all regions" in found["refused"]
+        assert "'scale' too, which is used outside of all regions" in found["refused"]
         assert 'gr.on("step:*"' not in found["refused"]  # where it is refused, too
         assert "DistributedDataParallel(gr.transform(model, policy, regions=...))" in found["refused"]
 
