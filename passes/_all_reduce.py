@@ -36,9 +36,12 @@ class AllReduce:
     average is linear, so that gradients that are accumulated over several backwards are exact.
 
     All processes must have the same graph: a parameter that reaches no output has no gradient and is left out in each
-    of them, and a collective that a process does not join lets the others wait until the timeout of the group. The
-    same holds for the number of backwards. Parameters and buffers are not broadcast: begin with equal ones (one seed).
-    In a group of one process nothing is inserted.
+    of them. A collective that a process does not join lets the others wait until the timeout of the group; of one that
+    it joins with another number of elements torch.distributed promises nothing. Buckets of equal sizes whose gradients
+    come in another order, or with other strides, are *not* noticed: elements of different gradients are then added up.
+    So let all processes run the same code on the same versions, and let no branch on data, rank or shapes choose the
+    layers or their order. The number of backwards must be the same, too. Parameters and buffers are not broadcast:
+    begin with equal ones (one seed). In a group of one process nothing is inserted.
 
     Code with this action is not kept in AOTAutograd's cache on disk, for it depends on the group.
 

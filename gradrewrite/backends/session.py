@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite._formatting import nearest
@@ -15,12 +15,15 @@ from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.errors import NoSuchSiteError, PolicyError
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.policy.actions import BucketedAction, GroupAction
+from gradrewrite.policy.actions import BucketedAction, GroupAction, Measurement
 from gradrewrite.policy.rules import ask_in_order, first_step_site, may_answer_at_steps, rules_of, step_site
 from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.module_names import InputNames, ModuleNames
 from gradrewrite.sites import Pattern, Site
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 STATE = "_gradrewrite"  # the slot of a rewritten model, or its attribute where it was rewritten in place
 _MANY = 3  # names that a warning lists
@@ -38,6 +41,12 @@ _AVERAGED_TWICE = (
 _SPANS = (
     "{0!r} at gradient sites acts on the gradients of one graph, but its group has gradients of {1}. Let it act on all "
     'of them before the update: gr.on("step:*", {0!r}) in the policy, and gr.guard(optimizer, model)'
+)
+_AVERAGED_IN_PART = (
+    "{0!r} averages gradients in the graphs of regions, but its pattern has {1!r} too, which is used outside of all "
+    "regions, and whose gradient would stay that of each process. Take a pattern of parameters inside of regions, if "
+    "the others are averaged elsewhere; or compile the model as a whole, without regions; or take out the action, and "
+    "let DistributedDataParallel(gr.transform(model, policy, regions=...)) average all of them"
 )
 
 
@@ -74,6 +83,7 @@ class Session:
         self.regions: tuple[str, ...] = ()
         self.outside: tuple[str, ...] = ()
         self._checked_rules = self._checked_outside = False
+        self._averaging: ProcessGroup | None = None
         self.may_have_step_sites = may_answer_at_steps(config.policy)
         # Backwards so far, until it is known whether a guard runs the actions at step sites.
         self._backwards: set[int] | None = set() if self.may_have_step_sites else None
@@ -94,10 +104,15 @@ class Session:
             if other is not None:
                 self.check_group(_first_group(report), report.region, other.region)
         self.graphs.append(report)
-        averaging = next((e.action for e in report.edits if isinstance(e.action, BucketedAction)), None)
-        if averaging is not None and averaging.processes().size() == distributed.get_world_size():
-            # They agree on skipped steps. Not a part of them: with DTensors each rank would make another group of it.
-            self.recorder.process_group = averaging.processes()
+        for edit in report.edits:
+            if isinstance(edit.action, BucketedAction):
+                self._note_averaging(edit.action.processes())
+        self.recorder.lone_skip = self.recorder.lone_skip or _lone_skip_of(report)
+
+    def _note_averaging(self, group: ProcessGroup) -> None:
+        """Let the largest group that averages agree on skipped steps: its ranks have equal parameters."""
+        if self._averaging is None or group.size() > self._averaging.size():
+            self._averaging = self.recorder.process_group = group
 
     def check_group(self, action: Any, region: str, other: str) -> None:
         """Raise PolicyError for an action of a group in two different regions."""
@@ -111,7 +126,7 @@ class Session:
             watched: The parameters that are used in regions alone.
 
         Raises:
-            PolicyError: One of them is an action of a group, which would act on a part of the group.
+            PolicyError: One of them is an action of a group, which would act on a part of the group; or averages.
         """
         if self._checked_outside:
             return
@@ -123,6 +138,8 @@ class Session:
             site = replace(step_site(name, parameter), kind="gradient")
             answers = ask_in_order(self.config.policy, site)
             group = next((a.action for a in answers if isinstance(a.action, GroupAction | BucketedAction)), None)
+            if isinstance(group, BucketedAction):
+                raise PolicyError(_AVERAGED_IN_PART.format(group, name))
             if group is not None:
                 raise PolicyError(_SPANS.format(group, f"a region and {name!r}, which is used outside of all regions"))
             silent += [name] if answers else []
@@ -154,6 +171,7 @@ class Session:
         self.entry_frames.clear()
         self.begun.clear()
         self._checked_rules = self._checked_outside = False
+        self._averaging = self.recorder.lone_skip = None
 
     def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
         """Warn once that the actions at a site were not inserted."""
@@ -294,6 +312,17 @@ def _groups_of(report: GraphReport) -> set[Any]:
 
 def _first_group(report: GraphReport) -> Any:
     return next(e.action for e in report.edits if isinstance(e.action, GroupAction) and e.site.kind == "gradient")
+
+
+def _lone_skip_of(report: GraphReport) -> Site | None:
+    """The first site of a check that skips on what this process alone has: not behind an average."""
+    averaged = set()
+    for edit in report.edits:  # in their order at each site
+        if isinstance(edit.action, BucketedAction):
+            averaged.add(edit.site)
+        elif isinstance(edit.action, Measurement) and edit.action.fails == "skip" and edit.site not in averaged:
+            return edit.site
+    return None
 
 
 def attached_state(value: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
-from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_jsonl
+from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_with_rank
 
 _BAD = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
 
@@ -38,7 +38,9 @@ class FirstBad:
 
 
 def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]:
-    """Read the files of the ranks of one run; the rank is in a name (``run.rank1.jsonl``), else the file's position.
+    """Read the files of the ranks of one run.
+
+    The rank is in the lines of a file; in a file without it, its name tells (``run.rank1.jsonl``), else its position.
 
     Raises:
         OSError: A file cannot be read.
@@ -47,14 +49,16 @@ def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]
     runs: dict[int, list[Step]] = {}
     names: dict[int, str] = {}
     for position, path in enumerate(paths):
-        name = os.path.basename(os.fspath(path))
-        found = re.findall(r"rank[-_]?(\d+)", name)
-        rank = int(found[-1]) if found else position
+        name = os.fspath(path)
+        steps, rank = read_with_rank(path)
+        if rank is None:
+            found = re.findall(r"(?<![a-zA-Z])rank[-_]?(\d+)", os.path.basename(name))  # not in "lowrank8"
+            rank = int(found[-1]) if found else position
         if rank in runs:
             raise ValueError(
                 f"{name} and {names[rank]} are both of rank {rank}; give one file for each rank of one run"
             )
-        runs[rank], names[rank] = read_jsonl(path), name
+        runs[rank], names[rank] = steps, name
     return dict(sorted(runs.items()))
 
 

@@ -138,7 +138,12 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
         OSError: The file cannot be read.
         ValueError: Any other line is not ``{"step": 3, "records": {"record@site": 1.5}}``.
     """
-    steps = []
+    return read_with_rank(path)[0]
+
+
+def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None]:
+    """Read a file as ``read_jsonl`` does, with the rank in its last line that has one; None if none has."""
+    steps, rank = [], None
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{os.fspath(path)}, line {number}"
@@ -150,9 +155,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
                 raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}") from err
             try:
                 steps.append(_step(data))
+                rank = _whole(data, "rank") if "rank" in data else rank
             except (ValueError, OverflowError) as err:
                 raise ValueError(f"{where}: {err}") from err
-    return steps
+    return steps, rank
 
 
 def last_run(steps: Sequence[Step]) -> Run:
@@ -222,11 +228,16 @@ def _refuse(constant: str) -> float:
 def _step(data: object) -> Step:
     if not isinstance(data, dict) or not isinstance(data.get("records"), dict):
         raise ValueError(f'wanted {{"step": number, "records": {{...}}}}, got {data!r:.60}')
-    step = data.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"wanted a whole number >= 0 as step, got {step!r:.60}")
+    step = _whole(data, "step")
     # the same addresses come in every row: kept once
     return Step(step, {sys.intern(address): _number(address, value) for address, value in data["records"].items()})
+
+
+def _whole(data: Mapping[str, object], name: str) -> int:
+    number = data.get(name)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"wanted a whole number >= 0 as {name}, got {number!r:.60}")
+    return number
 
 
 def _number(address: str, value: object) -> float:

@@ -79,17 +79,16 @@ class RankGroups:
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     def of_tensors(self, tensors: Iterable[Tensor], further: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return a group of all ranks of the meshes of these tensors and of a further group.
+        """Return a group of all ranks of the meshes of these tensors, or a further group if it has all of these.
 
-        None if there is neither, or if only this process is in it.
+        Not of both where each has ranks that the other lacks: no two ranks would then name the same ones. None if there
+        is neither, or if only this process is in it.
 
         Raises:
-            ValueError: None of them has all ranks of the others, so that ranks would not find the same group.
+            ValueError: No mesh has all ranks of the others, so that ranks would not find the same group.
         """
         meshes = {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}
-        if further is not None:
-            self.note(further)
-        sets = [] if further is None else [frozenset(dist.get_process_group_ranks(further))]
+        sets = []
         for number, mesh in meshes.items():
             if number not in self._meshes:
                 self._meshes[number] = mesh, ranks_of(mesh)
@@ -99,10 +98,12 @@ class RankGroups:
         if sets and ranks not in sets:
             shown = ", ".join(str(sorted(found)) for found in sorted(set(sets), key=sorted))
             raise ValueError(
-                f"gr.guard: parameters and the data parallelism around the model are on the ranks {shown}, of which "
-                "none has all others, so the ranks that agree on skipped steps are not known; name them: "
+                f"gr.guard: the optimizer's parameters are on the ranks {shown}, of which none has all others, so the "
+                "ranks that agree on skipped steps are not known; name them: "
                 "gr.guard(optimizer, model, process_group=...)"
             )
+        if further is not None and ranks.issubset(around := self.ranks_of(further)):
+            ranks = ranks.union(around)
         return self.of_ranks(tuple(sorted(ranks))) if len(ranks) > 1 else None
 
 

@@ -113,7 +113,7 @@ class Monitor:
         Args:
             how: ``"mean"``, ``"max"`` or ``"sum"``.
             process_group: The ranks. By default those of the DistributedDataParallel in which the model was called,
-                else all; without any, the result is that of ``latest``.
+                or of the largest group of ``AllReduce``, else all; without any, the result is that of ``latest``.
 
         Raises:
             ValueError: ``how`` is none of the three.

@@ -21,6 +21,7 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, Check
 from gradrewrite.monitoring.host_copy import LateRecord
 from gradrewrite.monitoring.step_record import GraphRecord, StepRecord
+from gradrewrite.sites import Site
 
 _MAX_OPEN = 1000
 
@@ -95,7 +96,10 @@ class StepRecorder:
         num_guards: How many were added since there was none; numbers the groups of step sites.
         closed: Number of the last step that belongs to guards which were removed; -1 if there is none.
         last_skip: The check that skips of the last graph that has one.
-        process_group: The group of the data parallelism that the model was last called in.
+        lone_skip: Site of a check that skips and may fail on one rank of several that have equal parameters; None if
+            there is none.
+        process_group: The group of the data parallelism that the model was last called in, or that averages its
+            gradients.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -110,6 +114,7 @@ class StepRecorder:
         self.num_guards = 0
         self.closed = -1
         self.last_skip: Check | None = None
+        self.lone_skip: Site | None = None
         self.process_group: distributed.ProcessGroup | None = None
         self._num_groups = 0
         self._has_begun = False

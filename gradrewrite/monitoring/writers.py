@@ -158,21 +158,24 @@ def path_of_rank(path: str | os.PathLike[str]) -> str:
 class JsonLines:
     """A file with one object a line, ``{"step": 3, "records": {...}}``.
 
-    A line is one write, so a kill leaves whole lines. A line that could not be written whole (a full disk) is taken
-    back, and an unfinished one that an earlier run left is taken off when the file is opened.
+    On several ranks ``"rank": 1`` comes between the two. A line is one write, so a kill leaves whole lines. A line
+    that could not be written whole (a full disk) is taken back, and an unfinished one that an earlier run left is taken
+    off when the file is opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open for appending; OSError if that fails."""
         self.path = Path(path)
         self.key = os.path.abspath(self.path)
+        rank = this_rank()
+        self._rank = {} if rank is None else {"rank": rank}
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._mend()
 
     def write(self, step: int, records: Mapping[str, float]) -> None:
         """Append one line; OSError if it does not fit."""
-        line = json.dumps({"step": step, "records": {k: plain_number(v) for k, v in records.items()}}, allow_nan=False)
-        data = line.encode() + b"\n"
+        row = {"step": step, **self._rank, "records": {k: plain_number(v) for k, v in records.items()}}
+        data = json.dumps(row, allow_nan=False).encode() + b"\n"
         written = 0
         try:
             while written < len(data):

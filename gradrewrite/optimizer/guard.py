@@ -19,7 +19,7 @@ from gradrewrite._warnings import warn
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
 from gradrewrite.distributed.shards import is_sharded
-from gradrewrite.errors import NonFiniteError
+from gradrewrite.errors import NonFiniteError, PolicyError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.monitoring.failed_checks import failure_of
@@ -39,6 +39,12 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _REPORT_EVERY = 100
 _SKIP: tuple[OnFailure, ...] = ("skip",)
 _SCALED = "scaled by a GradScaler"
+_NOT_ALL_AGREE = (
+    "{0}: a check that skips may fail on one rank alone, and not all ranks would skip then: the device meshes of the "
+    "parameters have the ranks {1}, and gradients are averaged over the ranks {2}. Give a group that has all ranks of "
+    "the model: gr.guard(optimizer, model, process_group=torch.distributed.group.WORLD). Or let it check averages, "
+    'behind AllReduce() or at "step:*"'
+)
 _BAD = 0  # among the votes: checks; then what a GradScaler found
 
 
@@ -97,8 +103,9 @@ def guard(
             the device; each step copies the parameters (in float32 at least) and reads them three times. A policy
             that records nothing has nothing to add them to: a warning tells once. Not for sharded parameters.
         process_group: The ranks that skip a step together. By default those of the DistributedDataParallel in which
-            the model is called, and of the device meshes of the parameters (FSDP2, tensor parallel); without any of
-            these nothing is communicated.
+            the model is called, of the largest group of ``AllReduce``, or of the device meshes of the parameters
+            (FSDP2, tensor parallel); without any of these nothing is communicated. Needed where these are different
+            ranks, and a check that skips comes before the average.
 
     Returns:
         The same optimizer.
@@ -110,6 +117,7 @@ def guard(
             which knows no names, or (from ``step``) with sharded parameters; or this process is not in
             ``process_group``.
         NoSuchSiteError: A rule for step sites matches no parameter of its model (of a backend: from ``step``).
+        PolicyError: (from ``step``) ``process_group`` is needed.
         UnsupportedGradientError: (from ``step``) There is an action at a sparse gradient.
 
     Example:
@@ -417,12 +425,22 @@ class Guard:
         if group is None:
             around = next((r.process_group for r, _ in self._recorders if r.process_group is not None), None)
             group = self._groups.of_tensors(parameters, around)
+            self._check_all_agree(group, around)
         if group is None or group.size() == 1:
             return None
         device = parameters[0].device if self._counts is None else self._counts.device
         optimizers.check_unmixed(optimizer)
         found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
         return Ballot(group, [bad, found_inf], device)
+
+    def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
+        """Raise PolicyError where a rank may skip what others with the same parameters do not."""
+        site = next((r.lone_skip for r, _ in self._recorders if r.lone_skip is not None), None)
+        if site is None or around is None or group is None:
+            return
+        averaged, agreeing = self._groups.ranks_of(around), self._groups.ranks_of(group)
+        if not set(averaged).issubset(agreeing):
+            raise PolicyError(_NOT_ALL_AGREE.format(site, list(agreeing), list(averaged)))
 
     def _agreed(self, optimizer: torch.optim.Optimizer, ballot: Ballot) -> Tensor:
         """Return the verdict of all ranks on the checks; that of a GradScaler is given to the optimizer."""

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import gradrewrite as gr
@@ -246,7 +249,7 @@ def clip_under_ddp(rank: int) -> Any:
 def inside_of_fsdp(rank: int) -> Any:
     """Shards of averages: FSDP2 averages equal gradients once more."""
     model = gr.transform(make(), reducing(CLIP))
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,))
     fully_shard(model, mesh=mesh, ignored_params={model.scale})
     model(own(full_batch(0), rank)).square().mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -278,9 +281,62 @@ def failed_check(rank: int) -> Any:
     return found
 
 
+def bad_on_rank_0(model: Any, rank: int, **options: Any) -> dict[str, Any]:
+    """Two steps; in the second one the loss of rank 0 is infinite."""
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    for step in range(2):
+        optimizer.zero_grad()
+        out = full(model(own(full_batch(step), 0)))
+        (out * (torch.inf if (rank, step) == (0, 1) else 1.0)).square().mean().backward()
+        optimizer.step()
+    parameters = {name: full(p).detach().clone() for name, p in model.named_parameters()}
+    return {"skipped": model.monitor.skipped, "parameters": parameters}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def in_groups_of_two(rank: int) -> Any:
+    """Ranks 0 and 2 are one group, 1 and 3 the other: models of their own, or halves of one (tensor parallel)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reducing = AllReduce(mesh.get_group("dp"))
+
+    def parallel(*policy: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return gr.transform(model, [*policy])
+
+    before = gr.on("error:*1", CheckFinite("skip")), gr.on("gradient:*", reducing)
+    behind = gr.on("gradient:*", [reducing, CheckFinite("skip")])
+    found = {"plain": bad_on_rank_0(gr.transform(make(), [*before]), rank)}
+    found["behind"] = bad_on_rank_0(parallel(behind), rank)
+    found["given"] = bad_on_rank_0(parallel(*before), rank, process_group=torch.distributed.group.WORLD)
+    try:
+        bad_on_rank_0(parallel(*before), rank)
+    except gr.PolicyError as err:
+        found["refused"] = {"text": str(err)}
+    return found
+
+
+def of_regions(rank: int) -> Any:
+    """Each region averages its own gradients; what is outside of all of them is refused."""
+    found: dict[str, Any] = {}
+    policy = gr.on("gradient:layers.*", AllReduce(bucket_mb=SMALL))
+    model = gr.transform(make(), policy, regions="layers.*")
+    model(own(full_batch(0), rank)).square().mean().backward()
+    found["averaged"] = gradients_by_name(model)
+    try:
+        gr.transform(make(), reducing(), regions="layers.*")(own(full_batch(0), rank))
+    except gr.PolicyError as err:
+        found["refused"] = str(err)
+    return found
+
+
 PARTS = [
     trained, order_of_actions, accumulated, with_dynamic_sizes, mixed_dtypes, seen_in_the_graph, compiled,
-    inside_of_ddp, clip_under_ddp, inside_of_fsdp, in_a_group_of_one, failed_check,
+    inside_of_ddp, clip_under_ddp, inside_of_fsdp, in_a_group_of_one, failed_check, of_regions,
 ]  # fmt: skip
 
 
@@ -454,6 +510,33 @@ def test_failed_checks(of_two: list[dict[str, Any]]) -> None:
     assert "it came from another process" in second["behind"]
 
 
+def test_a_group_skips_together(of_four: list[dict[str, Any]]) -> None:
+    found = [outcomes["in_groups_of_two"] for outcomes in of_four]
+    for name, skipped in {"plain": [1, 0, 1, 0], "behind": [1] * 4, "given": [1] * 4}.items():
+        assert [one[name]["skipped"] for one in found] == skipped
+        for one, other in ((0, 2), (1, 3)):
+            pairs = zip(*(found[n][name]["parameters"].values() for n in (one, other)), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_ranks_of_a_skip_are_needed(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        text = outcomes["in_groups_of_two"]["refused"]["text"]
+        assert "error:1" in text
+        assert "gr.guard(optimizer, model, process_group=" in text
+
+
+def test_regions_average_their_own_gradients(of_two: list[dict[str, Any]]) -> None:
+    wanted = plain_gradients(full_batch(0))
+    for rank, outcomes in enumerate(of_two):
+        found = outcomes["of_regions"]
+        apart = plain_gradients(own(full_batch(0), rank))
+        assert_close(found["averaged"], {n: (wanted if n.startswith("layers") else apart)[n] for n in wanted})
+        assert "'scale' too, which is used outside of all regions" in found["refused"]
+        assert 'gr.on("step:*"' not in found["refused"]  # where it is refused, too
+        assert "DistributedDataParallel(gr.transform(model, policy, regions=...))" in found["refused"]
+
+
 def test_process_group_is_needed(tmp_path: Path) -> None:
     model = gr.transform(make(), reducing())
     with pytest.raises(gr.PolicyError, match="init_process_group"):
@@ -461,4 +544,4 @@ def test_process_group_is_needed(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_parts(PARTS, [trained_by_four])
+    run_parts(PARTS, [trained_by_four, in_groups_of_two])

@@ -10,6 +10,8 @@ import pytest
 from gradrewrite import Step, viz
 from gradrewrite.cli import main
 from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
+from gradrewrite.monitoring import writers
+from gradrewrite.monitoring.writers import JsonLines
 
 pytestmark = pytest.mark.pure
 
@@ -23,8 +25,11 @@ def steps(bad: dict[int, str] | None = None, *, grows: bool = False) -> list[Ste
     return [Step(n, {f"norm@{site}": value(n, site) for site in sites}) for n in range(8)]
 
 
-def write(path: Path, run: list[Step]) -> str:
-    rows = [{"step": s.step, "records": {k: v if v == v else "NaN" for k, v in s.records.items()}} for s in run]
+def write(path: Path, run: list[Step], **further: object) -> str:
+    path.parent.mkdir(exist_ok=True)
+    rows = [
+        further | {"step": s.step, "records": {k: v if v == v else "NaN" for k, v in s.records.items()}} for s in run
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -60,8 +65,31 @@ def test_ranks_are_in_the_names_of_files(tmp_path: Path) -> None:
     assert {rank: len(run) for rank, run in read_ranks(paths).items()} == {2: 2, 10: 8}
     plain = [write(tmp_path / name, steps()) for name in ("a.jsonl", "b.jsonl")]
     assert list(read_ranks(plain)) == [0, 1]
-    with pytest.raises(ValueError, match=r"run\.rank2\.jsonl and run\.rank2\.jsonl are both of rank 2"):
+    with pytest.raises(ValueError, match=r"run\.rank2\.jsonl and .*run\.rank2\.jsonl are both of rank 2"):
         read_ranks([paths[1], paths[1]])
+    low = [write(tmp_path / name, steps()) for name in ("lowrank8_a.jsonl", "lowrank8_b.jsonl")]
+    assert list(read_ranks(low)) == [0, 1]
+
+
+def test_ranks_are_in_the_lines(tmp_path: Path) -> None:
+    """They come before names, which may be those of an experiment, and before the order of a shell (0, 1, 10, 2)."""
+    paths = [write(tmp_path / str(n) / "run.rank3.jsonl", steps()[:n], rank=n) for n in (1, 10, 2)]
+    assert {rank: len(run) for rank, run in read_ranks(paths).items()} == {1: 1, 2: 2, 10: 8}
+    both = [write(tmp_path / folder / "run.jsonl", steps(), rank=1) for folder in ("a", "b")]
+    with pytest.raises(ValueError, match=r"b.run\.jsonl and .*a.run\.jsonl are both of rank 1"):
+        read_ranks(both)
+    for wrong in (-1, True, "1", None):
+        with pytest.raises(ValueError, match="line 1: wanted a whole number >= 0 as rank"):
+            read_ranks([write(tmp_path / "wrong.jsonl", steps(), rank=wrong)])
+
+
+def test_the_sink_writes_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (11, 2):
+        monkeypatch.setattr(writers, "this_rank", lambda rank=rank: rank)
+        sink = JsonLines(writers.path_of_rank(tmp_path / "run-{rank}.jsonl"))
+        sink.write(0, {"loss@run": float(rank)})
+    runs = read_ranks([tmp_path / "run-11.jsonl", tmp_path / "run-2.jsonl"])
+    assert runs == {2: [Step(0, {"loss@run": 2.0})], 11: [Step(0, {"loss@run": 11.0})]}
 
 
 def test_doctor_and_report_read_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
