@@ -100,7 +100,7 @@ class GraphUses:
     def _join(self, region: RegionCall, module: nn.Module) -> GraphUse:
         assert self.region is not None
         known, number = self.report.sites, region.number - self.region.number
-        renaming = Renaming(self.region.name, region.name, number, calls_by_name(known))
+        renaming = Renaming(self.region.name, region.name, number, calls_by_name(known, self.region.number))
         sites = tuple(map(renaming.site, known))
         for site, answers in zip(sites, self.answers, strict=True):
             if _keys_of(ask_in_order(self.session.config.policy, site)) != _keys_of(answers):

@@ -159,6 +159,31 @@ def test_a_region_that_is_called_several_times_counts_its_calls(x: Tensor) -> No
     assert "norm@error:cell#2" in regions.monitor.latest()
 
 
+class Shortening(Recurrent):
+    """Calls its cell on rows of these numbers."""
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        y = [self.cell(x[:size]) for size in sizes]
+        return self.head(torch.cat(y))
+
+
+def clip_at_call_3(site: gr.Site) -> ClipByNorm | None:
+    return ClipByNorm(1e-3) if str(site) == "error:cell.fc#3" else None
+
+
+def test_a_graph_that_is_made_at_a_later_call_is_counted_at_others(x: Tensor) -> None:
+    policy = [gr.on("error:cell.*", Observe("norm")), clip_at_call_3]
+    whole = gr.transform(made(Shortening), policy, dynamic=False)
+    regions = gr.transform(made(Shortening), policy, regions="cell", dynamic=False)
+    for sizes in ((5, 4), (4, 4, 4, 4)):
+        for model in (whole, regions):
+            model.zero_grad()
+            model(x, *sizes).square().mean().backward()
+        wanted, got = gradients_of(whole), gradients_of(regions)
+        assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+        assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+
+
 def test_two_forwards_before_their_backwards_in_any_order(x: Tensor) -> None:
     model = gr.transform(made(), gr.on("error:blocks.*.fc", Observe("max_abs")), regions="blocks.*")
     small, large = model(x).sum(), model(x).sum() * 10
