@@ -159,6 +159,62 @@ def test_a_region_that_is_called_several_times_counts_its_calls(x: Tensor) -> No
     assert "norm@error:cell#2" in regions.monitor.latest()
 
 
+class RecurrentCheckpointed(Recurrent):
+    is_reentrant = False
+    inside = 1  # calls of the cell in one checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(0, 4, self.inside):
+            x = checkpoint(self.run if self.inside > 1 else self.cell, x, use_reentrant=self.is_reentrant)
+        return self.head(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(self.inside):
+            x = self.cell(x)
+        return x
+
+
+@pytest.mark.parametrize("inside", [1, 2])
+def test_checkpoints_around_a_region_that_is_called_several_times(inside: int, x: Tensor) -> None:
+    whole, regions = (
+        gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc", [NORM, CheckFinite("raise")]), regions=regions)
+        for regions in ([], "cell")
+    )
+    whole.inside = regions.inside = inside
+    wanted, got = trained(whole, x), trained(regions, x)
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+    assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+    with torch.no_grad():
+        regions.cell.out.weight[0, 0] = float("inf")
+    with pytest.raises(gr.NonFiniteError, match=r"parameter cell\.out\.weight was not" if inside == 1 else "cell"):
+        regions(x).sum().backward()
+
+
+def test_a_checkpoint_runs_the_code_of_its_own_call(x: Tensor) -> None:
+    def halve_small(g: Tensor, value: Tensor) -> Tensor:
+        return torch.where(value.sin() > 0, g / 2, g)
+
+    policy = [gr.on("error:cell.fc", NORM), gr.on("error:cell.fc#1", halve_small)]
+    whole, regions = (gr.transform(made(RecurrentCheckpointed), policy, regions=regions) for regions in ([], "cell"))
+    wanted, got = trained(whole, x), trained(regions, x)
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+    assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+
+    regions.inside = 2
+    with pytest.raises(gr.NotRewrittenError, match=r"'cell' was called 4 times .* which of these calls"):
+        trained(regions, x)
+
+
+def test_a_reentrant_checkpoint_around_a_region_that_is_called_several_times_is_refused(x: Tensor) -> None:
+    model = gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc#1", ClipByNorm(1e-3)), regions="cell")
+    model.is_reentrant = True
+    y = model(x.requires_grad_()).sum()
+    with pytest.raises(gr.NotRewrittenError, match=r"'cell' was called 4 times .*use_reentrant=False"):
+        y.backward()
+    model.is_reentrant = False
+    trained(model, x)
+
+
 class Shortening(Recurrent):
     """Calls its cell on rows of these numbers."""
 
