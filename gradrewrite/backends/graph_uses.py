@@ -66,6 +66,7 @@ class GraphUses:
 
         Raises:
             NotShared: The policy answers otherwise there. Nothing has run.
+            NotRewrittenError: The policy answers otherwise there, and other graphs of the region may have run.
             PolicyError: An action of a group would act in several regions.
         """
         running = current_region()
@@ -104,7 +105,13 @@ class GraphUses:
         sites = tuple(map(renaming.site, known))
         for site, answers in zip(sites, self.answers, strict=True):
             if _keys_of(ask_in_order(self.session.config.policy, site)) != _keys_of(answers):
-                raise NotShared(str(region))
+                if self.report.is_whole:
+                    raise NotShared(str(region))
+                raise NotRewrittenError(
+                    f"a graph break in the region {region} was reached when {self.region} shared its code already, and "
+                    f"the policy answers otherwise at {site}; remove the break (fullgraph=True finds it), or call the "
+                    "region first where the break is reached"
+                )
         tensors = dict(module.named_parameters(prefix=region.name, remove_duplicate=False))
         sharded = data_parallel.sharded_parameters(module.modules())
 

@@ -282,7 +282,9 @@ class Regions:
         if known is not None:
             yield known
         structure = self._structure(region.name, module, runs_hooks=runs_hooks)
-        yield from (e for e in list(self._entries) if e is not known and e.structure == structure)
+        for entry in list(self._entries):
+            if entry is not known and entry.structure == structure and not entry.point.is_split(entry.users):
+                yield entry
         make_entry = self._make_entry()
         assert make_entry is not None
         entry = _Entry(make_entry(module, runs_hooks=runs_hooks), structure)

@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -343,6 +344,74 @@ class Breaking(Block):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         torch._dynamo.graph_break()
         return super().forward(x, scale)
+
+
+class Split(Block):
+    """Has a graph on both sides of a graph break, and counts its calls in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.fc(self.norm(x)).tanh()
+        self.num_calls += 1
+        torch._dynamo.graph_break()
+        return x + self.out(y) * scale
+
+
+class SplitNet(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks.extend(Split() for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:the tracer skipped a region")
+@pytest.mark.parametrize("rule", [[], [gr.on("error:blocks.2.out", Scale(0.5))]])
+def test_regions_with_graph_breaks(rule: Any, x: Tensor) -> None:
+    policy = [gr.on("error:blocks.?.*", NORM), *rule]
+
+    def hand_written(block: Split, x: Tensor) -> Tensor:
+        y = block.fc(block.norm(x)).tanh()
+        block.num_calls += 1
+        return x + block.out(y)
+
+    whole = made(SplitNet)
+    for block in whole.blocks:
+        block.forward = partial(hand_written, block)
+    whole = gr.transform(whole, policy)
+    regions = gr.transform(made(SplitNet), policy, regions="blocks.*", fullgraph=False)
+    wanted, got = trained(whole, x), trained(regions, x)
+
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+    assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+    assert [int(block.num_calls) for block in regions.blocks] == [2] * 3
+    assert {len(users) for users in entries_of(regions)} == {1}
+
+
+class SplitLater(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = super().forward(x, scale)
+        if not self.negates:
+            return y
+        torch._dynamo.graph_break()
+        return y.sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore:the tracer skipped a region")
+def test_another_answer_behind_a_graph_break_of_shared_code(x: Tensor) -> None:
+    model = made(lambda: Net(2))
+    model.blocks = nn.ModuleList(SplitLater() for _ in range(2)).double()
+
+    def policy(site: gr.Site) -> Scale | None:
+        return Scale(0.5) if site.matches("error:blocks.1/sigmoid") else None
+
+    model = gr.transform(model, policy, regions="blocks.*", fullgraph=False)
+    trained(model, x)
+    for block in model.blocks:
+        block.negates = True
+    with pytest.raises(gr.NotRewrittenError, match=r"a graph break in the region blocks\.1 was reached"):
+        trained(model, x)
 
 
 class Printing(Net):
