@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gradrewrite._compat import autograd, data_parallel, dynamo, nn_modules
 from gradrewrite._formatting import nearest
 from gradrewrite._tensors import tensors_in
 from gradrewrite.backends.entry_point import EntryPoint
-from gradrewrite.backends.module_hooks import WithHooks
+from gradrewrite.backends.module_hooks import HookedForwards
 from gradrewrite.backends.region_calls import (
     NotShared,
     RegionCall,
@@ -130,6 +131,7 @@ class Regions:
         self._make_entry = make_entry
         self._entries: list[_Entry] = []
         self._known: dict[RegionCall, _Entry] = {}
+        self._hooked = HookedForwards()
         self._most_calls: Counter[str] = Counter()  # of each region in one call of the model, with gradients
         self._without_gradients: set[str] = set()  # regions that the last of these called without them
         for name, module in self.modules.items():
@@ -214,16 +216,8 @@ class Regions:
         call = self._call if is_known else self._call_again
         if not data_parallel.is_sharded(module):
             return call(region, module, args, kwargs)
-        if "forward" in vars(module):
-            raise NotRewrittenError(
-                f"fully_shard and a replaced forward of the region {name!r}: the policy would not hold; apply autocast "
-                "around the call instead"
-            )
-        plain = type(module)
-        body = {"forward": lambda _, *a, **k: call(region, module, a, k, runs_hooks=False)}
-        metaclass: Any = type(plain)
-        hooked: nn.Module = object.__new__(metaclass(plain.__name__, (WithHooks, plain), body))
-        object.__setattr__(hooked, "__dict__", vars(module))
+        forward = partial(call, region, module, runs_hooks=False)
+        hooked = self._hooked.around(lambda *a, **k: forward(a, k), module, type(module), f"the region {name!r}")
         return hooked._call_impl(*args, **kwargs)
 
     def _call(

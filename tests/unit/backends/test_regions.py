@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
 from gradrewrite.backends.model_state import state_of
+from gradrewrite.backends.regions import Regions
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe, Scale
 
 from helpers import gradients_of
@@ -434,6 +435,17 @@ def test_what_is_outside_is_listed(x: Tensor) -> None:
     assert "outside of all regions, without a policy: embed, head" in str(model.explain())
     with pytest.warns(gr.RewriteWarning, match=r"answers at the gradients of blocks\.0.* outside of all regions"):
         trained(model, x)
+
+
+def test_parameters_are_listed_where_they_are_looked_at(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gr.transform(made(lambda: Net(1)), EQUAL, regions="blocks.*")
+    trained(model, x)
+
+    def parameters(self: Regions) -> list[Tensor]:
+        raise AssertionError("once is enough")
+
+    monkeypatch.setattr(Regions, "parameters", parameters)
+    trained(model, x)
 
 
 @pytest.mark.parametrize(
