@@ -54,7 +54,7 @@ def runs_backward(frame: FrameType) -> bool:
 
 
 def compiled_nodes(outputs: Iterable[Tensor], ends: Collection[Any]) -> list[Any]:
-    """Return the autograd nodes of compiled graphs that outputs come from, each the first on its way back.
+    """Return the autograd nodes of compiled graphs that outputs come from, those before a graph break too.
 
     Args:
         outputs: Tensors; AOTAutograd may have made views of what a graph returned.
@@ -69,8 +69,7 @@ def compiled_nodes(outputs: Iterable[Tensor], ends: Collection[Any]) -> list[Any
         seen.add(node)
         if "CompiledFunction" in node.name():
             found.append(node)
-        else:
-            todo += [following for following, _ in node.next_functions]
+        todo += [following for following, _ in node.next_functions]
     return found
 
 

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx, nn
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache, nn_modules
 from gradrewrite._tensors import tensors_in
 from gradrewrite.backends.module_hooks import identities_shown
-from gradrewrite.backends.region_calls import running_module
+from gradrewrite.backends.region_calls import RegionCall, running_module
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import GraphBreakError, NotRewrittenError
 from gradrewrite.rewriting.source_locations import user_line
@@ -132,6 +132,11 @@ class EntryPoint:
             return self._evaluate(model, args, kwargs)
         self._session.begun.add(self._method)
         return self._run(self._compiled, model, args, kwargs)
+
+    def is_split(self, regions: Collection[RegionCall]) -> bool:
+        """Whether a graph break splits the code of these regions: when a graph of it runs, others may have run."""
+        names = set(map(str, regions))
+        return any(graph.region in names and not graph.is_whole for graph in self._session.graphs)
 
     def _evaluate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model where no backward follows: there a graph break is no reason to refuse."""

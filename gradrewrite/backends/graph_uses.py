@@ -66,6 +66,7 @@ class GraphUses:
 
         Raises:
             NotShared: The policy answers otherwise there. Nothing has run.
+            NotRewrittenError: The policy answers otherwise there, and other graphs of the region may have run.
             PolicyError: An action of a group would act in several regions.
         """
         running = current_region()
@@ -100,11 +101,17 @@ class GraphUses:
     def _join(self, region: RegionCall, module: nn.Module) -> GraphUse:
         assert self.region is not None
         known, number = self.report.sites, region.number - self.region.number
-        renaming = Renaming(self.region.name, region.name, number, calls_by_name(known))
+        renaming = Renaming(self.region.name, region.name, number, calls_by_name(known, self.region.number))
         sites = tuple(map(renaming.site, known))
         for site, answers in zip(sites, self.answers, strict=True):
             if _keys_of(ask_in_order(self.session.config.policy, site)) != _keys_of(answers):
-                raise NotShared(str(region))
+                if self.report.is_whole:
+                    raise NotShared(str(region))
+                raise NotRewrittenError(
+                    f"a graph break in the region {region} was reached when {self.region} shared its code already, and "
+                    f"the policy answers otherwise at {site}; remove the break (fullgraph=True finds it), or call the "
+                    "region first where the break is reached"
+                )
         tensors = dict(module.named_parameters(prefix=region.name, remove_duplicate=False))
         sharded = data_parallel.sharded_parameters(module.modules())
 

@@ -15,11 +15,10 @@ from gradrewrite._tensors import tensors_in
 from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager, Engine, Inductor
 from gradrewrite.backends.entry_point import EntryPoint, makes_gradients
-from gradrewrite.backends.module_hooks import HookWatch, WithHooks
+from gradrewrite.backends.module_hooks import HookedForwards, HookWatch
 from gradrewrite.backends.parameter_watch import ParameterWatch
 from gradrewrite.backends.regions import Regions, outside_of
 from gradrewrite.backends.session import Session, attached_state
-from gradrewrite.errors import NotRewrittenError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import GroupAction
 from gradrewrite.policy.rules import ask
@@ -49,6 +48,7 @@ class ModelState:
         self.compile_options: Mapping[str, Any] = {}
         self.is_temporary = False
         self._is_dropped = False
+        self._hooked = HookedForwards()
         self._is_sharded = False
         self.regions = (
             Regions(original, config.regions, weakref.WeakMethod(self._region_entry)) if config.regions else None
@@ -114,16 +114,8 @@ class ModelState:
             self.restart()
         if not is_sharded:
             return self._call(model, method, args, kwargs)
-        if "forward" in vars(model):
-            raise NotRewrittenError(
-                f"fully_shard and a replaced forward of {type(model).__name__}: the policy would not hold; apply "
-                "autocast around the call instead"
-            )
         plain = type(self.original)
-        body = {"forward": lambda _, *a, **k: self._call(model, method, a, k)}
-        metaclass: Any = type(plain)
-        hooked: nn.Module = object.__new__(metaclass(plain.__name__, (WithHooks, plain), body))
-        object.__setattr__(hooked, "__dict__", vars(model))
+        hooked = self._hooked.around(lambda *a, **k: self._call(model, method, a, k), model, plain, plain.__name__)
         return nn.Module.__call__(hooked, *args, **kwargs)
 
     def _call_regions(
@@ -134,7 +126,7 @@ class ModelState:
         if self._hooks.have_changed():
             self.restart()
         if torch.is_grad_enabled():
-            self.session.check_outside(regions.parameters())
+            self.session.check_outside(regions.parameters)
         with regions.running():
             call = nn.Module.__call__ if method == "forward" else getattr(type(self.original), method)
             result = call(model, *args, **kwargs)
@@ -158,7 +150,7 @@ class ModelState:
         config, regions = self.session.config, self.regions
         if regions is None:
             return config
-        self.session.check_outside(regions.parameters())
+        self.session.check_outside(regions.parameters)
         grouped: dict[Any, str] = {}
 
         def ask_inside(site: Site) -> tuple[Any, ...]:

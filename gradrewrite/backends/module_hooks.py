@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradrewrite._compat import nn_modules
+from gradrewrite.errors import NotRewrittenError
 from gradrewrite.rewriting.probes import tap_module
 
 
@@ -47,6 +48,49 @@ class WithHooks:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do not run that of the module's class, which may list its subclasses."""
+
+
+class HookedForwards:
+    """Objects that run the hooks of a module around another forward; their class is made once for each type."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+    def around(
+        self, forward: Callable[..., Any], module: nn.Module, plain: type[nn.Module], description: str
+    ) -> nn.Module:
+        """Return an object with the attributes and hooks of a module, to be called once, that runs another forward.
+
+        Args:
+            forward: The other forward, without ``self``.
+            module: The module.
+            plain: The class whose other methods the object has.
+            description: Names the module in errors.
+
+        Raises:
+            NotRewrittenError: The forward of the module itself was replaced.
+        """
+        if "forward" in vars(module):
+            raise NotRewrittenError(
+                f"fully_shard and a replaced forward of {description}: the policy would not hold; apply autocast "
+                "around the call instead"
+            )
+        cls = self._classes.get(plain)
+        if cls is None:
+            body = {"__slots__": (_FORWARD,), "forward": _run_other}
+            metaclass: Any = type(plain)
+            cls = self._classes[plain] = metaclass(plain.__name__, (WithHooks, plain), body)
+        hooked: nn.Module = object.__new__(cls)
+        object.__setattr__(hooked, "__dict__", vars(module))
+        object.__setattr__(hooked, _FORWARD, forward)  # a slot, for the module shares the dictionary
+        return hooked
+
+
+_FORWARD = "_gradrewrite_forward"
+
+
+def _run_other(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(self, _FORWARD)(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradrewrite._compat import autograd
 
 _KEY = "gradrewrite_region"  # in the metadata of an autograd node
+_AGAIN = "gradrewrite_region_again"  # there, once what it saved was asked for
 
 
 class RegionCall(NamedTuple):
@@ -79,3 +80,15 @@ def region_of_backward() -> RegionCall | None:
     """Return the region whose backward this thread runs; None if that is not known."""
     node = autograd.running_node()
     return None if node is None else node.metadata.get(_KEY)
+
+
+def region_computed_again(name: str) -> RegionCall | None:
+    """Return the call of a region that an activation checkpoint makes again, for the node that this thread runs.
+
+    None if the node is not the region's, or if it is the second call: then the checkpoint holds several.
+    """
+    node, call = autograd.running_node(), region_of_backward()
+    if call is None or call.name != name or _AGAIN in node.metadata:
+        return None
+    node.metadata[_AGAIN] = True
+    return call

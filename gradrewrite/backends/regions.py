@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -18,8 +20,14 @@ from gradrewrite._compat import autograd, data_parallel, dynamo, nn_modules
 from gradrewrite._formatting import nearest
 from gradrewrite._tensors import tensors_in
 from gradrewrite.backends.entry_point import EntryPoint
-from gradrewrite.backends.module_hooks import WithHooks
-from gradrewrite.backends.region_calls import NotShared, RegionCall, mark_backward, region_running
+from gradrewrite.backends.module_hooks import HookedForwards
+from gradrewrite.backends.region_calls import (
+    NotShared,
+    RegionCall,
+    mark_backward,
+    region_computed_again,
+    region_running,
+)
 from gradrewrite.errors import NotRewrittenError
 from gradrewrite.sites import Site
 
@@ -84,6 +92,7 @@ class _ModelCall(threading.local):
     def __init__(self) -> None:
         self.regions: Regions | None = None
         self.calls: Counter[str] = Counter()  # of each region
+        self.without_gradients: set[str] = set()  # regions that were called so
 
 
 _running = _ModelCall()
@@ -122,6 +131,9 @@ class Regions:
         self._make_entry = make_entry
         self._entries: list[_Entry] = []
         self._known: dict[RegionCall, _Entry] = {}
+        self._hooked = HookedForwards()
+        self._most_calls: Counter[str] = Counter()  # of each region in one call of the model, with gradients
+        self._without_gradients: set[str] = set()  # regions that the last of these called without them
         for name, module in self.modules.items():
             compiled = vars(module).get("_compiled_call_impl")
             if compiled is not None and not isinstance(compiled, _Redirection):
@@ -149,6 +161,8 @@ class Regions:
         """Drop what was compiled."""
         self._entries.clear()
         self._known.clear()
+        self._most_calls.clear()
+        self._without_gradients.clear()
 
     def remove(self) -> None:
         """Let calls of the regions no longer come here."""
@@ -171,36 +185,39 @@ class Regions:
                     f"the region {name!r} was compiled by itself (module.compile()), so that its calls would run "
                     "without the policy; compile the transformed model instead: model.compile()"
                 )
-        before = _running.regions, _running.calls
-        _running.regions, _running.calls = self, Counter()
+        before = _running.regions, _running.calls, _running.without_gradients
+        _running.regions, _running.calls, _running.without_gradients = self, Counter(), set()
+        has_gradients = torch.is_grad_enabled()
         try:
             yield
         finally:
-            _running.regions, _running.calls = before
+            if has_gradients:
+                self._most_calls |= _running.calls
+                self._without_gradients -= _running.calls.keys()
+                self._without_gradients |= _running.without_gradients
+            _running.regions, _running.calls, _running.without_gradients = before
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a region of the model that is running.
 
         The hooks of ``fully_shard`` cannot be traced. They are run here, around the graph of the forward.
         """
-        module = self.modules[name]
-        number = 0
-        if _running.regions is self:  # otherwise an activation checkpoint calls it again, in a backward
-            number = _running.calls[name]
+        module, is_known = self.modules[name], True
+        if _running.regions is self:
+            region = RegionCall(name, _running.calls[name])
             _running.calls[name] += 1
-        region = RegionCall(name, number)
+            if not torch.is_grad_enabled():
+                _running.without_gradients.add(name)
+        else:  # an activation checkpoint calls it again, in a backward
+            again = RegionCall(name) if self._most_calls[name] <= 1 else region_computed_again(name)
+            region, is_known = again or RegionCall(name), again is not None
+            if not is_known and name in self._without_gradients:
+                raise self._unknown_call(name)
+        call = self._call if is_known else self._call_again
         if not data_parallel.is_sharded(module):
-            return self._call(region, module, args, kwargs)
-        if "forward" in vars(module):
-            raise NotRewrittenError(
-                f"fully_shard and a replaced forward of the region {name!r}: the policy would not hold; apply autocast "
-                "around the call instead"
-            )
-        plain = type(module)
-        body = {"forward": lambda _, *a, **k: self._call(region, module, a, k, runs_hooks=False)}
-        metaclass: Any = type(plain)
-        hooked: nn.Module = object.__new__(metaclass(plain.__name__, (WithHooks, plain), body))
-        object.__setattr__(hooked, "__dict__", vars(module))
+            return call(region, module, args, kwargs)
+        forward = partial(call, region, module, runs_hooks=False)
+        hooked = self._hooked.around(lambda *a, **k: forward(a, k), module, type(module), f"the region {name!r}")
         return hooked._call_impl(*args, **kwargs)
 
     def _call(
@@ -231,13 +248,37 @@ class Regions:
             return result
         raise AssertionError("the last entry is the region's own")
 
+    def _call_again(
+        self, region: RegionCall, module: nn.Module, args: Any, kwargs: Any, *, runs_hooks: bool = True
+    ) -> Any:
+        """Call a region for a checkpoint, one of its calls, of which all ran the same compiled function."""
+        entries = {self._known.get(RegionCall(region.name, n)) for n in range(self._most_calls[region.name])}
+        entry = entries.pop()
+        if entry is None or entries:
+            raise self._unknown_call(region.name)
+        try:
+            with region_running(region, module):
+                return entry.point(args, kwargs, module)
+        except NotShared:
+            raise self._unknown_call(region.name) from None
+
+    def _unknown_call(self, name: str) -> NotRewrittenError:
+        return NotRewrittenError(
+            f"the region {name!r} was called {self._most_calls[name]} times in the forward, and an activation "
+            "checkpoint around it computes it again for its backward: it is not known which of these calls that is, "
+            "whose answers and names hold. Checkpoint each call by itself, checkpoint(module, x, use_reentrant=False); "
+            "or put the checkpoint inside of the region, or all calls into one region"
+        )
+
     def _entries_for(self, region: RegionCall, module: nn.Module, *, runs_hooks: bool) -> Iterator[_Entry]:
         """Yield the compiled functions that the region may run: the one that it ran last, and at the end its own."""
         known = self._known.get(region)
         if known is not None:
             yield known
         structure = self._structure(region.name, module, runs_hooks=runs_hooks)
-        yield from (e for e in list(self._entries) if e is not known and e.structure == structure)
+        for entry in list(self._entries):
+            if entry is not known and entry.structure == structure and not entry.point.is_split(entry.users):
+                yield entry
         make_entry = self._make_entry()
         assert make_entry is not None
         entry = _Entry(make_entry(module, runs_hooks=runs_hooks), structure)

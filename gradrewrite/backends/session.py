@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,18 +119,18 @@ class Session:
         if region != other:
             raise PolicyError(_SPANS.format(action, f"the regions {other!r} and {region!r}"))
 
-    def check_outside(self, watched: Sequence[Tensor]) -> None:
+    def check_outside(self, watched: Callable[[], Sequence[Tensor]]) -> None:
         """Look once for answers at gradient sites that do not exist, because parameters are outside of all regions.
 
         Args:
-            watched: The parameters that are used in regions alone.
+            watched: Lists the parameters that are used in regions alone; called where it is looked.
 
         Raises:
             PolicyError: One of them is an action of a group, which would act on a part of the group; or averages.
         """
         if self._checked_outside:
             return
-        inside = set(map(id, watched))
+        inside = set(map(id, watched()))
         silent = []
         for name, parameter in self.names.known_parameters().items():
             if id(parameter) in inside or not parameter.requires_grad:

@@ -15,14 +15,20 @@ from gradrewrite.sites import Site
 _Described = TypeVar("_Described")
 
 
-def calls_by_name(sites: Sequence[Site]) -> dict[str, int]:
-    """Return how often each name of values occurs in one call of a graph with these sites."""
+def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
+    """Return how often each name of values occurs in one call of a graph with these sites.
+
+    Args:
+        sites: The sites of the graph.
+        number: How many calls of the graph came before the one that it was made for; the sites count on from there.
+    """
     found: dict[str, int] = {}
     for site in sites:
         if site.kind in ("error", "activation"):
             for name, call in site.addresses or ((site.name, site.call),):
                 found[name] = max(found.get(name, 0), call + 1)
-    return found
+    # Rounded up: the last value of a name may have no site.
+    return {name: -(-calls // (number + 1)) for name, calls in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
 from gradrewrite.backends.model_state import state_of
+from gradrewrite.backends.regions import Regions
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe, Scale
 
 from helpers import gradients_of
@@ -159,6 +161,87 @@ def test_a_region_that_is_called_several_times_counts_its_calls(x: Tensor) -> No
     assert "norm@error:cell#2" in regions.monitor.latest()
 
 
+class RecurrentCheckpointed(Recurrent):
+    is_reentrant = False
+    inside = 1  # calls of the cell in one checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(0, 4, self.inside):
+            x = checkpoint(self.run if self.inside > 1 else self.cell, x, use_reentrant=self.is_reentrant)
+        return self.head(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(self.inside):
+            x = self.cell(x)
+        return x
+
+
+@pytest.mark.parametrize("inside", [1, 2])
+def test_checkpoints_around_a_region_that_is_called_several_times(inside: int, x: Tensor) -> None:
+    whole, regions = (
+        gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc", [NORM, CheckFinite("raise")]), regions=regions)
+        for regions in ([], "cell")
+    )
+    whole.inside = regions.inside = inside
+    wanted, got = trained(whole, x), trained(regions, x)
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+    assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+    with torch.no_grad():
+        regions.cell.out.weight[0, 0] = float("inf")
+    with pytest.raises(gr.NonFiniteError, match=r"parameter cell\.out\.weight was not" if inside == 1 else "cell"):
+        regions(x).sum().backward()
+
+
+def test_a_checkpoint_runs_the_code_of_its_own_call(x: Tensor) -> None:
+    def halve_small(g: Tensor, value: Tensor) -> Tensor:
+        return torch.where(value.sin() > 0, g / 2, g)
+
+    policy = [gr.on("error:cell.fc", NORM), gr.on("error:cell.fc#1", halve_small)]
+    whole, regions = (gr.transform(made(RecurrentCheckpointed), policy, regions=regions) for regions in ([], "cell"))
+    wanted, got = trained(whole, x), trained(regions, x)
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+    assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+
+    regions.inside = 2
+    with pytest.raises(gr.NotRewrittenError, match=r"'cell' was called 4 times .* which of these calls"):
+        trained(regions, x)
+
+
+def test_a_reentrant_checkpoint_around_a_region_that_is_called_several_times_is_refused(x: Tensor) -> None:
+    model = gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc#1", ClipByNorm(1e-3)), regions="cell")
+    model.is_reentrant = True
+    y = model(x.requires_grad_()).sum()
+    with pytest.raises(gr.NotRewrittenError, match=r"'cell' was called 4 times .*use_reentrant=False"):
+        y.backward()
+    model.is_reentrant = False
+    trained(model, x)
+
+
+class Shortening(Recurrent):
+    """Calls its cell on rows of these numbers."""
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        y = [self.cell(x[:size]) for size in sizes]
+        return self.head(torch.cat(y))
+
+
+def clip_at_call_3(site: gr.Site) -> ClipByNorm | None:
+    return ClipByNorm(1e-3) if str(site) == "error:cell.fc#3" else None
+
+
+def test_a_graph_that_is_made_at_a_later_call_is_counted_at_others(x: Tensor) -> None:
+    policy = [gr.on("error:cell.*", Observe("norm")), clip_at_call_3]
+    whole = gr.transform(made(Shortening), policy, dynamic=False)
+    regions = gr.transform(made(Shortening), policy, regions="cell", dynamic=False)
+    for sizes in ((5, 4), (4, 4, 4, 4)):
+        for model in (whole, regions):
+            model.zero_grad()
+            model(x, *sizes).square().mean().backward()
+        wanted, got = gradients_of(whole), gradients_of(regions)
+        assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+        assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+
+
 def test_two_forwards_before_their_backwards_in_any_order(x: Tensor) -> None:
     model = gr.transform(made(), gr.on("error:blocks.*.fc", Observe("max_abs")), regions="blocks.*")
     small, large = model(x).sum(), model(x).sum() * 10
@@ -264,6 +347,74 @@ class Breaking(Block):
         return super().forward(x, scale)
 
 
+class Split(Block):
+    """Has a graph on both sides of a graph break, and counts its calls in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.fc(self.norm(x)).tanh()
+        self.num_calls += 1
+        torch._dynamo.graph_break()
+        return x + self.out(y) * scale
+
+
+class SplitNet(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks.extend(Split() for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:the tracer skipped a region")
+@pytest.mark.parametrize("rule", [[], [gr.on("error:blocks.2.out", Scale(0.5))]])
+def test_regions_with_graph_breaks(rule: Any, x: Tensor) -> None:
+    policy = [gr.on("error:blocks.?.*", NORM), *rule]
+
+    def hand_written(block: Split, x: Tensor) -> Tensor:
+        y = block.fc(block.norm(x)).tanh()
+        block.num_calls += 1
+        return x + block.out(y)
+
+    whole = made(SplitNet)
+    for block in whole.blocks:
+        block.forward = partial(hand_written, block)
+    whole = gr.transform(whole, policy)
+    regions = gr.transform(made(SplitNet), policy, regions="blocks.*", fullgraph=False)
+    wanted, got = trained(whole, x), trained(regions, x)
+
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
+    assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
+    assert [int(block.num_calls) for block in regions.blocks] == [2] * 3
+    assert {len(users) for users in entries_of(regions)} == {1}
+
+
+class SplitLater(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = super().forward(x, scale)
+        if not self.negates:
+            return y
+        torch._dynamo.graph_break()
+        return y.sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore:the tracer skipped a region")
+def test_another_answer_behind_a_graph_break_of_shared_code(x: Tensor) -> None:
+    model = made(lambda: Net(2))
+    model.blocks = nn.ModuleList(SplitLater() for _ in range(2)).double()
+
+    def policy(site: gr.Site) -> Scale | None:
+        return Scale(0.5) if site.matches("error:blocks.1/sigmoid") else None
+
+    model = gr.transform(model, policy, regions="blocks.*", fullgraph=False)
+    trained(model, x)
+    for block in model.blocks:
+        block.negates = True
+    with pytest.raises(gr.NotRewrittenError, match=r"a graph break in the region blocks\.1 was reached"):
+        trained(model, x)
+
+
 class Printing(Net):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -284,6 +435,17 @@ def test_what_is_outside_is_listed(x: Tensor) -> None:
     assert "outside of all regions, without a policy: embed, head" in str(model.explain())
     with pytest.warns(gr.RewriteWarning, match=r"answers at the gradients of blocks\.0.* outside of all regions"):
         trained(model, x)
+
+
+def test_parameters_are_listed_where_they_are_looked_at(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gr.transform(made(lambda: Net(1)), EQUAL, regions="blocks.*")
+    trained(model, x)
+
+    def parameters(self: Regions) -> list[Tensor]:
+        raise AssertionError("once is enough")
+
+    monkeypatch.setattr(Regions, "parameters", parameters)
+    trained(model, x)
 
 
 @pytest.mark.parametrize(
