@@ -179,8 +179,8 @@ class RecurrentCheckpointed(Recurrent):
 @pytest.mark.parametrize("inside", [1, 2])
 def test_checkpoints_around_a_region_that_is_called_several_times(inside: int, x: Tensor) -> None:
     whole, regions = (
-        gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc", [NORM, CheckFinite("raise")]), regions=regions)
-        for regions in ([], "cell")
+        gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc", [NORM, CheckFinite("raise")]), regions=chosen)
+        for chosen in ((), "cell")
     )
     whole.inside = regions.inside = inside
     wanted, got = trained(whole, x), trained(regions, x)
@@ -197,7 +197,7 @@ def test_a_checkpoint_runs_the_code_of_its_own_call(x: Tensor) -> None:
         return torch.where(value.sin() > 0, g / 2, g)
 
     policy = [gr.on("error:cell.fc", NORM), gr.on("error:cell.fc#1", halve_small)]
-    whole, regions = (gr.transform(made(RecurrentCheckpointed), policy, regions=regions) for regions in ([], "cell"))
+    whole, regions = (gr.transform(made(RecurrentCheckpointed), policy, regions=chosen) for chosen in ((), "cell"))
     wanted, got = trained(whole, x), trained(regions, x)
     assert all(torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0) for name in wanted)
     assert records_of(regions) == pytest.approx(records_of(whole), rel=1e-12)
