@@ -89,7 +89,7 @@ class AllReduce:
         return self.bucket_mb * 2**20
 
     def begin(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Begin to average gradients of one dtype and device."""
+        """Start to average gradients of one dtype and device."""
         group = self.processes()
         return collectives.begin_sum(flatten(tensors) / group.size(), group)
 

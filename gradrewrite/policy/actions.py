@@ -93,7 +93,7 @@ class BucketedAction(Action, Protocol):
         ...
 
     def begin(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Begin the operation on gradients of one dtype and device."""
+        """Start the operation on gradients of one dtype and device."""
         ...
 
     def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -161,7 +161,7 @@ def record_clip(before: Tensor, after: Tensor, *, strength: bool = False) -> Non
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Where an element changed; NaN is no change."""
+    """A mask of the elements that changed; NaN is no change."""
     return (after != before) & (before == before)
 
 

@@ -1,4 +1,4 @@
-"""What ranks exchange in a step graph: figures of gradients that are spread over them, and their verdicts."""
+"""The exchange of ranks in a step graph: figures of gradients that are spread over them, and their verdicts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SpreadSite:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """Who exchanges what in a step graph; ranks exchange the same, whichever gradients they have.
+    """The members of an exchange, and what they exchange: the same, whichever gradients a rank has.
 
     Attributes:
         sites: The gradients, in the order of the optimizer.
@@ -61,7 +61,7 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What ranks exchange for one figure: of one gradient, or the norm of several.
+    """One figure that ranks exchange: of one gradient, or the norm of several.
 
     Attributes:
         ranks: The ranks, ascending.

@@ -254,7 +254,7 @@ def parameters_and_moments(model: nn.Module, optimizer: Any) -> tuple[dict[str, 
 
 
 def with_parts(rank: int) -> Any:
-    """What a norm clip at the plain part of a process warns of."""
+    """The warnings of a norm clip at the plain part of a process."""
     found = {}
     for name, action in {"norm": ClipByNorm(1e-3), "value": ClipByValue(1e-4), "seen": Observe("norm")}.items():
         model = gr.transform(parallelized(make(), MEGATRON, tp_mesh()), gr.on("error:0.fc", action))

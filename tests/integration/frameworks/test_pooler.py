@@ -78,7 +78,7 @@ def test_saturation_of_its_tanh_is_reported(example: Any) -> None:
 
 
 def test_pooled_output_that_the_loss_ignores_has_zeros(example: Any) -> None:
-    """Where the model returns it, torch.compile makes gradients of zeros; checks and clips take them."""
+    """If the model returns it, torch.compile makes gradients of zeros; checks and clips take them."""
 
     class Returns(example.MaskedCharacters):
         def forward(self, masked: torch.Tensor, characters: torch.Tensor) -> Any:
