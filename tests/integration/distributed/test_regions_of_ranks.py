@@ -163,7 +163,7 @@ def in_low_precision(rank: int) -> Any:
 
 
 def failed_check(rank: int) -> Any:
-    """The texts of a failed check where the memory of parameters is released behind the backward, and where it is kept."""
+    """The texts of a failed check: the memory of parameters is released behind the backward, or kept."""
     texts = []
     for is_released in (True, False):
         model = shard(gr.transform(made(), gr.on("error:blocks.*", CheckFinite("raise")), regions="blocks.*"))
