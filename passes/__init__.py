@@ -1,5 +1,6 @@
 """Actions: what a policy may answer."""
 
+from gradrewrite.passes._adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradrewrite.passes._all_reduce import AllReduce as AllReduce
 from gradrewrite.passes._check_finite import CheckFinite as CheckFinite
 from gradrewrite.passes._clip_by_norm import ClipByGlobalNorm as ClipByGlobalNorm
@@ -14,6 +15,7 @@ from gradrewrite.passes._weight_decay import L2 as L2
 from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
 
 __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
+    "AdaptiveClip",
     "AllReduce",
     "CheckFinite",
     "ClipByGlobalNorm",

@@ -69,6 +69,24 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     return [norm for norm in norms if norm is not None]
 
 
+def norms_of_units(tensor: Tensor) -> Tensor:
+    """L2 norms of the rows of dimension 0, as ``norm_of`` computes them: ``[rows, 1, ...]``, float32 or float64.
+
+    A tensor of one dimension, or of none, is one unit: ``[1]`` or ``[]``.
+    """
+    size = size_of(tensor)
+    dims = tuple(range(1, tensor.dim())) if tensor.dim() > 1 else tuple(range(tensor.dim()))
+    if size.dtype == torch.float32 and size.device.type != "mps":
+        wide = size.to(torch.float64)
+        return (wide * wide).sum(dims, keepdim=True).sqrt().to(torch.float32)
+    if _is_empty(tensor):
+        return size.sum(dims, keepdim=True)
+    largest = size.amax(dims, keepdim=True)
+    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    share = size / unit
+    return unit * (share * share).sum(dims, keepdim=True).sqrt()
+
+
 def shares_of(norms: Tensor, order: float = 2.0) -> Tensor:
     """Share of each norm in the sum of their ``order``-th powers, same shape; the shares add up to 1.
 

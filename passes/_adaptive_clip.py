@@ -1,0 +1,76 @@
+"""Clipping by the norm of the parameter: adaptive gradient clipping."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradrewrite.ir.statistics import largest_of, norms_of_units, share_of
+from gradrewrite.passes._settings import check_number, scalar, short_repr
+from gradrewrite.policy.recording import record
+from gradrewrite.sites import Kind
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AdaptiveClip:
+    """Scale each unit of a gradient to a norm of at most ``clipping * max(norm of the parameter's unit, eps)``.
+
+    A unit is a row of dimension 0: the incoming weights of one output of a linear layer, the filter of one channel of a
+    convolution. A parameter with one dimension (a bias, a gain) or none is one unit. Norms are L2 norms, as
+    ``ClipByNorm`` computes them. Below and at its bound not a bit of a unit changes; where the norm of its gradient or
+    of its parameter is not finite, it stays as it is; zero stays zero. Shape, dtype and device are kept. Records
+    ``unit_ratio``, the largest ratio of a gradient's norm to the parameter's (at least ``eps``; NaN if one is), and
+    ``unit_share``, the share of the units that were clipped (NaN and 0 where there is no unit). AGC of Brock, De, Smith
+    and Simonyan, "High-performance large-scale image recognition without normalization", 2021,
+    https://arxiv.org/abs/2102.06171; the paper leaves the last linear layer out, so name the others in the pattern.
+
+    At gradient sites the gradient is that of one backward, at step sites what the optimizer uses. Gradients that are
+    spread over ranks (FSDP2) are refused.
+
+    Attributes:
+        clipping: The largest ratio of the norms, > 0: a number, or a tensor with one element (read at every backward
+            or step). The paper has 0.01 for batches of 4096, and larger ones for smaller batches.
+        eps: The least norm of a parameter, > 0, so that one of zeros can be trained.
+
+    Raises:
+        ValueError: ``clipping`` or ``eps`` is not > 0.
+        TypeError: A setting is no number.
+        UnsupportedGradientError: (at the rewrite) The gradient is sparse.
+
+    Example:
+        >>> AdaptiveClip(0.02)
+        AdaptiveClip(0.02)
+    """
+
+    clipping: float | Tensor = 0.01
+    _: KW_ONLY
+    eps: float = 1e-3
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
+    has_units: ClassVar[bool] = True
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are not positive."""
+        check_number("AdaptiveClip", "clipping", self.clipping)
+        if not isinstance(self.clipping, Tensor) and not self.clipping > 0:
+            raise ValueError(f"AdaptiveClip: clipping must be > 0, got {self.clipping!r}")
+        if isinstance(self.eps, Tensor):
+            raise TypeError("AdaptiveClip: eps is a number, got a tensor")
+        check_number("AdaptiveClip", "eps", self.eps)
+        if not self.eps > 0:
+            raise ValueError(f"AdaptiveClip: eps must be > 0, got {self.eps!r}")
+
+    def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
+        """Clip; see the class."""
+        norms, floors = norms_of_units(tensor), norms_of_units(value).clamp(min=self.eps)
+        bounds = floors * scalar(self.clipping, floors)
+        acts = (norms > bounds) & (norms < torch.inf) & (floors < torch.inf)
+        record("unit_ratio", largest_of(norms / floors))
+        record("unit_share", share_of(acts))
+        wide = tensor.to(torch.promote_types(tensor.dtype, norms.dtype))
+        return torch.where(acts, (wide * (bounds / norms)).to(tensor.dtype), tensor)
