@@ -355,16 +355,19 @@ class _Builder:
         """
         packing = self.rewriter.packing
         own = {node: [r for r in packing.records if r.statistics and r.node is node] for node in nodes}
-        alike: dict[tuple[tuple[bool, tuple[str, ...]], ...], list[fx.Node]] = {}
+        alike: dict[Hashable, list[fx.Node]] = {}
         for node in nodes:
             # Counts of checks that skip come first, as in a pack.
             own[node].sort(key=lambda record: not record.skips)
-            alike.setdefault(tuple((r.skips, r.statistics) for r in own[node]), []).append(node)
+            # Figures of float32 gradients are float32, and would be float64 beside those of float64 gradients.
+            kind = tuple((r.skips, r.statistics) for r in own[node])
+            alike.setdefault((value_of(node).dtype == torch.float64, kind), []).append(node)
         taken = {id(record) for records in own.values() for record in records}
         packing.records = [record for record in packing.records if id(record) not in taken]
         norms: list[fx.Node] = []
         new: list[fx.Node] = []
-        for kinds, members in alike.items():
+        for members in alike.values():
+            kinds = [(record.skips, record.statistics) for record in own[members[0]]]
             statistics = ["norm", *(name for _, names in kinds for name in names)]
             num_skips = sum(len(names) for skips, names in kinds if skips)
             traced = make_fx.trace(_measure_together(statistics, num_skips), [value_of(n) for n in members])

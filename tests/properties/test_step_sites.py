@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -83,7 +83,12 @@ def call(action: Any, g: Tensor, p: Tensor) -> Tensor:
     return action.apply(g, p) if isinstance(action, L2) else action.apply(g)
 
 
+# Norms of float32 gradients are float32, beside those of float64 too.
+MIXED = [((), torch.float64, "normal", [], [0, 3]), ((7,), torch.float32, "normal", [], [0, 3])]
+
+
 @pytest.mark.pure
+@example(MIXED, False)
 @given(parameters, st.booleans())
 def test_step_sites_do_what_their_actions_say(found: Any, fused: bool) -> None:
     torch.manual_seed(0)
