@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree as ET
 
+import matplotlib.font_manager  # noqa: F401 - which may say on stderr, once, that it makes its list of fonts
 import pytest
 from PIL import Image
 
