@@ -84,7 +84,7 @@ def call(action: Any, g: Tensor, p: Tensor) -> Tensor:
 
 
 # Norms of float32 gradients are float32, beside those of float64 too.
-MIXED = [((), torch.float64, "normal", [], [0, 3]), ((7,), torch.float32, "normal", [], [0, 3])]
+MIXED: Any = [((), torch.float64, "normal", [], [0, 3]), ((7,), torch.float32, "normal", [], [0, 3])]
 
 
 @pytest.mark.pure
