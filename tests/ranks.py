@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed
-
-import gradrewrite as gr
-from gradrewrite.passes import ClipByGlobalNorm
 
 from helpers import TESTS
 
@@ -31,19 +30,29 @@ def join(path: Path, rank: int, number: int, seconds: float = 120) -> None:
 def outcomes_of(file: str, path: Path, number: int) -> list[dict[str, Any]]:
     """The outcome of each part of a test file on each rank; an exception is its text."""
     folders = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
-    # A new process finds the file by its path only.
-    subprocess.run([sys.executable, file, str(path), str(number)], env=environment, check=True, timeout=200)
+    # One process of each worker has loaded and compiled what all ranks need; it is forked for each file.
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(["warm_ranks"])
+    process = forkserver.Process(target=_run_file, args=(file, path, number))
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(folders), OMP_NUM_THREADS="1"):
+        process.start()
+    process.join(200)
+    if process.exitcode is None:
+        process.terminate()
+    assert process.exitcode == 0, f"the ranks of {file} ended with {process.exitcode}"
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(number)]
+
+
+def _run_file(file: str, path: Path, number: int) -> None:
+    assert "warm_ranks" in sys.modules
+    sys.argv = [file, str(path), str(number)]
+    runpy.run_path(file, run_name="__main__")  # a new process finds the file by its path only
 
 
 def run_parts(parts: Sequence[Part], parts_of_four: Sequence[Part] | None = None) -> None:
     """Run parts in as many processes as the command line says: four may run other ones."""
     path, number = Path(sys.argv[1]), int(sys.argv[2])
     parts = parts_of_four if number == 4 and parts_of_four is not None else parts
-    # Forked: nothing has started a thread yet, and torch and all that a compilation imports are loaded once.
-    gr.transform(torch.nn.Linear(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0))).trace(torch.ones(1))
-    torch.compiler.reset()
     processes = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
     processes(_run, (path, number, parts), nprocs=number, start_method="fork")
 

@@ -1,0 +1,9 @@
+"""What every rank needs, loaded and traced once in a process without threads, which is then forked."""
+
+import torch
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByGlobalNorm
+
+gr.transform(torch.nn.Linear(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0))).trace(torch.ones(1))
+torch.compiler.reset()
