@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,8 @@ with needed_for("subclasses with tensors inside can be told from plain tensors")
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 with needed_for("dispatch modes of the user can be left while a graph is made"):
     from torch.utils._python_dispatch import _disable_current_modes
+with needed_for("transforms of torch.func can be left while a function is traced"):
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 with needed_for("a storage can be known again without being kept alive"):
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -91,6 +93,13 @@ def assumptions(graph: fx.Graph) -> Any:
     asserts = {symbol: len(known) for symbol, known in env.deferred_runtime_asserts.items()}
     unbacked = {symbol: known for symbol, known in env.var_to_range.items() if free_unbacked_symbols(symbol)}
     return asserts, unbacked, {s: r for s, r in env.replacements.items() if free_unbacked_symbols(s)}
+
+
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Make real tensors in the middle of a function that is traced and functionalized."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
 
 
 def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:

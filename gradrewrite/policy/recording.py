@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -26,6 +27,7 @@ from gradrewrite.ir.statistics import (
     shares_of,
     size_of,
 )
+from gradrewrite.policy.state_store import StateScope
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -49,6 +51,7 @@ class Recording:
         device: Where numbers become tensors.
         is_opaque: Whether statistics are one opaque operation.
         scale: The loss scale that the action sees through, if any.
+        states: The states of the actions here; None where they have none of their own.
     """
 
     names: list[tuple[str, ...]] = field(default_factory=list)
@@ -61,9 +64,10 @@ class Recording:
     logs_group: bool = False
     has_members: bool = False
     has_strength: bool = False
-    device: torch.device | None = None
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     is_opaque: bool = False
     scale: Tensor | None = None
+    states: StateScope | None = None
 
     def clear(self) -> None:
         """Remove all records: a tracer may run a function more than once."""
@@ -77,6 +81,8 @@ class Recording:
         self.logs_group = False
         self.has_members = False
         self.has_strength = False
+        if self.states is not None:
+            self.states.begin()
 
     def add(self, names: Sequence[str], value: Tensor) -> None:
         """Report a tensor of as many records as there are names."""
@@ -85,6 +91,11 @@ class Recording:
 
 
 _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
+
+
+def current_recording() -> Recording | None:
+    """Return what collects the records of the action that is traced; None outside of a rewrite."""
+    return _recording.get()
 
 
 def record(name: str, value: Tensor | float) -> None:
@@ -186,16 +197,22 @@ def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor,
         record(name, figure)
 
 
-def record_norm(name: str, norm: Tensor, bound: float | Tensor) -> None:
+def record_norm(name: str, norm: Tensor, bound: float | Tensor, *, is_computed: bool = False) -> None:
     """Report first the norm that a clip bounds, and its bound: from inside the graph if that is a tensor on a device.
 
     What the clip multiplies by follows from both, and is computed where they are read.
+
+    Args:
+        name: Name of the record of the norm.
+        norm: The norm.
+        bound: The bound.
+        is_computed: Whether the graph computes the bound.
     """
     record(name, norm)
     recording = _recording.get()
     if recording is not None:
         recording.norm_dtype = norm.dtype
-    if _is_on_device(bound):
+    if isinstance(bound, Tensor) and (is_computed or _is_on_device(bound)):
         record("bound", bound.detach().to(norm.device))
     elif recording is not None:
         recording.bound = ("bound", bound)
@@ -264,9 +281,15 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
 
 
 @contextlib.contextmanager
-def recording(device: torch.device, *, is_opaque: bool = False, scale: Tensor | None = None) -> Iterator[Recording]:
+def recording(
+    device: torch.device,
+    *,
+    is_opaque: bool = False,
+    scale: Tensor | None = None,
+    states: StateScope | None = None,
+) -> Iterator[Recording]:
     """Collect what is reported inside the block; numbers become tensors on ``device``."""
-    current = Recording(device=device, is_opaque=is_opaque, scale=scale)
+    current = Recording(device=device, is_opaque=is_opaque, scale=scale, states=states)
     token = _recording.set(current)
     try:
         yield current

@@ -1,0 +1,106 @@
+"""Schedules: settings of actions that are functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradrewrite.errors import PolicyError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A bound that is a function of the step: where an action takes a number or a tensor as a bound.
+
+    The function runs on the host, once for each step, and the graph reads what it returned from a tensor on the
+    device: nothing is compiled again and nothing waits. The step is the number of ``step`` calls of a guarded
+    optimizer before, skipped ones too (of several optimizers that of the one with most), or of backwards where the
+    optimizer has no guard; it is 0 at first, and part of ``gr.state_dict(model)``.
+
+    Attributes:
+        fn: ``fn(step) -> number``. Infinity bounds nothing; where a bound has to be > 0, 0 scales to 0 and a negative
+            number is an error.
+
+    Raises:
+        TypeError: ``fn`` cannot be called.
+        PolicyError: (from the backward or the step) ``fn`` returned no number, NaN, or one that is too small.
+
+    Example:
+        >>> from gradrewrite.passes import ClipByNorm
+        >>> ClipByNorm(Schedule.linear(10.0, 1.0, steps=1000))
+        ClipByNorm(Schedule.linear(10.0, 1.0, steps=1000))
+    """
+
+    fn: Callable[[int], float]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no function."""
+        if not callable(self.fn):
+            raise TypeError(f"gr.Schedule takes a function of the step, got {self.fn!r}; a number needs no schedule")
+
+    @classmethod
+    def constant(cls, value: float) -> Schedule:
+        """One value at every step."""
+        return cls(_Between("constant", value, value, 1))
+
+    @classmethod
+    def linear(cls, start: float, end: float, *, steps: int) -> Schedule:
+        """From ``start`` at step 0 in a straight line to ``end`` at ``steps``, and ``end`` from there on."""
+        return cls(_Between("linear", start, end, steps))
+
+    @classmethod
+    def cosine(cls, start: float, end: float, *, steps: int) -> Schedule:
+        """From ``start`` to ``end`` along half a period of a cosine, ``end + (start - end) (1 + cos(pi t)) / 2``."""
+        return cls(_Between("cosine", start, end, steps))
+
+    def at(self, step: int, least: float = -math.inf) -> float:
+        """Evaluate the function.
+
+        Args:
+            step: The step.
+            least: The smallest number that it may return.
+
+        Raises:
+            PolicyError: It returned no such number.
+        """
+        number = self.fn(step)
+        if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number) or number < least:
+            wanted = "a number" if least == -math.inf else f"a number >= {least:g}"
+            raise PolicyError(f"{self!r} returned {number!r} at step {step}, and {wanted} is wanted")
+        return float(number)
+
+    def __repr__(self) -> str:
+        """As the call that makes it."""
+        return f"Schedule.{self.fn!r}" if isinstance(self.fn, _Between) else f"Schedule({self.fn!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """From one number to another."""
+
+    kind: str
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are none."""
+        for number in (self.start, self.end):
+            if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
+                raise TypeError(f"gr.Schedule.{self.kind} takes numbers, got {number!r}")
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"gr.Schedule.{self.kind}: steps is a whole number >= 1, got {self.steps!r}")
+
+    def __call__(self, step: int) -> float:
+        if step >= self.steps or self.kind == "constant":
+            return self.end
+        t = step / self.steps
+        if self.kind == "linear":
+            return self.start + (self.end - self.start) * t
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * t)) / 2
+
+    def __repr__(self) -> str:
+        if self.kind == "constant":
+            return f"constant({self.end!r})"
+        return f"{self.kind}({self.start!r}, {self.end!r}, steps={self.steps!r})"

@@ -1,0 +1,240 @@
+"""What the actions of a model remember: the tensors behind ``gr.State``, by site, and the step of schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradrewrite._compat import fake_tensors
+from gradrewrite.errors import PolicyError
+from gradrewrite.policy.schedules import Schedule
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateKind:
+    """The form of a state; each is another one, whatever it has.
+
+    Attributes:
+        shape: Its shape.
+        init: What every element is at first.
+        dtype: Its dtype.
+        name: Its name; empty if it is numbered.
+    """
+
+    shape: torch.Size
+    init: float
+    dtype: torch.dtype
+    name: str
+
+    def make(self, device: torch.device | None = None) -> Tensor:
+        """Return the first value."""
+        return torch.full(self.shape, self.init, dtype=self.dtype, device=device)
+
+
+class StateScope:
+    """The states of the actions at one site, or of one group, while they are traced.
+
+    Attributes:
+        updates: What was set by the action that is traced: the key of each state, its tensor, and the new value.
+    """
+
+    def __init__(self, store: StateStore, where: str) -> None:
+        self._store = store
+        self._where = where
+        self._keys: dict[StateKind, str] = {}  # which also keeps them alive, so that none takes another's identity
+        self.updates: dict[str, tuple[Tensor, Tensor]] = {}
+        self.is_used = False
+
+    def begin(self) -> None:
+        """Forget what was set: an action is traced, or traced again."""
+        self.updates.clear()
+        self.is_used = False
+
+    def value(self, state: StateKind, device: torch.device) -> Tensor:
+        """Return the value of a state here: what was set in this trace, or its tensor."""
+        self.is_used = True
+        key = self._key(state)
+        return self.updates[key][1] if key in self.updates else self._store.tensor(key, state, device)
+
+    def set(self, state: StateKind, device: torch.device, new: Tensor) -> None:
+        """Note the new value of a state."""
+        self.is_used = True
+        key = self._key(state)
+        self.updates[key] = self._store.tensor(key, state, device), new
+
+    def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
+        """Return the tensor that follows a schedule."""
+        return self._store.schedule(schedule, device, least)
+
+    def _key(self, state: StateKind) -> str:
+        if state not in self._keys:
+            number = sum(not known.name for known in self._keys)
+            self._keys[state] = f"{self._where}/{state.name or number}"
+        return self._keys[state]
+
+
+class StateStore:
+    """All states of one model, and the step that schedules are at.
+
+    Attributes:
+        step: The number of optimizer steps with a guard, or of backwards without one.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._first: dict[str, float] = {}
+        self._loaded: dict[str, Tensor] = {}  # until an action asks for it
+        self._schedules: dict[tuple[Schedule, torch.device], _Scheduled] = {}
+        self._loaded_step = 0
+        self._steps: dict[int, int] = {}  # by the number of the guard
+        self._backwards = 0
+        self._backward = -1
+
+    @property
+    def step(self) -> int:
+        """The number of the step that the next backward is part of."""
+        return self._loaded_step + max(self._steps.values(), default=self._backwards)
+
+    def scope(self, where: str) -> StateScope:
+        """Return the states at a site or of a group, for one rewrite."""
+        return StateScope(self, where)
+
+    def tensor(self, key: str, state: StateKind, device: torch.device) -> Tensor:
+        """Return the tensor of a state, made if it is not there.
+
+        Raises:
+            PolicyError: What was loaded, or another state of this name, has another shape or dtype.
+        """
+        known = self._tensors.get(key)
+        if known is None:
+            known = self._loaded.get(key)
+        if known is not None and (known.shape != state.shape or known.dtype != state.dtype):
+            raise PolicyError(
+                f"{key}: the state is {tuple(state.shape)}, {state.dtype}, and what is there or was loaded is "
+                f"{tuple(known.shape)}, {known.dtype}; was the policy another one when it was saved?"
+            )
+        if key in self._tensors and known is not None and known.device == device:
+            return known
+        with fake_tensors.outside_of_transforms():
+            if known is None:
+                made = state.make(device)
+            else:
+                made = known.to(device, copy=True)
+        self._tensors[key], self._first[key] = made, state.init
+        self._loaded.pop(key, None)
+        return made
+
+    def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
+        """Return the 0-d tensor on a device that follows a schedule, float64 where the device has that."""
+        key = (schedule, device)
+        if key not in self._schedules:
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            number = schedule.at(self.step, least)
+            with fake_tensors.outside_of_transforms():
+                made = torch.full((), number, dtype=dtype, device=device)
+            self._schedules[key] = _Scheduled(made, number, self.step)
+        found = self._schedules[key]
+        found.least = max(found.least, least)
+        return found.tensor
+
+    def note_backward(self, number: int) -> None:
+        """A graph runs backward: the first of a backward brings schedules up to date.
+
+        Args:
+            number: The number of the backward.
+        """
+        if number != self._backward or number == -1:
+            self._update()
+            self._backward = number
+            self._backwards += 1
+
+    def add_guard(self, guard: int) -> None:
+        """From now on the steps of optimizers with guards count; this one has a guard of this number."""
+        self._steps.setdefault(guard, 0)
+
+    def note_step(self, guard: int) -> None:
+        """The optimizer with a guard of this number has made a step, or skipped one."""
+        self._steps[guard] = self._steps.get(guard, 0) + 1
+
+    def _update(self) -> None:
+        step = self.step
+        for (schedule, _), scheduled in self._schedules.items():
+            if scheduled.step != step:
+                number = schedule.at(step, scheduled.least)
+                scheduled.step = step
+                if number != scheduled.number:
+                    scheduled.number = number
+                    scheduled.tensor.fill_(number)
+
+    def begin_step(self) -> None:
+        """The actions at step sites run: bring schedules up to date, if no backward has."""
+        self._update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all states and the step."""
+        states = {key: t.detach().clone() for key, t in {**self._loaded, **self._tensors}.items()}
+        return {"version": _VERSION, "step": self.step, "states": dict(sorted(states.items()))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` returned; states that are there are written in place.
+
+        Raises:
+            ValueError: It is none, or of another version; or a state has another shape or dtype.
+        """
+        if state.keys() != {"version", "step", "states"} or state["version"] != _VERSION:
+            raise ValueError(
+                f"gr.load_state_dict takes what gr.state_dict returned (version {_VERSION}), got {list(state)}"
+            )
+        for key, tensor in state["states"].items():
+            known = self._tensors.get(key)
+            if known is not None and (known.shape != tensor.shape or known.dtype != tensor.dtype):
+                raise ValueError(
+                    f"{key}: the state is {tuple(known.shape)}, {known.dtype}, and what is loaded is "
+                    f"{tuple(tensor.shape)}, {tensor.dtype}; was the policy another one when it was saved?"
+                )
+        self._loaded_step, self._backwards, self._steps = int(state["step"]), 0, dict.fromkeys(self._steps, 0)
+        self._loaded = {}
+        with torch.no_grad():
+            for key, tensor in self._tensors.items():
+                if key in state["states"]:
+                    tensor.copy_(state["states"][key])
+                else:
+                    tensor.fill_(self._first[key])
+            for key, tensor in state["states"].items():
+                if key not in self._tensors:
+                    self._loaded[key] = tensor.detach().clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle values; what is compiled for them stays behind."""
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what another store had."""
+        self.__init__()  # type: ignore[misc]
+        self.load_state_dict(state)
+
+
+class _Scheduled:
+    """A tensor that follows a schedule: the number in it, and the step that this is of."""
+
+    __slots__ = ("least", "number", "step", "tensor")
+
+    def __init__(self, tensor: Tensor, number: float, step: int) -> None:
+        self.tensor, self.number, self.step = tensor, number, step
+        self.least = -math.inf
+
+
+def write_states(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write what a graph computed into the tensors of states, as if all at once."""
+    own = {t.untyped_storage().data_ptr() for t in targets}
+    apart = [v.clone() if v.untyped_storage().data_ptr() in own else v for v in values]
+    with torch.no_grad():
+        for target, value in zip(targets, apart, strict=True):
+            target.copy_(value)
