@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gradrewrite.backends.backend import backend as backend
     from gradrewrite.backends.explanation import Explanation as Explanation
     from gradrewrite.backends.explanation import GraphReport as GraphReport
+    from gradrewrite.backends.state_dict import load_state_dict as load_state_dict
+    from gradrewrite.backends.state_dict import state_dict as state_dict
     from gradrewrite.diagnostics.run_log import Finding as Finding
     from gradrewrite.diagnostics.run_log import Step as Step
     from gradrewrite.diagnostics.run_log import read_jsonl as read_jsonl
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from gradrewrite.policy.actions import Policy as Policy
     from gradrewrite.policy.recording import record as record
     from gradrewrite.policy.rules import on as on
+    from gradrewrite.policy.schedules import Schedule as Schedule
+    from gradrewrite.policy.state import State as State
     from gradrewrite.rewriting.probes import tap as tap
     from gradrewrite.sites import Site as Site
 
@@ -66,17 +70,21 @@ _MODULES = {
     "RewriteError": "gradrewrite.errors",
     "RewriteWarning": "gradrewrite.errors",
     "RewrittenModule": "gradrewrite.module",
+    "Schedule": "gradrewrite.policy.schedules",
     "Site": "gradrewrite.sites",
+    "State": "gradrewrite.policy.state",
     "Step": "gradrewrite.diagnostics.run_log",
     "TraceError": "gradrewrite.errors",
     "UnsupportedGradientError": "gradrewrite.errors",
     "backend": "gradrewrite.backends.backend",
     "guard": "gradrewrite.optimizer.guard",
+    "load_state_dict": "gradrewrite.backends.state_dict",
     "locate": "gradrewrite._locate",
     "on": "gradrewrite.policy.rules",
     "read_jsonl": "gradrewrite.diagnostics.run_log",
     "record": "gradrewrite.policy.recording",
     "restore": "gradrewrite.module",
+    "state_dict": "gradrewrite.backends.state_dict",
     "tap": "gradrewrite.rewriting.probes",
     "transform": "gradrewrite.module",
     "unguard": "gradrewrite.optimizer.guard",
@@ -101,17 +109,21 @@ __all__ = [
     "RewriteError",
     "RewriteWarning",
     "RewrittenModule",
+    "Schedule",
     "Site",
+    "State",
     "Step",
     "TraceError",
     "UnsupportedGradientError",
     "backend",
     "guard",
+    "load_state_dict",
     "locate",
     "on",
     "read_jsonl",
     "record",
     "restore",
+    "state_dict",
     "tap",
     "transform",
     "unguard",

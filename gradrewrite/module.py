@@ -318,7 +318,8 @@ class RewrittenModule(nn.Module):
 
     def __copy__(self) -> RewrittenModule:
         """Copy the plain module as ``copy.copy`` does, and share the policy; the monitor is new."""
-        return _rebuild(copy.copy(_state(self).original), _settings(self))
+        config, *others = _settings(self)
+        return _rebuild(copy.copy(_state(self).original), (_with_own_states(config), *others))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
         """Copy the plain module; the policy, with the thresholds that you change, is shared; the monitor is new."""
@@ -327,7 +328,7 @@ class RewrittenModule(nn.Module):
         copied = memo[id(self)] = object.__new__(type(self))
         original = copy.deepcopy(state.original, memo)
         vars(original).pop(STATE, None)
-        _fill(copied, original, state.config, Monitor())
+        _fill(copied, original, _with_own_states(state.config), Monitor())
         if state.is_compiled:
             _state(copied).compile(state.compile_options)
         return copied
@@ -357,6 +358,10 @@ _FIXED = (
 )
 _PROPERTIES = ("monitor", "original")
 _OWN = ("compile", "explain", "monitor", "original", "trace", "trace_step")
+
+
+def _with_own_states(config: RewriteConfig) -> RewriteConfig:
+    return replace(config, states=copy.deepcopy(config.states))
 
 
 def _state(model: nn.Module) -> ModelState:

@@ -188,7 +188,7 @@ class GraphCompilation:
         """Return what the disk cache keeps of the rewrite; None where it is not the same in other processes."""
         result, replay_graph = self.result, self.forwards.replay_graph if self.forwards is not None else None
         answers = hash_of_answers(result.answers) if result is not None else None
-        if result is None or answers is None or result.live or result.assumes:
+        if result is None or answers is None or result.live or result.outputs.states or result.assumes:
             return None
         code = b""
         if replay_graph is not None:

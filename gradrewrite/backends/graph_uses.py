@@ -100,6 +100,13 @@ class GraphUses:
 
     def _join(self, region: RegionCall, module: nn.Module) -> GraphUse:
         assert self.region is not None
+        if self.outputs.states:  # each region has its own
+            if self.report.is_whole:
+                raise NotShared(str(region))
+            raise NotRewrittenError(
+                f"a graph break in the region {region} was reached when {self.region} shared its code already, and "
+                "actions there have states; remove the break (fullgraph=True finds it)"
+            )
         known, number = self.report.sites, region.number - self.region.number
         renaming = Renaming(self.region.name, region.name, number, calls_by_name(known, self.region.number))
         sites = tuple(map(renaming.site, known))

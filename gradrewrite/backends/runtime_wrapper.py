@@ -12,6 +12,7 @@ from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_use import GraphUse
 from gradrewrite.backends.session import Session
+from gradrewrite.policy.state_store import write_states
 
 _ACCUMULATED = (
     "{}: gradients of an earlier backward were still in .grad; the global clip acts on the gradients of each backward "
@@ -60,6 +61,7 @@ class RewrittenBackward:
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn("accumulated", _ACCUMULATED, outputs.groups)
         snapshot = None if use.forwards is None else use.forwards.snapshot(args)
+        session.config.states.note_backward(autograd.backward_id())
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
         args.extend(self.live)
@@ -67,10 +69,13 @@ class RewrittenBackward:
         if not self.num_outputs:
             return results
         results, auxiliary = results[: -self.num_outputs], results[-self.num_outputs :]
-        packs, kept = auxiliary[: len(outputs.packs)], auxiliary[len(outputs.packs) :]
+        first_state = len(auxiliary) - len(outputs.states)
+        packs, kept = auxiliary[: len(outputs.packs)], auxiliary[len(outputs.packs) : first_state]
         # What is kept may be a gradient itself, which belongs to autograd; a CUDA graph overwrites all of it.
         tensors = [*(t.clone() if self.copies_packs else t for t in packs), *(t.clone() for t in kept)]
         again = session.recorder.collect(outputs, tensors, snapshot, use.parameters)
+        if outputs.states:
+            write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and self.is_whole:
             self._warn("again", _AGAIN, again)
         use.accumulation.note_at_end()

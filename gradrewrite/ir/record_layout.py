@@ -121,6 +121,7 @@ class BackwardOutputs:
         group_logs: Clips by norm of groups that log.
         bounds: Bounds of clips that the host has (numbers, tensors in host memory), by key: ``bound@site`` by norm,
             ``limit@site`` by value, which counts by its size.
+        states: What actions remember, by key, in the order of the new values, which are the last outputs.
         counts: Keys of counts of elements, which add up over several graphs of one backward.
         checked: For each consequence of a failed check, the positions of the counts in each packed tensor.
     """
@@ -136,6 +137,7 @@ class BackwardOutputs:
     clips: tuple[NormClip | ValueClip, ...] = ()
     group_logs: tuple[NormClip, ...] = ()
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
+    states: tuple[tuple[str, Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
 

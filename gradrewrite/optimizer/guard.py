@@ -239,6 +239,7 @@ class Guard:
         self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
         # Each with the number of the optimizer's first group of parameters there.
         self._recorders = [(recorder, recorder.add_guard(self, len(optimizer.param_groups))) for recorder in recorders]
+        self._add_to_states()
 
     @property
     def is_alive(self) -> bool:
@@ -267,6 +268,12 @@ class Guard:
                 first[id(recorder)] = recorder.add_guard(self, len(optimizer.param_groups))
                 recorder.last_skip = recorder.last_skip or before[0].last_skip
         self._recorders = [(recorder, first[id(recorder)]) for recorder in recorders]
+        self._add_to_states()
+
+    def _add_to_states(self) -> None:
+        for target in self.targets:
+            if target.session is not None:
+                target.session.config.states.add_guard(self.number)
 
     def _follow_all(self) -> None:
         if _recorders_of(self.targets) != [recorder for recorder, _ in self._recorders]:
@@ -384,6 +391,9 @@ class Guard:
 
     def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record what is known after the update."""
+        for target in self.targets:
+            if target.session is not None:
+                target.session.config.states.note_step(self.number)
         self._add_ratios(before)
         if bad is not None:
             self._look_at_counts()

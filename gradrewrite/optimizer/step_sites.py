@@ -27,6 +27,7 @@ from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.optimizer._target import Target, targets_of
 from gradrewrite.policy.actions import ParameterScaling
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
+from gradrewrite.policy.state_store import StateStore, write_states
 from gradrewrite.rewriting.action_tracing import check_dense
 from gradrewrite.rewriting.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.rewriting.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
@@ -202,7 +203,7 @@ class StepSites:
         self._read_names(parameters)
         gradients = [p.detach() if p.requires_grad else None for p in parameters]
         asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
-        settings = StepSettings(optimizers.is_fused(optimizer), self._suffix)
+        settings = StepSettings(optimizers.is_fused(optimizer), self._suffix, states=self._states())
         known = [n for n, (site, _) in asked.items() if site is not None]
         if not known:
             raise TraceError(
@@ -273,11 +274,18 @@ class StepSites:
             if rewrite.takes_votes:
                 assert ballot is not None
                 inputs.append(ballot.votes)
+            for target in self._targets:
+                if target.session is not None:
+                    target.session.config.states.begin_step()
             results = list(plan.run(*inputs, *plan.live))
             factors, tensors = results[: len(rewrite.scaled)], results[len(rewrite.scaled) :]
             if rewrite.takes_votes:
                 assert ballot is not None
                 ballot.decide(tensors.pop(0))
+            if rewrite.outputs.states:
+                first_state = len(tensors) - len(rewrite.outputs.states)
+                write_states([tensor for _, tensor in rewrite.outputs.states], tensors[first_state:])
+                del tensors[first_state:]
             number = len(rewrite.outputs.packs)
             tensors[number:] = [
                 like_of(t, gradients[plan.gradients[n]]) for t, n in zip(tensors[number:], plan.kept, strict=True)
@@ -295,6 +303,10 @@ class StepSites:
             is_unscaled,
             [(action, [local_of(parameters[n]) for n in members]) for action, members in plan.parameter_factors],
         )
+
+    def _states(self) -> StateStore | None:
+        """Return what actions at these step sites remember: that of the first model, as groups may have several."""
+        return next((t.session.config.states for t in self._targets if t.session is not None), None)
 
     def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:
@@ -365,7 +377,8 @@ class StepSites:
         exchange = self._exchange(asked, own, parameters, gradients, voters)
         if not own:
             return None if exchange is None else exchange
-        rewrite = _rewrite(asked, own, parameters, gradients, StepSettings(divides, self._suffix, exchange))
+        settings = StepSettings(divides, self._suffix, exchange, self._states())
+        rewrite = _rewrite(asked, own, parameters, gradients, settings)
         gm, live = runnable(rewrite)
         engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
         run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])

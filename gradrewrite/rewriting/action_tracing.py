@@ -16,6 +16,8 @@ from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientE
 from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
 from gradrewrite.policy.recording import Recording, recording
+from gradrewrite.policy.schedules import Schedule
+from gradrewrite.policy.state_store import StateScope
 from gradrewrite.sites import Site
 
 
@@ -34,6 +36,8 @@ class TracedAction:
         has_members: Whether the last records are of the members of a group, one each.
         has_strength: Whether the first records are the norms before and after a clip, which give its factor.
         has_live: Whether the graph reads live tensors.
+        states: What the action sets, by key; the new values are the last outputs.
+        has_states: Whether it reads or sets what it remembers at its site.
     """
 
     graph: fx.GraphModule
@@ -46,10 +50,13 @@ class TracedAction:
     has_members: bool = False
     has_strength: bool = False
     has_live: bool = False
+    states: tuple[tuple[str, Tensor], ...] = ()
+    has_states: bool = False
 
     @classmethod
     def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
         """Put a graph together with what was reported while it was traced."""
+        states = reported.states
         return cls(
             graph,
             tuple(reported.names),
@@ -61,6 +68,8 @@ class TracedAction:
             has_members=reported.has_members,
             has_strength=reported.has_strength,
             has_live=bool(graph.graph.find_nodes(op="get_attr")),
+            states=() if states is None else tuple((key, tensor) for key, (tensor, _) in states.updates.items()),
+            has_states=states is not None and states.is_used,
         )
 
 
@@ -71,10 +80,12 @@ class TraceMode:
     Attributes:
         is_opaque: Whether statistics are custom ops, which Inductor does not look into.
         scale: The loss scale, 0-d, that gradients are divided by for the action; None if there is none.
+        states: The states of the actions at the site; None where they have none of their own.
     """
 
     is_opaque: bool = False
     scale: Tensor | None = None
+    states: StateScope | None = None
 
 
 PLAIN = TraceMode()
@@ -119,7 +130,7 @@ class ActionTracer:
             return self._known[key]
         run = action.apply if isinstance(action, Action) else action
         traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], asked, mode, further, layouts)
-        if key is not None:
+        if key is not None and not traced.has_states:
             self._known[key] = traced
         return traced
 
@@ -157,7 +168,7 @@ def trace_function(
     given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
     refused, leaving = _refusals(sites[0], action)
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
-    with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale) as reported:
+    with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale, states=mode.states) as reported:
 
         def whole(*parts: Tensor) -> list[Tensor]:
             reported.clear()
@@ -173,7 +184,8 @@ def trace_function(
             if sharded:
                 results = [_part(*four) for four in zip_longest(results, tensors, parts[: len(values)], own_layouts)]
             results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
-            return [*results, *map(full, reported.values), *map(full, reported.kept)]
+            new = () if mode.states is None else (value for _, value in mode.states.updates.values())
+            return [*results, *map(full, reported.values), *map(full, reported.kept), *map(full, new)]
 
         try:
             inputs = [*values, *further]
@@ -237,7 +249,13 @@ def action_key(action: Any) -> Hashable:
     if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
         return id(action)
     values = (getattr(action, f.name) for f in fields(action))
-    return (type(action), *((id(v), "tensor") if isinstance(v, Tensor) else repr(v) for v in values))
+    return (type(action), *(_setting_key(v) for v in values))
+
+
+def _setting_key(value: Any) -> Hashable:
+    if isinstance(value, Schedule):
+        return value
+    return (id(value), "tensor") if isinstance(value, Tensor) else repr(value)
 
 
 def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:

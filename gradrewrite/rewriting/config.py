@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.loss_scale import LossScale
 
 
@@ -19,6 +20,7 @@ class RewriteConfig:
         dynamic: Symbolic shapes, as in ``torch.compile``.
         methods: Names of the methods of the model that have an entry point; ``forward`` stands for a call.
         regions: Patterns of the names of modules that are compiled separately; empty for the model as a whole.
+        states: What its actions remember.
     """
 
     policy: Policy
@@ -27,3 +29,4 @@ class RewriteConfig:
     dynamic: bool | None = None
     methods: tuple[str, ...] = ("forward",)
     regions: tuple[str, ...] = ()
+    states: StateStore = field(default_factory=StateStore, compare=False)

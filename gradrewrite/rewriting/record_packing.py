@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import make_fx
+from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all, pack
@@ -39,6 +40,7 @@ class RecordPacking:
         group_logs: Clips by norm of groups that log.
         shown: The keys of a step that come in the place of a key, where it is not that key alone.
         bounds: Bounds of clips that the host has.
+        states: What actions remember, by key, with the nodes of the new values.
         numbering: Makes the keys of records.
     """
 
@@ -51,6 +53,7 @@ class RecordPacking:
     group_logs: list[NormClip] = field(default_factory=list)
     shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
     bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)
+    states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)
     numbering: RecordNumbering = field(default_factory=RecordNumbering)
 
     def add(
@@ -79,7 +82,12 @@ class RecordPacking:
         for own, node in zip(named, extras, strict=False):
             self.records.append(RecordNode(tuple(own), node, site.kind == "activation", traced.fails == "skip"))
         keys = [key for own in named for key in own]
-        self.kept += [(site, node) for node in extras[len(traced.records) :]]
+        first_state = len(extras) - len(traced.states)
+        self.kept += [(site, node) for node in extras[len(traced.records) : first_state]]
+        for (key, tensor), node in zip(traced.states, extras[first_state:], strict=True):
+            if key in self.states:
+                raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
+            self.states[key] = tensor, node
         if traced.has_strength:
             self._add_value_clip(before=keys[0], after=keys[1], clipped=keys[-1])
         if traced.logs:
@@ -110,6 +118,7 @@ class RecordPacking:
         nodes = {node.name: node for node in graph.nodes}
         self.records = [replace(record, node=current(record.node)) for record in self.records]
         self.kept = [(site, current(node)) for site, node in self.kept]
+        self.states = {key: (tensor, current(node)) for key, (tensor, node) in self.states.items()}
         self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
 
     def pack_into(self, graph: fx.Graph) -> tuple[BackwardOutputs, list[fx.Node]]:
@@ -133,7 +142,7 @@ class RecordPacking:
             packed, added = _insert(run, graph, records, graph.output_node())
             packs.append(packed)
             new += added
-        held = packs + [node for _, node in self.kept]
+        held = [*packs, *(node for _, node in self.kept), *(node for _, node in self.states.values())]
         if held:
             new.append(editing.hold(graph, held))
         return self._layout(list(groups.values()), order), new
@@ -153,6 +162,7 @@ class RecordPacking:
             clips=tuple(self.clips),
             group_logs=tuple(self.group_logs),
             bounds=tuple(self.bounds),
+            states=tuple((key, tensor) for key, (tensor, _) in self.states.items()),
             counts=frozenset(self.numbering.counts),
         )
 

@@ -31,6 +31,7 @@ from gradrewrite.ir.statistics import IN_UNITS
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.actions import BucketedAction, GroupAction, Measurement, SpecializingAction, takes_value
 from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import (
     ActionTracer,
     TracedAction,
@@ -105,7 +106,7 @@ def rewrite_joint_graph(
         CallbackError: A tensor function breaks its contract.
     """
     graph = marked.graph
-    rewriter = Rewriter(graph, config.loss_scale)
+    rewriter = Rewriter(graph, config.loss_scale, config.states)
     assumed = fake_tensors.assumptions(graph)
     points, out_of_reach = find_insertion_points(marked)
     anchors = _anchors(points)
@@ -186,7 +187,7 @@ class Rewriter:
         changed: Markers of errors that actions change.
     """
 
-    def __init__(self, graph: fx.Graph, scale: LossScale | None = None) -> None:
+    def __init__(self, graph: fx.Graph, scale: LossScale | None = None, states: StateStore | None = None) -> None:
         self.graph = graph
         self.num_measured = 0
         self._scale = scale
@@ -196,6 +197,8 @@ class Rewriter:
         self.changed: set[fx.Node] = set()
         self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
         self._tracer = ActionTracer()
+        self._states = states
+        self._scopes: dict[str, StateScope] = {}
 
     def insert(self, point: InsertionPoint, actions: Sequence[Any]) -> None:
         """Insert the actions of one site, in order."""
@@ -272,12 +275,19 @@ class Rewriter:
         """Let the count under a key decide whether what a node had at a site is finite."""
         self.packing.checks.append(Check(point.site, fails, key, point.order, seen.name))
 
-    def _mode(self, site: Site) -> TraceMode:
+    def states_at(self, where: str) -> StateScope | None:
+        """Return the states of the actions at a site, or of a group."""
+        if self._states is None:
+            return None
+        return self._scopes.setdefault(where, self._states.scope(where))
+
+    def _mode(self, site: Site, where: str = "") -> TraceMode:
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
         is_apart = site.device.type in MEASURED_APART or site.kind in ("gradient", "input", "step")
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
         has_scale = self._scale is not None and site.kind != "activation"
-        return TraceMode(is_opaque, self._scale.on(site.device) if has_scale and self._scale is not None else None)
+        scale = self._scale.on(site.device) if has_scale and self._scale is not None else None
+        return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
 
     def insert_bucketed(self, members: Sequence[tuple[InsertionPoint, Sequence[Any]]]) -> None:
         """Insert the actions of single sites that have bucketed actions among theirs.
@@ -337,13 +347,13 @@ class Rewriter:
         nodes = [self.current(p.node) for p in points]
         for point in points:
             check_dense(action, point.site, value_of(point.node))
-        mode = self._mode(sites[0])
+        where = where or f"group:{action.group}"
+        mode = self._mode(sites[0], where)
         layouts = [point.layout for point in points]
         values = [value_of(n) for n in nodes]
         traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
         outputs, new = self._splice(traced, nodes, points[0])
         results, extras = outputs[: len(points)], outputs[len(points) :]
-        where = where or f"group:{action.group}"
         keys = self.packing.add(where, sites[0], traced, extras, sites)
         for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))

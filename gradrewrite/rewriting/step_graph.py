@@ -34,6 +34,7 @@ from gradrewrite.policy.actions import (
 )
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, check_dense, describe
 from gradrewrite.rewriting.group_actions import groups_of
 from gradrewrite.rewriting.insertion_points import InsertionPoint
@@ -77,11 +78,13 @@ class StepSettings:
         divides: Whether the optimizer divides all gradients by a number of ours, if one group action scales them all.
         suffix: What follows the name of a group in the site of its records (``#1`` for the second optimizer).
         exchange: What ranks exchange; None where no gradient is spread over several.
+        states: What actions remember; None if they have no model.
     """
 
     divides: bool = False
     suffix: str = ""
     exchange: ExchangeSettings | None = None
+    states: StateStore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ class _Builder:
         self.owner = fx.GraphModule({}, graph)
         self.graph = self.owner.graph
         self.settings = settings
-        self.rewriter = Rewriter(self.graph)
+        self.rewriter = Rewriter(self.graph, states=settings.states)
         self.tracer = ActionTracer()
         self.spreads = [given.spread for given in gradients]
         self.measured: dict[int, list[_MeasuredPart]] = defaultdict(list)  # by the order of the point
@@ -239,6 +242,8 @@ class _Builder:
         reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(action, point.site, whole, traced)
         if traced.records:
             reason = "its records would be those of the part of one rank"
+        if traced.has_states:
+            reason = "what it remembers would be that of the part of one rank"
         if reason:
             raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
         rewriter.insert(point, [action])
@@ -312,7 +317,9 @@ class _Builder:
         norms = [*(node for _, node in wholes), *norms]
         members = [*(site for sites, _ in wholes for site in sites), *(plain[n].site for n in order)]
         measured = [*self.exchanged, *measured] if wholes else measured
-        with recording(value_of(points[0].node).device) as reported:
+        where = self.where(action)
+        states = rewriter.states_at(where)
+        with recording(value_of(points[0].node).device, states=states) as reported:
 
             def factor(*values: Tensor) -> list[Tensor]:
                 reported.clear()
@@ -322,16 +329,16 @@ class _Builder:
                 if scale is not None:
                     found = [norm / values[-1].to(norm.device) for norm in found]
                 bound, total = action.bound_and_total(found)
-                if not divides:
-                    return [bound / total, *reported.values]
-                divisor = total / bound
-                return [divisor if scale is None else divisor * values[-1].to(divisor.device), *reported.values]
+                result = total / bound if divides else bound / total
+                if divides and scale is not None:
+                    result = result * values[-1].to(result.device)
+                new = [] if states is None else [value for _, value in states.updates.values()]
+                return [result, *reported.values, *new]
 
             inputs = [*norms, *([] if scale is None else [scale])]
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        where = self.where(action)
         keys = rewriter.packing.add(where, points[0].site, traced, extras, members)
         rewriter.packing.groups.append(str(action.group))
         names = tuple(node.name for node in (*measured, *new))
@@ -402,6 +409,7 @@ class _Builder:
         labels += ["grad_scale" if is_divided else "factor"] * len(self.factors)
         labels += ["votes"] * (self.votes is not None)
         labels += ["records"] * len(outputs.packs) + [f"kept {site}" for site in outputs.kept]
+        labels += [f"state {key}" for key, _ in outputs.states]
         before = JointGraph(
             self._plain(), tuple(sites), provenance=self._provenance((), (), labels[: len(self.points)])
         )
