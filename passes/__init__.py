@@ -1,6 +1,8 @@
 """Actions: what a policy may answer."""
 
 from gradrewrite.passes._adaptive_clip import AdaptiveClip as AdaptiveClip
+from gradrewrite.passes._adaptive_norm import AutoClip as AutoClip
+from gradrewrite.passes._adaptive_norm import ZClip as ZClip
 from gradrewrite.passes._all_reduce import AllReduce as AllReduce
 from gradrewrite.passes._check_finite import CheckFinite as CheckFinite
 from gradrewrite.passes._clip_by_norm import ClipByGlobalNorm as ClipByGlobalNorm
@@ -17,6 +19,7 @@ from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
 __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "AdaptiveClip",
     "AllReduce",
+    "AutoClip",
     "CheckFinite",
     "ClipByGlobalNorm",
     "ClipByNorm",
@@ -27,5 +30,6 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "NanToNum",
     "Observe",
     "Scale",
+    "ZClip",
     "Zero",
 ]

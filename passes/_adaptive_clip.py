@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gradrewrite.ir.statistics import largest_of, norms_of_units, share_of
-from gradrewrite.passes._settings import check_number, scalar, short_repr
+from gradrewrite.passes._settings import check_positive, now, scalar, short_repr
 from gradrewrite.policy.recording import record
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
 
 
@@ -31,8 +32,8 @@ class AdaptiveClip:
     spread over ranks (FSDP2) are refused.
 
     Attributes:
-        clipping: The largest ratio of the norms, > 0: a number, or a tensor with one element (read at every backward
-            or step). The paper has 0.01 for batches of 4096, and larger ones for smaller batches.
+        clipping: The largest ratio of the norms, > 0: a number, a tensor with one element (read at every backward
+            or step), or a ``gr.Schedule``. The paper has 0.01 for batches of 4096, and larger ones for smaller batches.
         eps: The least norm of a parameter, > 0, so that one of zeros can be trained.
 
     Raises:
@@ -45,7 +46,7 @@ class AdaptiveClip:
         AdaptiveClip(0.02)
     """
 
-    clipping: float | Tensor = 0.01
+    clipping: float | Tensor | Schedule = 0.01
     _: KW_ONLY
     eps: float = 1e-3
 
@@ -56,19 +57,15 @@ class AdaptiveClip:
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
-        check_number("AdaptiveClip", "clipping", self.clipping)
-        if not isinstance(self.clipping, Tensor) and not self.clipping > 0:
-            raise ValueError(f"AdaptiveClip: clipping must be > 0, got {self.clipping!r}")
-        if isinstance(self.eps, Tensor):
-            raise TypeError("AdaptiveClip: eps is a number, got a tensor")
-        check_number("AdaptiveClip", "eps", self.eps)
-        if not self.eps > 0:
-            raise ValueError(f"AdaptiveClip: eps must be > 0, got {self.eps!r}")
+        check_positive("AdaptiveClip", "clipping", self.clipping)
+        if isinstance(self.eps, Tensor | Schedule):
+            raise TypeError(f"AdaptiveClip: eps is a number, got {self.eps!r}")
+        check_positive("AdaptiveClip", "eps", self.eps)
 
     def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
         """Clip; see the class."""
         norms, floors = norms_of_units(tensor), norms_of_units(value).clamp(min=self.eps)
-        bounds = floors * scalar(self.clipping, floors)
+        bounds = floors * scalar(now(self.clipping, tensor.device, least=0.0), floors)
         acts = (norms > bounds) & (norms < torch.inf) & (floors < torch.inf)
         record("unit_ratio", largest_of(norms / floors))
         record("unit_share", share_of(acts))

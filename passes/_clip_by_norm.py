@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gradrewrite.ir.statistics import norm_of, norms_of
-from gradrewrite.passes._settings import check_norm, scalar, short_repr
+from gradrewrite.passes._settings import check_norm, now, scalar, short_repr
 from gradrewrite.policy.actions import BACKWARD
 from gradrewrite.policy.recording import record_clip, record_norm, record_shares
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
 
 
@@ -27,8 +28,8 @@ class ClipByNorm:
     https://arxiv.org/abs/1211.5063.
 
     Attributes:
-        max_norm: The bound, > 0, in units of the gradient; a number (baked in) or a tensor with one element
-            (read at every backward; NaN clips nothing).
+        max_norm: The bound, > 0, in units of the gradient; a number (baked in), a tensor with one element
+            (read at every backward; NaN clips nothing), or a ``gr.Schedule``.
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
         log: Report a log line at every backward in which an element changed.
 
@@ -42,7 +43,7 @@ class ClipByNorm:
         ClipByNorm(1.0)
     """
 
-    max_norm: float | Tensor
+    max_norm: float | Tensor | Schedule
     _: KW_ONLY
     norm_type: float = 2.0
     log: bool = False
@@ -58,9 +59,9 @@ class ClipByNorm:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
-        norm = norm_of(tensor, self.norm_type)
-        record_norm("norm", norm, self.max_norm)
-        clipped = _scale_down(tensor, norm, self.max_norm)
+        norm, bound = norm_of(tensor, self.norm_type), now(self.max_norm, tensor.device, least=0.0)
+        record_norm("norm", norm, bound)
+        clipped = scale_down(tensor, norm, bound)
         if self.log:
             record_clip(tensor, clipped)
         return clipped
@@ -77,7 +78,7 @@ class ClipByGlobalNorm:
     the clip acts, else 1. After Pascanu, Mikolov and Bengio (2013), https://arxiv.org/abs/1211.5063.
 
     Attributes:
-        max_norm: The bound, > 0; a number or a tensor with one element (read at every backward).
+        max_norm: The bound, > 0; a number, a tensor with one element (read at every backward), or a ``gr.Schedule``.
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
         group: Gradients of one group are scaled together; one group has one bound, one norm type and one ``log``.
         log: Report one log line for the group at every backward in which the clip acted, and record ``norm_share`` at
@@ -96,7 +97,7 @@ class ClipByGlobalNorm:
         'default'
     """
 
-    max_norm: float | Tensor
+    max_norm: float | Tensor | Schedule
     _: KW_ONLY
     norm_type: float = 2.0
     group: Hashable = "default"
@@ -114,34 +115,36 @@ class ClipByGlobalNorm:
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
         norms = norms_of(tensors, self.norm_type)
-        total = self._total(torch.stack([n.to(norms[0].device, _widest(norms)) for n in norms]))
-        return [_scale_down(t, total.to(t.device), self.max_norm) for t in tensors]
+        total, bound = self._total_and_bound(torch.stack([n.to(norms[0].device, widest(norms)) for n in norms]))
+        return [scale_down(t, total.to(t.device), bound) for t in tensors]
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
-        total = self._total(torch.cat([n.to(norms[0].device, _widest(norms)).reshape(-1) for n in norms]))
-        bound, acts = _bound_and_verdict(total, self.max_norm)
+        norms = [n.to(norms[0].device, widest(norms)).reshape(-1) for n in norms]
+        total, max_norm = self._total_and_bound(torch.cat(norms))
+        bound, acts = bound_and_verdict(total, max_norm)
         return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
 
-    def _total(self, norms: Tensor) -> Tensor:
-        total = norm_of(norms, self.norm_type)
-        record_norm("total_norm", total, self.max_norm)
+    def _total_and_bound(self, norms: Tensor) -> tuple[Tensor, float | Tensor]:
+        total, bound = norm_of(norms, self.norm_type), now(self.max_norm, norms.device, least=0.0)
+        record_norm("total_norm", total, bound)
         if self.log:
             record_shares(norms, self.norm_type)
-        return total
+        return total, bound
 
 
-def _widest(norms: Sequence[Tensor]) -> torch.dtype:
+def widest(norms: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
 
 
-def _scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    bound, acts = _bound_and_verdict(norm, max_norm)
+def scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Scale a tensor of this norm to a norm of at most ``max_norm``."""
+    bound, acts = bound_and_verdict(norm, max_norm)
     wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
     return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)
 
 
-def _bound_and_verdict(norm: Tensor, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
+def bound_and_verdict(norm: Tensor, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
     """The bound as a 0-d tensor, and whether the clip acts."""
     bound = scalar(max_norm, norm)
     if not isinstance(bound, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.passes._settings import check_number, scalar, short_repr
+from gradrewrite.passes._settings import check_number, now, scalar, short_repr
 from gradrewrite.policy.actions import BACKWARD
 from gradrewrite.policy.recording import record_clip, record_limit
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
 
 
@@ -25,7 +27,7 @@ class ClipByValue:
 
     Attributes:
         max: Upper bound, in units of the gradient; a number (baked in), or a tensor with one element (read at
-            every backward; change it in place).
+            every backward; change it in place), or a ``gr.Schedule``.
         min: Lower bound; ``-max`` if None.
         log: Report a log line at every backward in which an element changed, and record what the line says
             (``max_abs``, ``mean_abs``, ``clipped``), ``factor`` and ``share``. ``factor`` is the ratio of the L2 norms
@@ -43,9 +45,9 @@ class ClipByValue:
         ClipByValue(10.0, log=True)
     """
 
-    max: float | Tensor
+    max: float | Tensor | Schedule
     _: KW_ONLY
-    min: float | Tensor | None = None
+    min: float | Tensor | Schedule | None = None
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
@@ -58,9 +60,10 @@ class ClipByValue:
         check_number("ClipByValue", "max", self.max)
         if self.min is not None:
             check_number("ClipByValue", "min", self.min)
-        low = -self.max if self.min is None else self.min
-        if not isinstance(low, Tensor) and not isinstance(self.max, Tensor) and not low <= self.max:
-            raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={self.max!r}")
+        high = self.max.at(0) if isinstance(self.max, Schedule) else self.max
+        low = -high if self.min is None else self.min.at(0) if isinstance(self.min, Schedule) else self.min
+        if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
+            raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={high!r}")
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
@@ -68,12 +71,13 @@ class ClipByValue:
             raise UnsupportedGradientError(
                 f"ClipByValue bounds real numbers and the gradient is {tensor.dtype}; use ClipByNorm"
             )
-        high = scalar(self.max, tensor)
-        low = -high if self.min is None else scalar(self.min, tensor)
+        limit = now(self.max, tensor.device, least=0.0 if self.min is None else -math.inf)
+        high = scalar(limit, tensor)
+        low = -high if self.min is None else scalar(now(self.min, tensor.device), tensor)
         # A tensor and a number cannot be given to one clamp, so each bound has its own.
         clipped = torch.clamp(torch.clamp(tensor, min=low), max=high)
         if self.log:
             if self.min is None:
-                record_limit(self.max, tensor.device)
+                record_limit(limit, tensor.device)
             record_clip(tensor, clipped, strength=True)
         return clipped

@@ -9,25 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradrewrite.policy.recording import current_recording
+from gradrewrite.policy.schedules import Schedule
 
-def check_number(action: str, name: str, value: float | Tensor) -> None:
-    """A setting is a real number other than NaN, or a real tensor with one element (read at every backward)."""
-    if isinstance(value, Tensor):
+
+def check_number(action: str, name: str, value: float | Tensor | Schedule) -> None:
+    """A setting is a real number other than NaN, a real tensor with one element (read at every backward) or a schedule.
+
+    A schedule is evaluated at step 0.
+    """
+    if isinstance(value, Schedule):
+        value.at(0)
+    elif isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.layout is not torch.strided:
             raise ValueError(
                 f"{action}: {name} as a tensor has one real element, got shape {tuple(value.shape)}, {value.dtype}"
             )
     elif isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{action}: {name} is a number or a tensor with one element, got {value!r}")
+        raise TypeError(f"{action}: {name} is a number or a tensor with one element, or a gr.Schedule, got {value!r}")
     elif math.isnan(value):
         raise ValueError(f"{action}: {name} must not be NaN")
 
 
-def check_norm(action: str, max_norm: float | Tensor, norm_type: float) -> None:
+def check_positive(action: str, name: str, value: float | Tensor | Schedule) -> None:
+    """A bound that has to be > 0, infinity included; one that follows a schedule >= 0."""
+    check_number(action, name, value)
+    if isinstance(value, Schedule):
+        value.at(0, least=0.0)
+    elif not isinstance(value, Tensor) and not value > 0:
+        raise ValueError(f"{action}: {name} must be > 0, got {value!r}")
+
+
+def check_norm(action: str, max_norm: float | Tensor | Schedule, norm_type: float) -> None:
     """Bounds and orders that a norm clip takes: both > 0, infinity included."""
-    check_number(action, "max_norm", max_norm)
-    if not isinstance(max_norm, Tensor) and not max_norm > 0:
-        raise ValueError(f"{action}: max_norm must be > 0, got {max_norm!r}")
+    check_positive(action, "max_norm", max_norm)
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):
         raise TypeError(f"{action}: norm_type is a number, got {norm_type!r}")
     if not norm_type > 0:
@@ -44,6 +59,24 @@ def short_repr(action: Any) -> str:
         elif isinstance(value, Tensor) or value != field.default:
             shown.append(f"{field.name}={value!r}")
     return f"{type(action).__name__}({', '.join(shown)})"
+
+
+def now(value: float | Tensor | Schedule, device: torch.device, least: float = -math.inf) -> float | Tensor:
+    """A setting as it is when the graph runs: of a schedule the tensor on a device that follows it.
+
+    Outside of a rewrite, where an action is applied by hand, the value of a schedule at step 0.
+
+    Args:
+        value: The setting.
+        device: Where it is read.
+        least: The smallest number that a schedule may return.
+    """
+    if not isinstance(value, Schedule):
+        return value
+    recording = current_recording()
+    if recording is None or recording.states is None:
+        return value.at(0, least)
+    return recording.states.schedule(value, device, least)
 
 
 def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
