@@ -1,0 +1,314 @@
+"""States of tensor functions: their values, whose they are, and their way into checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite.passes import AutoClip, ClipByGlobalNorm, ClipByNorm, ZClip
+
+
+def example(value: float, rows: int = 1) -> Tensor:
+    return torch.full((rows, 3), value, dtype=torch.float64)
+
+
+def counting(state: gr.State) -> Any:
+    """A function that scales a gradient by 1 over the number of its calls."""
+
+    def scaled(g: Tensor) -> Tensor:
+        state.set(state + 1)
+        return g / state.value
+
+    return scaled
+
+
+def net(width: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1)).double()
+
+
+def states_of(model: Any) -> dict[str, Tensor]:
+    return gr.state_dict(model)["states"]
+
+
+@pytest.mark.parametrize("kind", ["gradient", "step", "error"])
+def test_each_site_counts_by_itself(kind: str) -> None:
+    model = gr.transform(net(), gr.on(f"{kind}:*0*", counting(gr.State(dtype=torch.float64, name="calls"))))
+    plain = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if kind == "step":
+        gr.guard(optimizer, model)
+    for call in range(1, 4):
+        model.zero_grad()
+        plain.zero_grad()
+        model(example(1.0)).sum().backward()
+        plain(example(1.0)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad / call, rtol=1e-15, atol=0)
+    sites = {"gradient": ["0.weight", "0.bias"], "step": ["0.weight", "0.bias"], "error": ["0"]}[kind]
+    assert {name: float(t) for name, t in states_of(model).items()} == {f"{kind}:{s}/calls": 3.0 for s in sites}
+    assert len(model.explain().graphs) == 1
+
+
+def test_what_is_set_is_seen_at_once_and_read_by_the_next_backward() -> None:
+    a, b = gr.State(init=1.0), gr.State(init=2.0)
+    seen: list[dict[str, float]] = []
+
+    def swap(g: Tensor) -> Tensor:
+        before = a.value
+        a.set(b)
+        gr.record("a", a.value)
+        gr.record("b", b.value)
+        b.set(before)
+        return g
+
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", swap))
+    for _ in range(3):
+        model(example(1.0)).sum().backward()
+        seen.append(model.monitor.latest())
+    assert [(r["a@gradient:weight"], r["b@gradient:weight"]) for r in seen] == [(2.0, 2.0), (1.0, 1.0), (2.0, 2.0)]
+    assert {k: float(v) for k, v in states_of(model).items()} == {"gradient:weight/0": 2.0, "gradient:weight/1": 1.0}
+
+
+def test_a_state_reads_like_a_tensor() -> None:
+    state = gr.State((3,), init=4.0)
+    given = torch.tensor([1.0, 2.0, 3.0])
+    for found, wanted in (
+        (state + given, 4 + given),
+        (given - state, given - 4),
+        (state / given, 4 / given),
+        (given**state, given**4),
+        (-state, -torch.full((3,), 4.0)),
+        (state > given, torch.ones(3, dtype=torch.bool)),
+        (torch.minimum(state, given), given),
+        (torch.stack([state, given]).sum(0), 4 + given),
+        (torch.where(given > 2, state, given), torch.tensor([1.0, 2.0, 4.0])),
+        (state.sqrt(), torch.full((3,), 2.0)),
+        (state[0], torch.tensor(4.0)),
+        (abs(state * -1), torch.full((3,), 4.0)),
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert len(state) == 3
+    assert state.shape == (3,)
+    assert repr(state) == "State((3,), 4.0, torch.float32)"
+    state.set(given)
+    assert torch.equal(state.value, given)
+    state.set(2)
+    assert torch.equal(state.value, torch.full((3,), 2.0))
+    with pytest.raises(AttributeError, match="_nothing"):
+        _ = state._nothing
+
+
+def test_shapes_and_dtypes() -> None:
+    last = gr.State((1, 3), dtype=torch.bfloat16)
+
+    def change(g: Tensor) -> Tensor:
+        moved = g - last.to(g.dtype)
+        last.set(g)
+        return moved
+
+    model = gr.transform(nn.Linear(3, 1, bias=False).double(), gr.on("gradient:weight", change))
+    for value, wanted in ((1.0, 1.0), (3.0, 2.0), (3.0, 0.0)):
+        model.zero_grad()
+        model(example(value)).sum().backward()
+        assert torch.equal(model.weight.grad, example(wanted))
+
+
+def test_values_outlive_a_recompilation_and_a_compilation_of_another_size() -> None:
+    def policy(site: gr.Site) -> Any:  # a new function and a new state at each question
+        return counting(gr.State(dtype=torch.float64)) if site.matches("gradient:weight") else None
+
+    model = gr.transform(nn.Linear(3, 1, bias=False).double(), policy, dynamic=False)
+    for call, rows in enumerate((1, 2, 3, 2), 1):
+        model.zero_grad()
+        model(example(1.0, rows)).sum().backward()
+        torch.testing.assert_close(model.weight.grad, example(rows / call), rtol=1e-15, atol=0)
+    assert len(model.explain().graphs) == 3
+    assert float(states_of(model)["gradient:weight/0"]) == 4.0
+
+
+def test_units_are_those_of_the_unscaled_loss() -> None:
+    largest = gr.State(name="largest")
+
+    def follow(g: Tensor) -> Tensor:
+        largest.set(torch.maximum(largest.value, g.abs().amax()))
+        return g
+
+    scale = torch.tensor(1024.0)
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:weight", follow), loss_scale=scale)
+    for value in (2.0, 1.0):
+        (model(example(value).float()).sum() * scale).backward()
+    assert float(states_of(model)["gradient:weight/largest"]) == 2.0
+
+
+def test_regions_of_equal_structure_have_states_of_their_own() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = gr.transform(Blocks().double(), gr.on("gradient:*.bias", counting(gr.State())), regions="layers.*")
+    for _ in range(2):
+        model(example(1.0)).sum().backward()
+    assert {k: float(v) for k, v in states_of(model).items()} == {f"gradient:layers.{n}.bias/0": 2.0 for n in range(3)}
+
+
+def test_two_actions_may_not_set_one_state() -> None:
+    state = gr.State()
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:weight", [counting(state), counting(state)]))
+    with pytest.raises(gr.CallbackError, match=r"gradient:weight/0: two actions set this state"):
+        model(example(1.0).float())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda s: s.item(), lambda s: float(s.value), lambda s: 1 if s.value else 2, lambda s: torch.full((), s), float],
+    ids=["item", "float", "bool", "fill", "float of the state"],
+)
+def test_a_value_is_not_read_while_the_function_is_traced(read: Any) -> None:
+    state = gr.State(init=3.0)
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", lambda g: g * read(state)))
+    with pytest.raises(gr.CallbackError, match="gradient:weight"):
+        model(example(1.0))
+
+
+def test_what_is_set_fits() -> None:
+    state = gr.State((2,))
+
+    def wrong(g: Tensor) -> Tensor:
+        state.set(g)
+        return g
+
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:weight", wrong))
+    with pytest.raises(gr.CallbackError, match=r"gradient:weight.*got shape \(1, 3\), and the state has \(2,\)"):
+        model(example(1.0).float())
+    for arguments, text in (((3,), "a tuple of whole numbers, got 3"), (((), "one"), "init is a number, got 'one'")):
+        with pytest.raises(TypeError, match=text):
+            gr.State(*arguments)
+
+
+POLICY = [
+    gr.on("gradient:0.*", counting(gr.State(dtype=torch.float64))),
+    gr.on("gradient:*", ClipByGlobalNorm(gr.Schedule.cosine(0.5, 0.01, steps=12))),
+    gr.on("step:0.*", AutoClip(40.0, history=6)),
+    gr.on("step:2.*", [ClipByNorm(gr.Schedule.linear(0.3, 0.02, steps=15)), ZClip(0.5, warmup=3)]),
+]
+
+
+def made() -> tuple[Any, Any]:
+    model = gr.transform(net(4), POLICY)
+    return model, gr.guard(torch.optim.AdamW(model.parameters(), lr=0.05), model)
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step)).double() * (1 + step % 4)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def saved(*objects: Any) -> list[Any]:
+    """Through a file that holds no code."""
+    found = []
+    for value in objects:
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        found.append(torch.load(file, weights_only=True))
+    return found
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_resuming_is_bit_equal(is_called_before: bool) -> None:
+    model, optimizer = made()
+    train(model, optimizer, range(8))
+    parts = saved(model.state_dict(), optimizer.state_dict(), gr.state_dict(model))
+    train(model, optimizer, range(8, 18))
+    again, resumed = made()
+    if is_called_before:
+        train(again, resumed, range(90, 92))
+    for part, load in zip(parts, (again.load_state_dict, resumed.load_state_dict), strict=False):
+        load(part)
+    gr.load_state_dict(again, parts[2])
+    train(again, resumed, range(8, 18))
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+    first, second = gr.state_dict(model), gr.state_dict(again)
+    assert first["step"] == second["step"] == 18
+    assert first["states"].keys() == second["states"].keys()
+    assert all(torch.equal(first["states"][key], second["states"][key]) for key in first["states"])
+    # Without them it would be another training.
+    alone, optimizer = made()
+    alone.load_state_dict(parts[0])
+    optimizer.load_state_dict(parts[1])
+    train(alone, optimizer, range(8, 18))
+    assert not torch.equal(alone[0].weight, model[0].weight)
+
+
+def test_copies_and_pickles_have_states_of_their_own() -> None:
+    policy = gr.on("gradient:*", [ZClip(warmup=2)])
+    model = gr.transform(nn.Linear(3, 1).double(), policy)
+    model(example(1.0)).sum().backward()
+    copies = [copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))]
+    before = states_of(model)
+    for other in copies:
+        assert {k: float(v) for k, v in states_of(other).items()} == {k: float(v) for k, v in before.items()}
+        other.zero_grad()
+        other(example(2.0)).sum().backward()
+        assert int(states_of(other)["group:default/ZClip.count"]) == 2
+        assert int(states_of(model)["group:default/ZClip.count"]) == 1
+
+
+def test_a_trace_leaves_the_states_as_they_are() -> None:
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", counting(gr.State())))
+    model(example(1.0)).sum().backward()
+    model.trace(example(1.0))
+    model(example(1.0, rows=2)).sum().backward()
+    assert float(states_of(model)["gradient:weight/0"]) == 2.0
+
+
+def test_a_backend_has_states_too() -> None:
+    backend = gr.backend(gr.on("gradient:weight", counting(gr.State())))
+    assert gr.state_dict(backend) == {"version": 1, "step": 0, "states": {}}
+    gr.load_state_dict(backend, {"version": 1, "step": 3, "states": {}})
+    assert gr.state_dict(backend)["step"] == 3
+
+
+def test_loading_what_does_not_fit() -> None:
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", counting(gr.State())))
+    with pytest.raises(TypeError, match="Linear has no policy"):
+        gr.state_dict(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"takes what gr\.state_dict returned"):
+        gr.load_state_dict(model, {"weight": torch.ones(3)})
+    wrong = {"version": 1, "step": 0, "states": {"gradient:weight/0": torch.ones(2)}}
+    gr.load_state_dict(model, wrong)
+    with pytest.raises(gr.PolicyError, match=r"gradient:weight/0: the state is \(\), torch.float32, and what"):
+        model(example(1.0))
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", counting(gr.State())))
+    gr.load_state_dict(model, {"version": 1, "step": 0, "states": {"gradient:gone/0": torch.ones(2)}})
+    model(example(1.0)).sum().backward()
+    assert states_of(model).keys() == {"gradient:gone/0", "gradient:weight/0"}  # nothing is lost in silence
+    with pytest.raises(ValueError, match=r"gradient:weight/0: the state is \(\)"):
+        gr.load_state_dict(model, wrong)
+    assert float(states_of(model)["gradient:weight/0"]) == 1.0
+
+
+def test_states_that_are_not_among_the_loaded_begin_anew() -> None:
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", counting(gr.State(init=5.0))))
+    fresh = gr.state_dict(model)
+    model(example(1.0)).sum().backward()
+    gr.load_state_dict(model, fresh)
+    assert float(states_of(model)["gradient:weight/0"]) == 5.0
