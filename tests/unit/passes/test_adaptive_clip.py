@@ -131,7 +131,7 @@ def test_the_bound_may_be_a_tensor() -> None:
         ({"clipping": NAN}, ValueError, "clipping must not be NaN"),
         ({"clipping": "much"}, TypeError, "clipping is a number or a tensor"),
         ({"eps": 0.0}, ValueError, "eps must be > 0, got 0.0"),
-        ({"eps": torch.ones(())}, TypeError, "eps is a number, got a tensor"),
+        ({"eps": torch.ones(())}, TypeError, "eps is a number, got tensor"),
     ],
 )
 def test_settings_are_checked(settings: Any, error: type[Exception], text: str) -> None:
