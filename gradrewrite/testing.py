@@ -34,6 +34,7 @@ from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.policy.actions import Action, GroupAction, Policy, SpecializingAction, takes_value
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
+from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.module_names import InputNames
 from gradrewrite.rewriting.naming import name_values
 from gradrewrite.rewriting.probes import listen_to_taps
@@ -134,6 +135,7 @@ def assert_matches_eager(
     refused: dict[str, None] = {}
     names: dict[str, None] = {}
     addresses: dict[str, None] = {}
+    states = StateStore()
     with kept_random_state(), torch.enable_grad():
         for step in range(steps):
             with kept_random_state():
@@ -142,7 +144,8 @@ def assert_matches_eager(
             if not graphs:
                 raise TraceError("the model computes nothing that has a backward (it may return its input as it is)")
             lost = {str(site) for graph in graphs for site in graph.out_of_reach}
-            hooked = _Hooked(plain, policy, lost, [site for graph in graphs for site in graph.sites])
+            hooked = _Hooked(plain, policy, lost, [site for graph in graphs for site in graph.sites], states)
+            states.note_backward(step)
             wanted = _run(hooked, plain, held, loss_fn)
             edits = (edit.site for graph in graphs for edit in graph.edits if edit.site.kind == "error")
             _check_sites({str(site) for site in edits if 0 not in site.shape}, hooked)
@@ -291,7 +294,9 @@ def _descend(plain: nn.Module, rewritten: nn.Module) -> None:
 class _Hooked:
     """The plain model with the actions of a policy as hooks; called like the model."""
 
-    def __init__(self, model: nn.Module, policy: Policy, refused: set[str], known: Sequence[Site]) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, refused: set[str], known: Sequence[Site], states: StateStore
+    ) -> None:
         self._model = model
         self._policy = policy
         self._refused = refused
@@ -303,6 +308,7 @@ class _Hooked:
         self.changed: dict[str, None] = {}  # where an action changed it
         self._groups: list[_Member] = []
         self._handles: list[Any] = []
+        self._states = states
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         observer = _Observer(self._model)
@@ -331,9 +337,12 @@ class _Hooked:
         def act(g: Tensor) -> Tensor:
             self.acted[str(site)] = None
             result = g
+            states = self._states.scope(str(site))
             for action in found:
-                with recording(g.device) as reported:
+                with recording(g.device, states=states) as reported:
+                    states.begin()
                     result = _apply(action, site, result, value)
+                    states.write()
                 if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
                     self._note_records(reported, str(site))
             if not torch.equal(result, g):
@@ -390,10 +399,13 @@ class _Hooked:
         if not members:
             return
         action, grads = members[0].action, [m.parameter.grad for m in members if m.parameter.grad is not None]
-        with torch.no_grad(), recording(grads[0].device) as reported:
+        where = f"group:{action.group}"
+        states = self._states.scope(where)
+        with torch.no_grad(), recording(grads[0].device, states=states) as reported:
             results = action.apply_group(grads)
+            states.write()
         if all(g.dtype == torch.float64 for g in grads):
-            self._note_records(reported, f"group:{action.group}", [member.site for member in members])
+            self._note_records(reported, where, [member.site for member in members])
         for member, g, result in zip(members, grads, results, strict=True):
             member.parameter.grad = result
             if not torch.equal(result, g):

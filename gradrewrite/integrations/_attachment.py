@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradrewrite._warnings import warn
 from gradrewrite.backends.model_state import state_of
+from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.module import restore, transform
 from gradrewrite.monitoring.clip_rates import ClipRates
 from gradrewrite.monitoring.monitor import Monitor, recorder_of, records_since
@@ -53,6 +54,8 @@ class Attachment:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._was_told_of_clipping = False
         self._num_logged = 0  # steps
+        self._loaded: Mapping[str, Any] | None = None  # for the next model
+        self._last: dict[str, Any] = {}  # of the last one
 
     def attach(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
@@ -78,6 +81,9 @@ class Attachment:
         state = state_of(rewritten)
         assert state is not None
         state.is_temporary = True
+        if self._loaded is not None:
+            load_state_dict(rewritten, self._loaded)
+            self._loaded = None
         if self._compile is not False:
             state.compile({} if self._compile is True else self._compile)
         for optimizer in optimizers:
@@ -91,11 +97,33 @@ class Attachment:
 
     def detach(self) -> None:
         """Let model and optimizers be plain again."""
+        self._last = self.state_dict()
         for optimizer in self._optimizers:
             unguard(optimizer)
         if self._model is not None and state_of(self._model) is not None:
             restore(self._model)
         self._model, self._optimizers = None, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``gr.state_dict`` does of the model, or of the last one; empty before the first."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if self._model is not None and state_of(self._model) is not None:
+            return state_dict(self._model)
+        return self._last
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the model have this state, or the next one if there is none yet."""
+        if self._model is not None and state_of(self._model) is not None:
+            load_state_dict(self._model, state)
+        elif state:
+            self._loaded = state
+
+    @property
+    def has_states(self) -> bool:
+        """Whether an action of the model has a state or follows a schedule."""
+        state = None if self._model is None else state_of(self._model)
+        return state is not None and state.config.states.is_used
 
     def figures(self) -> dict[str, float]:
         """Return the latest records under the tags of TensorBoard (``record/site``); waits for the device.

@@ -20,6 +20,9 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
     precision plugin as loss scale if there is one; when it ends, or fails, both are plain again. Every
     ``log_every_n_steps`` steps the latest records are logged (``record/site``).
 
+    What the actions remember (``gr.State``, ``AutoClip``, schedules) is part of the Trainer's checkpoints, and is there
+    again after ``fit(..., ckpt_path=...)``.
+
     The policy holds where the LightningModule is called (``self(batch)`` in ``training_step``). One that calls its
     submodules there (``self.encoder(x)``) needs ``methods=("training_step",), fullgraph=False``: that traces
     ``training_step`` itself, in parts where it logs.
@@ -70,6 +73,14 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
     def monitor(self) -> Monitor:
         """Reads what the backward passes reported."""
         return self._attachment.monitor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the actions remember, for a checkpoint; see ``gr.state_dict``."""
+        return self._attachment.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what a checkpoint has."""
+        self._attachment.load_state_dict(state_dict)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rewrite the module and guard its optimizers."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -23,7 +25,9 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     When training begins the model is rewritten in place and the optimizer guarded, with the GradScaler as loss scale if
     there is one; when it ends both are plain again. Whenever the Trainer logs, the latest records are among its logs
-    (``record/site``), so that TensorBoard, wandb and the progress bar have them.
+    (``record/site``), so that TensorBoard, wandb and the progress bar have them. What the actions remember
+    (``gr.State``, ``AutoClip``, schedules) is saved in the folder of each checkpoint, and is there again when training
+    resumes from one in ``output_dir``.
 
     Args:
         policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses.
@@ -54,6 +58,7 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         update_ratios: bool = False,
         **options: Any,
     ) -> None:
+        self._resumed = ""  # the file of states that was not there
         self._attachment = Attachment(
             policy,
             compile=compile,
@@ -82,12 +87,39 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         prepared = kwargs["optimizer"]
         _check_trainer(getattr(prepared, "accelerator_state", None))
         self._attachment.attach(model, [prepared], getattr(prepared, "scaler", None))
+        self._resumed = ""
+        if state.global_step:
+            file = _state_file(args, state)
+            if file.exists():
+                self._attachment.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            else:
+                self._resumed = str(file)
         if not _put_first(self):
             warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Say once that the Trainer clips as well."""
+        """Say once that the Trainer clips as well, and that states began anew in a training that was resumed."""
+        if self._resumed and self._attachment.has_states:
+            warn(
+                f"RewriteCallback: training was resumed without {self._resumed}, so that what the actions remember "
+                "began anew; give the state that was saved to callback.load_state_dict before the training"
+            )
+            self._resumed = ""
         self._attachment.note_own_clipping(f"TrainingArguments(max_grad_norm={args.max_grad_norm})", args.max_grad_norm)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save what the actions remember beside the checkpoint."""
+        file = _state_file(args, state)
+        if self._attachment.has_states and file.parent.is_dir():
+            torch.save(self._attachment.state_dict(), file)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the actions of the model remember, or did when training ended; see ``gr.state_dict``."""
+        return self._attachment.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the model that is trained, or the next one, begin with this."""
+        self._attachment.load_state_dict(state)
 
     def on_log(
         self,
@@ -110,6 +142,12 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     ) -> None:
         """Make model and optimizer plain again."""
         self._attachment.detach()
+
+
+def _state_file(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the file of what actions remember beside the checkpoint of a step; each process has its own."""
+    number = f"_{args.process_index}" if args.world_size > 1 else ""
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"gradrewrite_state{number}.pt")
 
 
 def _put_first(callback: RewriteCallback) -> bool:

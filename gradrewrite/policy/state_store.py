@@ -69,6 +69,11 @@ class StateScope:
         key = self._key(state)
         self.updates[key] = self._store.tensor(key, state, device), new
 
+    def write(self) -> None:
+        """Write what was set by an action that ran by itself, outside of a graph."""
+        targets, values = zip(*self.updates.values(), strict=True) if self.updates else ((), ())
+        write_states(targets, values)
+
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
         """Return the tensor that follows a schedule."""
         return self._store.schedule(schedule, device, least)
@@ -101,6 +106,11 @@ class StateStore:
     def step(self) -> int:
         """The number of the step that the next backward is part of."""
         return self._loaded_step + max(self._steps.values(), default=self._backwards)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an action has a state or follows a schedule."""
+        return bool(self._tensors or self._schedules)
 
     def scope(self, where: str) -> StateScope:
         """Return the states at a site or of a group, for one rewrite."""

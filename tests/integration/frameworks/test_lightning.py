@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
+from gradrewrite.passes import AutoClip, ClipByGlobalNorm, ClipByValue, Observe
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 import lightning.pytorch as pl
@@ -60,8 +60,10 @@ class Regression(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(folder: Path, *callbacks: Any, times: int = 1, is_direct: bool = False, **settings: Any) -> Regression:
-    """Train for 20 batches."""
+def fit(
+    folder: Path, *callbacks: Any, times: int = 1, is_direct: bool = False, max_epochs: int = 1, **settings: Any
+) -> Regression:
+    """Train for 20 batches in each epoch."""
     torch.manual_seed(0)
     is_manual = settings.pop("is_manual", False)
     clips = settings.get("gradient_clip_val") is not None
@@ -70,9 +72,10 @@ def fit(folder: Path, *callbacks: Any, times: int = 1, is_direct: bool = False, 
     module = Regression(is_manual=is_manual, is_direct=is_direct, clips=clips)
     x = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, 10 * x[:, :1]), batch_size=4)
+    ckpt_path = settings.pop("ckpt_path", None)
     for _ in range(times):
         trainer = pl.Trainer(
-            max_epochs=1,
+            max_epochs=max_epochs,
             accelerator="cpu",
             logger=pl.loggers.CSVLogger(folder),
             enable_progress_bar=False,
@@ -82,7 +85,7 @@ def fit(folder: Path, *callbacks: Any, times: int = 1, is_direct: bool = False, 
             default_root_dir=folder,
             **settings,
         )
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
     return module
 
 
@@ -176,6 +179,24 @@ def test_checkpoint(tmp_path: Path) -> None:
     loaded = Regression.load_from_checkpoint(tmp_path / "last.ckpt")
 
     assert difference(loaded, ours) == 0
+
+
+def test_states_are_part_of_checkpoints(tmp_path: Path) -> None:
+    policy = [
+        gr.on("step:*", AutoClip(30.0, history=8)),
+        gr.on("gradient:*", ClipByValue(gr.Schedule.linear(1.0, 1e-3, steps=40))),
+    ]
+    callbacks = [RewriteCallback(policy, compile=False) for _ in range(3)]
+    whole = fit(tmp_path / "whole", callbacks[0], max_epochs=2)
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", filename="{step}")
+    fit(tmp_path / "half", callbacks[1], saving)
+    resumed = fit(tmp_path / "rest", callbacks[2], max_epochs=2, ckpt_path=tmp_path / "saved" / "step=20.ckpt")
+
+    assert callbacks[2].state_dict()["step"] == 40
+    states = [callback.state_dict()["states"] for callback in callbacks]
+    assert states[0].keys() == {"step:group:default/AutoClip.count", "step:group:default/AutoClip.norms"}
+    assert all(torch.equal(states[0][key], states[2][key]) for key in states[0])
+    assert difference(resumed, whole) == 0.0
 
 
 def test_submodule_called_directly_warns_and_the_step_is_traced(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
+from gradrewrite.passes import AutoClip, ClipByGlobalNorm, ClipByValue, Observe
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
@@ -245,6 +245,34 @@ def test_checkpoints_resume_and_best_model(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(checkpoint))
 
     assert difference(resumed.model, own.model) < 1e-5
+
+
+def test_states_are_saved_with_checkpoints(tmp_path: Path) -> None:
+    policy = [
+        gr.on("step:*", AutoClip(30.0, history=8)),
+        gr.on("gradient:*", ClipByValue(gr.Schedule.linear(1.0, 1e-3, steps=20))),
+    ]
+    callbacks = [RewriteCallback(policy, compile=False) for _ in range(3)]
+    whole = train("bert", tmp_path, callbacks[0], save_strategy="steps", save_steps=10)
+    checkpoint = tmp_path / "checkpoint-10"
+
+    def resume(callback: RewriteCallback) -> Any:
+        trainer = transformers.Trainer(make("bert"), whole.args, train_dataset=examples("bert"), callbacks=[callback])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return trainer
+
+    resumed = resume(callbacks[1])
+    assert callbacks[1].state_dict()["step"] == callbacks[0].state_dict()["step"] == 20
+    states = [callback.state_dict()["states"] for callback in callbacks[:2]]
+    assert states[0].keys() == {"step:group:default/AutoClip.count", "step:group:default/AutoClip.norms"}
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert difference(resumed.model, whole.model) == 0.0
+
+    (checkpoint / "gradrewrite_state.pt").unlink()
+    with pytest.warns(gr.RewriteWarning, match="resumed without .*gradrewrite_state.pt, so that"):
+        resume(callbacks[2])
+    assert callbacks[2].state_dict()["step"] == 10
 
 
 @pytest.mark.parametrize("kind", ["gradient", "step"])

@@ -92,7 +92,7 @@ def test_the_steps_of_a_guarded_optimizer_count(kind: str, fused: bool) -> None:
 
 def test_two_optimizers_of_one_model_count_once() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-    model = gr.transform(net, gr.on("gradient:*", ClipByGlobalNorm(gr.Schedule(lambda step: 1.0 / (step + 1)))))
+    model: Any = gr.transform(net, gr.on("gradient:*", ClipByGlobalNorm(gr.Schedule(lambda step: 1.0 / (step + 1)))))
     optimizers = [gr.guard(torch.optim.SGD(part.parameters(), lr=0.1), model) for part in model]
     for step in range(3):
         model(torch.ones(1, 3).double()).sum().backward()

@@ -78,7 +78,7 @@ def test_what_is_set_is_seen_at_once_and_read_by_the_next_backward() -> None:
 
 
 def test_a_state_reads_like_a_tensor() -> None:
-    state = gr.State((3,), init=4.0)
+    state: Any = gr.State((3,), init=4.0)
     given = torch.tensor([1.0, 2.0, 3.0])
     for found, wanted in (
         (state + given, 4 + given),
