@@ -110,7 +110,7 @@ def draw(runs: Mapping[str, gr.Monitor], norms: Mapping[str, np.ndarray], path: 
             shown = axis.imshow(np.log10(one), aspect="auto", origin="lower", vmin=limits[0], vmax=limits[1])
         axis.set(title=f"{name}: norm of the error", xlabel="training step", ylabel="time step")
     figure.colorbar(shown, ax=axes[1:], label="log10, before the clip of the site")
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
     return str(path)
 
@@ -121,13 +121,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--unroll", type=int, default=80, help="time steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of records, reports and picture")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
+    parser.add_argument("--records", type=Path, default=Path(), help="folder of records and reports")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)  # the tensors are small
     runs, norms = {}, {}
-    plain = options.out / "bptt_plain.jsonl"
+    plain = options.records / "bptt_plain.jsonl"
     for name, policy in policies().items():
-        path = options.out / f"bptt_{name.replace(' ', '_')}.jsonl"
+        path = options.records / f"bptt_{name.replace(' ', '_')}.jsonl"
         model = train(policy, steps=options.steps, unroll=options.unroll, path=path, seed=options.seed)
         runs[name], norms[name] = model.monitor, error_norms(model.monitor, options.unroll)
         report = viz.report(path, baseline=None if path == plain else plain, title=name)

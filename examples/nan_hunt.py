@@ -279,8 +279,9 @@ def draw(answers: Sequence[Answer], path: Path) -> str:
             for number, site in enumerate(answer.sites[kind]):
                 color = "black" if site == answer.error.site else "#d62728" if site in bad else "#d9e2ec"
                 axes.barh(row, width, left=1.04 * block + number * width, height=0.7, color=color)
-        line = answer.error.source.partition(" ")[0] or answer.error.cause.partition(" was ")[0]
-        axes.text(3.12, row, f"{answer.error.site}, {line}", va="center", fontsize=8)
+        error = answer.error
+        made = f"made by {error.op}" if error.op else f"from {error.cause.partition(' was ')[0]}"
+        axes.text(3.12, row, f"{error.site}, {made}", va="center", fontsize=8)
     axes.set_yticks(range(len(answers)), [answer.fault.name for answer in answers])
     axes.set_xticks([0.5, 1.54, 2.58], ["forward", "errors, backward", "gradients"])
     axes.set(xlim=(-0.02, 4.6), ylim=(len(answers) - 0.4, -0.6))

@@ -165,7 +165,8 @@ def collect(monitor: gr.Monitor, way: int, ways: int, seeds: int, length: int) -
     """Read the records of all seeds of one way."""
 
     def read(record: str, site: str) -> np.ndarray:
-        return np.array(monitor.history(f"{record}@{site}")).reshape(ways, seeds, -1)[way]
+        every: np.ndarray = np.array(monitor.history(f"{record}@{site}")).reshape(ways, seeds, -1)
+        return np.asarray(every[way])
 
     calls = {layer: length if layer.startswith("decoder") else 3 * length // 4 for layer in LAYERS}
     sites = {layer: [f"error:{layer}" + (f"#{n}" if n else "") for n in range(calls[layer])] for layer in LAYERS}
@@ -194,7 +195,7 @@ def describe(name: str, runs: Runs) -> str:
 
 def draw(found: Mapping[str, Runs], path: Path) -> str:
     """Draw the losses of all seeds, the largest errors and the clip rate by layer and time step."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(17, 4), layout="constrained")
     for color, (name, runs) in zip(("C3", "C0", "C2"), found.items(), strict=True):
         for number, losses in enumerate(runs.losses):
             axes[0].plot(losses, color=color, linewidth=0.7, alpha=0.4, label=name if number == 0 else None)
@@ -207,10 +208,10 @@ def draw(found: Mapping[str, Runs], path: Path) -> str:
             axes[1].semilogy(largest, style, color=color, linewidth=1.2, label=f"{layer}, {name}")
         axes[2].plot(100 * found["error clip"].rates[layer], color=color, label=layer)
     axes[1].set(title="largest error before its clip", xlabel="call of the cell", ylabel="norm")
-    axes[1].legend(fontsize=7)
+    axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[2].set(title="error clip: % of seeds and steps in which it acts", xlabel="call of the cell", ylim=(-3, 103))
     axes[2].legend()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
     return str(path)
 
@@ -219,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train each way from all seeds, print the figures, draw them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--length", type=int, default=40, help="characters of a text")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--length", type=int, default=32, help="characters of a text")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)  # the tensors are small

@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from gradrewrite.examples import nan_hunt
 from gradrewrite.examples.nan_hunt import FAULTS, Fault
 
-from helpers import mostly_slow
+from helpers import ROOT, mostly_slow
 
+TABLE = (ROOT / "docs" / "examples.md").read_text()
 MASKS = ("masked_fill", "pad")  # their infinities are meant
 CAUSES = {
     "learning rate NaN (schedule)": "the parameter conv.weight was not finite already",
@@ -93,6 +94,7 @@ def check(fault: Fault, answer: nan_hunt.Answer) -> None:
     assert error.cause.startswith(CAUSES.get(fault.name, ""))
     assert "".join(answer.findings).startswith(FINDINGS.get(fault.name, ""))
     assert error.note == ""
+    assert f"| {fault.name} | {error.step} | `{error.site}` | " in TABLE
     if fault.name in CAUSES:
         assert error.op == ""
         assert error.percent == pytest.approx(plain.watch.percent, rel=1e-6)
@@ -100,6 +102,7 @@ def check(fault: Fault, answer: nan_hunt.Answer) -> None:
     line = planted_line(fault)
     code = Path(nan_hunt.__file__).read_text().splitlines()[line - 1].strip()
     assert error.source == f'nan_hunt.py:{line} "{code}"'
+    assert f"| `{error.site}` | `{error.op}` | `{code.partition('  #')[0]}` |" in TABLE
     if fault.name in BACKWARD:
         assert (error.site.kind, plain.watch.line) == ("error", 0)
     else:
