@@ -1,10 +1,10 @@
 """Answer two questions of backpropagation through time with the health report: is it exploding, is clipping helping?
 
 A tanh network with a recurrent weight of a spectral radius of about 3 reads long pieces of Python's help texts, one
-character at a time. It is trained from the same start as it is, with all gradients clipped together, and with the error clipped
-at every time step. ``python examples/bptt_clipping.py`` prints verdicts and figures of the three reports, and writes
-the records, the reports and a picture. ``gradrewrite report bptt_error_clip.jsonl --baseline bptt_plain.jsonl`` makes
-a report again.
+character at a time. It is trained from the same start as it is, with all gradients clipped together, and with the error
+clipped at every time step. ``python examples/bptt_clipping.py`` prints verdicts and figures of the three reports, and
+writes the records, the reports and a picture. ``gradrewrite report bptt_error_clip.jsonl --baseline bptt_plain.jsonl``
+makes a report again.
 """
 
 from __future__ import annotations
