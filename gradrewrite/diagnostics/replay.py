@@ -234,7 +234,7 @@ class _Replay(fx.Interpreter):
         if known is None:
             return "a value that came into the graph was not finite already"
         if known.role == "parameter":
-            return f"the parameter {known.name} was not finite already: an earlier update made it so"
+            return f"the parameter {known.name} was not finite already: an earlier update, or what it began with"
         if known.role == "value":
             return f"the value {known.name} from before a graph break was not finite already"
         return f"the {known.role} {known.name} was not finite already"
