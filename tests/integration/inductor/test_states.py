@@ -18,10 +18,10 @@ def follow(g: Tensor) -> Tensor:
 
 mean: Any = gr.State(dtype=torch.float64, name="mean")
 POLICY = [
-    gr.on("error:0", [follow, ClipByValue(gr.Schedule.linear(0.5, 0.01, steps=6))]),
+    gr.on("error:0", [follow, ClipByValue(gr.Schedule.linear(0.5, 0.05, steps=30))]),
     gr.on("gradient:*.bias", ClipByNorm(gr.Schedule.cosine(1.0, 0.1, steps=5))),
-    gr.on("gradient:*", AutoClip(30.0, history=4)),
-    gr.on("step:*", ZClip(0.5, warmup=2)),
+    gr.on("gradient:*", AutoClip(70.0, history=4)),
+    gr.on("step:*", ZClip(0.2, warmup=2)),
 ]
 
 
@@ -31,15 +31,15 @@ def made(*, compiled: bool) -> tuple[Any, Any]:
     model = gr.transform(net, POLICY)
     if compiled:
         model.compile()
-    return model, gr.guard(torch.optim.AdamW(model.parameters(), lr=0.02), model)
+    return model, gr.guard(torch.optim.AdamW(model.parameters(), lr=0.001), model)
 
 
 def train(model: Any, optimizer: Any, steps: range) -> list[dict[str, float]]:
     records = []
     for step in steps:
         optimizer.zero_grad()
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step)).double() * (1 + 2 * (step % 3))
-        model(x).square().mean().backward()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step)).double() * (1 + step % 7)
+        (model(x) * (1 + step % 7)).square().mean().backward()
         optimizer.step()
         records.append(model.monitor.latest())
     return records
