@@ -96,3 +96,13 @@ def assumptions(graph: fx.Graph) -> Any:
 def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
     """Make real tensors, whatever is being traced."""
     return unset_fake_temporarily()
+
+
+def equal_or_guarded(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for the inputs at hand; torch compiles anew for others where they are not."""
+    if statically_known_true(a == b):
+        return True
+    if not all(isinstance(n, int) or n.node.has_hint() for n in (a, b)):
+        return False
+    hints = [n if isinstance(n, int) else n.node.hint for n in (a, b)]
+    return bool(hints[0] == hints[1]) and bool(a == b)
