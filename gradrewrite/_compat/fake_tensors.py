@@ -106,3 +106,10 @@ def equal_or_guarded(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
         return False
     hints = [n if isinstance(n, int) else n.node.hint for n in (a, b)]
     return bool(hints[0] == hints[1]) and bool(a == b)
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """Return a size for the inputs at hand, for choices that are right for every size; 1024 where it is not known."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1024
