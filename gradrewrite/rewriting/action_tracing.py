@@ -34,6 +34,7 @@ class TracedAction:
         has_members: Whether the last records are of the members of a group, one each.
         has_strength: Whether the first records are the norms before and after a clip, which give its factor.
         has_live: Whether the graph reads live tensors.
+        kept_as: What each tensor is that is kept.
     """
 
     graph: fx.GraphModule
@@ -46,6 +47,7 @@ class TracedAction:
     has_members: bool = False
     has_strength: bool = False
     has_live: bool = False
+    kept_as: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
@@ -61,6 +63,7 @@ class TracedAction:
             has_members=reported.has_members,
             has_strength=reported.has_strength,
             has_live=bool(graph.graph.find_nodes(op="get_attr")),
+            kept_as=tuple(reported.kept_as),
         )
 
 

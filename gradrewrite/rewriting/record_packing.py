@@ -33,6 +33,7 @@ class RecordPacking:
         records: Nodes of records.
         checks: The finite checks.
         kept: Nodes that ``Keep`` keeps, by their site.
+        kept_as: What each of them is.
         logs: Log lines of clips.
         groups: Names of the groups that are clipped together.
         clips: The clips of which a factor is known.
@@ -45,6 +46,7 @@ class RecordPacking:
     records: list[RecordNode] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
+    kept_as: list[str] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     clips: list[NormClip | ValueClip] = field(default_factory=list)
@@ -80,6 +82,7 @@ class RecordPacking:
             self.records.append(RecordNode(tuple(own), node, site.kind == "activation", traced.fails == "skip"))
         keys = [key for own in named for key in own]
         self.kept += [(site, node) for node in extras[len(traced.records) :]]
+        self.kept_as += traced.kept_as
         if traced.has_strength:
             self._add_value_clip(before=keys[0], after=keys[1], clipped=keys[-1])
         if traced.logs:
@@ -147,6 +150,7 @@ class RecordPacking:
                 _num_skips(records) > 0 and value_of(records[0].node).device.type != "cuda" for records in packs
             ),
             kept=tuple(site for site, _ in self.kept),
+            kept_as=tuple(self.kept_as),
             logs=tuple(self.logs),
             groups=tuple(self.groups),
             checks=tuple(sorted(self.checks, key=lambda check: check.order)),
