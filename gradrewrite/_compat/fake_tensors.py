@@ -113,3 +113,9 @@ def hint_of(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1024
+
+
+def as_number(size: int | torch.SymInt) -> int | torch.SymInt:
+    """Return a size as a number where it is the same for every input."""
+    known = None if isinstance(size, int) else size.node.maybe_as_int()
+    return size if known is None else int(known)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradrewrite._compat.fake_tensors import equal_or_guarded, statically_known_true
+from gradrewrite._compat.fake_tensors import as_number, equal_or_guarded, statically_known_true
 
 Size: TypeAlias = "int | torch.SymInt"
 
@@ -24,7 +24,7 @@ class Const:
     """A value that depends on no example, or on counts alone (how many targets are not ignored)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """A value with the examples along one dimension.
 
@@ -87,7 +87,7 @@ def quotient(size: Size, divisor: Size) -> Size | None:
     """Return an exact quotient of sizes; None if the one may not divide the other."""
     if same_size(divisor, 1):
         return size
-    return size // divisor if divides(divisor, size) else None
+    return as_number(size // divisor) if divides(divisor, size) else None
 
 
 def divides(divisor: Size, size: Size) -> bool:
@@ -98,7 +98,7 @@ def divides(divisor: Size, size: Size) -> bool:
 
 def product(sizes: Sequence[Size]) -> Size:
     """Return the product of sizes; 1 of none."""
-    return math.prod(sizes)
+    return as_number(math.prod(sizes))
 
 
 def agree(layouts: Sequence[Batch]) -> Batch:
@@ -179,10 +179,10 @@ def unflatten(tensor: Tensor, layout: Batch, num_examples: Size) -> Tensor:
     Returns:
         ``[B, ..., pre * post, ...]``.
     """
-    dim = layout.dim
-    if same_size(layout.pre, 1) and same_size(layout.post, 1):
+    dim, pre, post = layout.dim, as_number(layout.pre), as_number(layout.post)
+    if same_size(pre, 1) and same_size(post, 1):
         return tensor.movedim(dim, 0).unsqueeze(dim + 1)
-    split: Tensor = tensor.unflatten(dim, (layout.pre, num_examples, layout.post))
+    split: Tensor = tensor.unflatten(dim, (pre, as_number(num_examples), post))
     return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
@@ -190,7 +190,7 @@ def weighted(tensor: Tensor, layout: Batch, weights: Tensor) -> Tensor:
     """Return a tensor whose examples are multiplied by weights ``[B]``; a weight of 1 changes no bit."""
     rows = weights.to(tensor.dtype)
     if not same_size(layout.post, 1):
-        rows = rows.unsqueeze(1).expand(-1, layout.post).reshape(-1)
+        rows = rows.unsqueeze(1).expand(-1, as_number(layout.post)).reshape(-1)
     if not same_size(layout.pre, 1):
-        rows = rows.unsqueeze(0).expand(layout.pre, -1).reshape(-1)
+        rows = rows.unsqueeze(0).expand(as_number(layout.pre), -1).reshape(-1)
     return tensor * rows.reshape([-1 if d == layout.dim else 1 for d in range(tensor.dim())])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import operators
+from gradrewrite._compat.fake_tensors import as_number
 from gradrewrite.per_example.layouts import Batch, Const, Layout, MixesExamplesError, Size, Sum, agree, same_size
 
 Layouts = Layout | tuple[Layout, ...]
@@ -110,7 +111,7 @@ class OpCall:
 def size_of(node: Any) -> tuple[Size, ...]:
     """Return the sizes of a node's tensor; none of a number."""
     value = node.meta["val"] if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    return tuple(map(as_number, value.shape)) if isinstance(value, Tensor) else ()
 
 
 def is_zero(node: Any) -> bool:

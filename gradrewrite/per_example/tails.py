@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import operators
+from gradrewrite._compat import fake_tensors, operators
 from gradrewrite.ir import ops
 from gradrewrite.per_example.layouts import Batch, Size, Sum, unflatten
 from gradrewrite.per_example.op_calls import Layouts, is_selection, size_of
@@ -58,7 +58,7 @@ def find_tail(
         todo += [a for a in node.all_input_nodes if layouts[a] == Sum() or (is_selection(node) and a in splits)]
     nodes = tuple(node for node in gradient.graph.nodes if node in seen)
     own = {node: splits[node] for node in nodes if node in splits}
-    pairs = [(node, a) for node in nodes for a in node.all_input_nodes if a not in seen]
+    pairs = [(node, a) for node in nodes for a in node.all_input_nodes if a not in seen and _is_tensor(a)]
     operands = dict.fromkeys((a, own.get(node, {}).get(a)) for node, a in pairs)
     return Tail(gradient, nodes, own, tuple(operands))
 
@@ -103,6 +103,8 @@ def _run_on_one(tail: Tail, operands: Sequence[Tensor], bases: Mapping[fx.Node, 
     for node in tail.nodes:
 
         def value(argument: fx.Node, node: fx.Node = node) -> Any:
+            if not _is_tensor(argument):  # a size
+                return found.get(argument, fake_tensors.as_number(argument.meta["val"]))
             return found[argument] if argument in found else given[tail.operand(node, argument)]
 
         rule = _ON_ONE.get(node.target)
@@ -118,6 +120,11 @@ def _run_on_one(tail: Tail, operands: Sequence[Tensor], bases: Mapping[fx.Node, 
     result = found[tail.gradient]
     assert isinstance(result, Tensor)
     return result
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether the result of a node is a tensor, or several: not a size."""
+    return isinstance(node.meta["val"], Tensor | tuple | list)
 
 
 def _first(named: Mapping[str, Any], _: Any, __: fx.Node) -> Any:

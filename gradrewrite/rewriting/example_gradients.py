@@ -81,14 +81,13 @@ class ExampleGradients:
         tail = self._tail(point, node, action)
         found = self._found[action.batch_dim]
         squares = self._square_norms(node, tail, action) if kind == "square_norms" else self._moment(node, tail, action)
-        times: Size = 1
-        if action.loss_reduction == "mean":  # the terms have 1 / B in them
-            times = found.num_examples if kind == "second_moment" else found.num_examples * found.num_examples
+        number = found.num_examples
 
         def in_units(squares: Tensor) -> Tensor:
             x: Any = squares
-            x = x * times if action.loss_reduction == "mean" else x
-            x = x / found.num_examples if kind == "second_moment" and action.loss_reduction == "sum" else x
+            if action.loss_reduction == "mean":  # the terms have 1 / B in them
+                x = x * number * number
+            x = x / number if kind == "second_moment" else x
             result: Tensor = x if scale is None else x / scale.to(x.device).square()
             return result
 
@@ -106,7 +105,7 @@ class ExampleGradients:
             widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
             total: Any = torch.stack([n.to(norms[0].device, widest) for n in norms]).sum(0)
             if action.loss_reduction == "mean":
-                total = total * (found.num_examples * found.num_examples)
+                total = total * found.num_examples * found.num_examples
             result: Tensor = total if scale is None else total / scale.to(total.device).square()
             return result
 
@@ -180,7 +179,7 @@ class ExampleGradients:
         if not batched:
             raise PolicyError(f"{start}: no input of the model is a tensor with a batch")
         (first, *others), dim = batched, action.batch_dim
-        size = value_of(first).shape[dim]
+        size = fake_tensors.as_number(value_of(first).shape[dim])
         for node in others:
             if not fake_tensors.equal_or_guarded(size, value_of(node).shape[dim]):
                 raise PolicyError(
@@ -249,8 +248,9 @@ class ExampleGradients:
 
     def _insert(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], *, has_live: bool = False) -> fx.Node:
         """Insert a function of the tensors of nodes before the outputs."""
-        sizes = [n for n in self._graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.SymInt)]
-        inputs = [*dict.fromkeys(nodes), *sizes]
+        placeholders = self._graph.find_nodes(op="placeholder")
+        sizes = {str(n.meta["val"]): n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)}
+        inputs = [*dict.fromkeys(nodes), *sizes.values()]  # symbols in layouts come from these
         places = [inputs.index(node) for node in nodes]
         traced = make_fx.trace(lambda *xs: [run(*(xs[n] for n in places))], [node.meta["val"] for node in inputs])
         traced.graph.eliminate_dead_code()
