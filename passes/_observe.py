@@ -57,8 +57,6 @@ class Observe:
     loss_reduction: LossReduction
     batch_dim: int
 
-    has_units: ClassVar[bool] = False  # each record is brought to its unit
-
     def __init__(self, *statistics: str, loss_reduction: LossReduction = "mean", batch_dim: int = 0) -> None:
         """Refuse names that are unknown."""
         unknown = [name for name in statistics if name not in _KNOWN]
@@ -81,6 +79,11 @@ class Observe:
     def kinds(self) -> frozenset[Kind]:
         """The kinds of site at which it is allowed."""
         return ANYWHERE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
+
+    @property
+    def has_units(self) -> bool:
+        """Each statistic is brought to its unit, but those of examples are computed of the unscaled gradient."""
+        return not set(_EXAMPLES).isdisjoint(self.statistics)
 
     def specialize(self, site: Site) -> _Observation | _ExampleObservation:
         """The statistics that mean something at one site."""

@@ -109,7 +109,10 @@ def _run_on_one(tail: Tail, operands: Sequence[Tensor], bases: Mapping[fx.Node, 
 
         rule = _ON_ONE.get(node.target)
         if rule is not None:
-            named = fx.map_arg(operators.arguments_of(node), value)
+            named = dict(fx.map_arg(operators.arguments_of(node), value))
+            if "output_mask" in named:  # what other parameters need is in their tails
+                read = {user.args[1] for user in node.users if user in tail.nodes}
+                named["output_mask"] = [n in read for n in range(len(named["output_mask"]))]
             found[node] = rule(named, bases.get(node), node)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
@@ -136,16 +139,8 @@ def _cast(named: Mapping[str, Any], _: Any, node: fx.Node) -> Tensor:
     return result
 
 
-def _convolution(named: Mapping[str, Any], _: Any, node: fx.Node) -> Any:
-    used, asked = _used(node), named["output_mask"]
-    wanted = [False, *(used[n] and bool(asked[n]) for n in (1, 2))]
-    return _aten.convolution_backward.default(*(wanted if n == "output_mask" else v for n, v in named.items()))
-
-
-def _used(node: fx.Node) -> list[bool]:
-    """Which results of a node are read."""
-    indices = {user.args[1] for user in node.users if is_selection(user)}
-    return [n in indices for n in range(len(node.meta["val"]))]
+def _convolution(named: Mapping[str, Any], _: Any, __: fx.Node) -> Any:
+    return _aten.convolution_backward.default(*named.values())
 
 
 def _put(named: Mapping[str, Any], base: Tensor | None, _: fx.Node) -> Tensor:

@@ -52,6 +52,7 @@ class ExampleGradients:
         self._marked = marked
         self._graph = marked.graph
         self._found: dict[int, _Found] = {}
+        self._copies: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
         self._squares: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def take_new(self) -> list[fx.Node]:
@@ -233,8 +234,10 @@ class ExampleGradients:
 
     def _clone(self, tail: Tail, weights: fx.Node) -> fx.Node:
         """Return a copy of a tail in which one argument of each node of the frontier has weights."""
-        copies: dict[fx.Node, fx.Node] = {}
+        copies = self._copies.setdefault(weights, {})  # one op may make the gradients of two parameters
         for node in tail.nodes:
+            if node in copies:
+                continue
             changed: dict[str, Any] = {}
             if node in tail.splits:
                 name, argument = _linear_argument(node, tail)

@@ -149,8 +149,6 @@ def rewrite_joint_graph(
     editing.erase_markers(graph)
     if rewriter.examples is not None:
         drop_replaced(graph, rewriter.examples.replaced)
-        left = {node.name for node in graph.nodes}
-        anchors |= {p.site: Anchor(p.node.name, -1) for p in points if anchors[p.site].node not in left}
     live = editing.live_tensors(graph)
     if live or replay_graph is not None:
         inductor.stop_folding()
