@@ -100,8 +100,8 @@ def test_loss_reduction_and_batch_dim() -> None:
     actions = [statistics, Keep("second_moment", **options), ClipPerExample(3.0, **options)]
     terms = {}
     of = [torch.autograd.grad(model(x[:, n : n + 1]), list(model.parameters())) for n in range(4)]
-    for (name, _), own in zip(model.named_parameters(), zip(*of, strict=True), strict=True):
-        terms[name] = torch.stack(own)
+    for (name, _), parts in zip(model.named_parameters(), zip(*of, strict=True), strict=True):
+        terms[name] = torch.stack(parts)
     rewritten = gr.transform(model, gr.on("gradient:*", actions))
     rewritten(x).backward()
     records = rewritten.monitor.latest()
