@@ -60,7 +60,10 @@ def of_weights_alone(out: Tensor, y: Tensor, layer: nn.Linear) -> Tensor:
 HERE = r"test_per_example_refusals\.py:\d+ "
 REFUSED = {
     "BatchNorm": (lambda: Normalized(plain), "in training is computed over the batch"),
-    "softmax": (lambda: Model(softmax_over_the_batch), "_softmax is computed along the batch .*" + HERE + '"return out'),
+    "softmax": (
+        lambda: Model(softmax_over_the_batch),
+        "_softmax is computed along the batch .*" + HERE + '"return out',
+    ),
     "penalty": (lambda: Model(penalty), "add is computed of a sum over the batch"),
     "similarities": (lambda: Model(similarities), "mm multiplies different examples .*" + HERE + '"return F'),
     "unknown op": (lambda: Model(unknown_op), "has no rule, so nobody knows .*" + HERE + '"return torch.linalg'),
