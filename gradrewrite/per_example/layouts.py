@@ -188,9 +188,10 @@ def unflatten(tensor: Tensor, layout: Batch, num_examples: Size) -> Tensor:
 
 def weighted(tensor: Tensor, layout: Batch, weights: Tensor) -> Tensor:
     """Return a tensor whose examples are multiplied by weights ``[B]``; a weight of 1 changes no bit."""
-    rows, pre, post = weights.to(tensor.dtype), as_number(layout.pre), as_number(layout.post)
+    rows, pre, post = weights.to(tensor.device), as_number(layout.pre), as_number(layout.post)
     if not same_size(post, 1):
         rows = rows.unsqueeze(1).expand(-1, post).reshape(-1)
     if not same_size(pre, 1):
         rows = rows.unsqueeze(0).expand(pre, -1).reshape(-1)
-    return tensor * rows.reshape([-1 if d == layout.dim else 1 for d in range(tensor.dim())])
+    factors = rows.reshape([-1 if d == layout.dim else 1 for d in range(tensor.dim())])
+    return (tensor.to(torch.promote_types(tensor.dtype, weights.dtype)) * factors).to(tensor.dtype)
