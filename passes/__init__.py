@@ -8,6 +8,7 @@ from gradrewrite.passes._check_finite import CheckFinite as CheckFinite
 from gradrewrite.passes._clip_by_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from gradrewrite.passes._clip_by_norm import ClipByNorm as ClipByNorm
 from gradrewrite.passes._clip_by_value import ClipByValue as ClipByValue
+from gradrewrite.passes._clip_per_example import ClipPerExample as ClipPerExample
 from gradrewrite.passes._keep import Keep as Keep
 from gradrewrite.passes._observe import Observe as Observe
 from gradrewrite.passes._simple import NanToNum as NanToNum
@@ -24,6 +25,7 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByValue",
+    "ClipPerExample",
     "DecayWeights",
     "Keep",
     "L2",

@@ -2,44 +2,87 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.passes._settings import check_examples, short_repr
+from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import keep
 from gradrewrite.sites import Kind
 
+_QUANTITIES: dict[str, tuple[ExampleQuantity, ...]] = {
+    "tensor": (),
+    "example_norms": ("square_norms",),
+    "second_moment": ("second_moment",),
+}
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Keep:
-    """Keep the tensor of the last backward in ``model.monitor.kept()``: ``retain_grad`` for compiled code.
+    """Keep a tensor of the last backward in ``model.monitor.kept()``; the tensor of the site passes unchanged.
 
-    The tensor passes unchanged, NaN and infinities included. What is kept is a copy, as it is where the action
-    stands in the order of its site.
+    ``"tensor"`` keeps the tensor of the site, NaN and infinities included: ``retain_grad`` for compiled code. What is
+    kept is a copy, as it is where the action stands in the order of its site.
 
-    Args:
-        what: ``"tensor"``, the only thing that is kept.
+    At gradient sites, of the gradients of single examples (the gradient of an example is that of its own loss, in units
+    of the unscaled loss; see ``docs/per-example.md``):
+
+    - ``"example_norms"``: their L2 norms, ``[B]``, at least in float32.
+    - ``"second_moment"``: the mean over examples of their squares, in the shape of the parameter, at least in float32.
+
+    Both are NaN or inf where a gradient is.
+
+    Attributes:
+        what: ``"tensor"``, ``"example_norms"`` or ``"second_moment"``.
+        loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
+        batch_dim: The dimension of every tensor input of the model that has the examples.
 
     Raises:
-        ValueError: ``what`` is something else.
+        ValueError: ``what`` or ``loss_reduction`` is something else, or ``batch_dim`` is negative.
+        PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
 
     Example:
         >>> Keep()
         Keep()
+        >>> Keep("example_norms")
+        Keep('example_norms')
     """
 
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
-    has_units: ClassVar[bool] = False  # kept as it is, as retain_grad does
+    what: Literal["tensor", "example_norms", "second_moment"] = "tensor"
+    _: KW_ONLY
+    loss_reduction: LossReduction = "mean"
+    batch_dim: int = 0
 
-    what: Literal["tensor"] = field(default="tensor", repr=False)
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        if self.what != "tensor":
-            raise ValueError(f'Keep(what) is "tensor", got {self.what!r}')
+        """Refuse what is not kept."""
+        if self.what not in _QUANTITIES:
+            raise ValueError(f"Keep(what) is one of {', '.join(map(repr, _QUANTITIES))}, got {self.what!r}")
+        check_examples("Keep", self.loss_reduction, self.batch_dim)
 
-    def apply(self, tensor: Tensor) -> Tensor:
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of site at which it is allowed."""
+        return ANYWHERE if self.what == "tensor" else frozenset(("gradient",))
+
+    @property
+    def has_units(self) -> bool:
+        """A tensor is kept as it is, as ``retain_grad`` does."""
+        return False
+
+    @property
+    def example_quantities(self) -> Sequence[ExampleQuantity]:
+        """What it reads of the gradients of single examples."""
+        return _QUANTITIES[self.what]
+
+    def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
         """Keep; see the class."""
-        keep(tensor)
+        if not quantities:
+            keep(tensor)
+        for quantity in quantities:
+            keep(quantity.sqrt() if self.what == "example_norms" else quantity, self.what)
         return tensor

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.policy.actions import ANYWHERE
-from gradrewrite.policy.recording import record_statistics
+from gradrewrite.ir.statistics import norm_of
+from gradrewrite.passes._settings import check_examples
+from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
+from gradrewrite.policy.recording import record, record_statistics
 from gradrewrite.sites import Kind, Site
 
-_KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros", "saturated")
+_EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
+_KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros", "saturated", *_EXAMPLES)
 _SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
 _REAL = frozenset(("min", "max", "saturated_tanh", "saturated_sigmoid"))
 
@@ -28,11 +31,21 @@ class Observe:
     (``|x| >= 0.99``; ``x <= 0.01`` or ``x >= 0.99``), recorded at activations of these ops alone. Of an empty tensor
     counts, shares and norm are 0, the others NaN. Complex tensors count by modulus; ``min`` and ``max`` need real ones.
 
+    At gradient sites alone, of the gradients of single examples (see ``docs/per-example.md``): ``example_norm_mean``
+    and ``example_norm_max``, the mean and the largest of their L2 norms; ``noise_scale``, the trace of their covariance
+    over the squared norm of the true gradient, both estimated without bias from the norms of single gradients and of
+    their mean (with a small batch the estimate of the latter may be negative). It is NaN for a batch of one; all three
+    are NaN or inf where a gradient is. The simple noise scale of McCandlish, Kaplan, Amodei and the OpenAI Dota team,
+    "An empirical model of large-batch training", 2018, https://arxiv.org/abs/1812.06162.
+
     Attributes:
-        statistics: Names, in the order of the records.
+        statistics: Names, in the order of the records; those of single examples come last.
+        loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
+        batch_dim: The dimension of every tensor input of the model that has the examples.
 
     Raises:
         ValueError: No name, or one that is unknown.
+        PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
         UnsupportedGradientError: (a TypeError, at the rewrite) ``min`` or ``max`` of a complex tensor.
 
     Example:
@@ -41,35 +54,55 @@ class Observe:
     """
 
     statistics: tuple[str, ...]
+    loss_reduction: LossReduction
+    batch_dim: int
 
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
-    has_units: ClassVar[bool] = False  # each record is brought to its unit
-
-    def __init__(self, *statistics: str) -> None:
+    def __init__(self, *statistics: str, loss_reduction: LossReduction = "mean", batch_dim: int = 0) -> None:
         """Refuse names that are unknown."""
         unknown = [name for name in statistics if name not in _KNOWN]
         if unknown or not statistics:
             got = repr(unknown[0]) if unknown else "none"
             raise ValueError(f"Observe: name at least one of {', '.join(_KNOWN)}; got {got}")
+        check_examples("Observe", loss_reduction, batch_dim)
         object.__setattr__(self, "statistics", tuple(dict.fromkeys(statistics)))
+        object.__setattr__(self, "loss_reduction", loss_reduction)
+        object.__setattr__(self, "batch_dim", batch_dim)
 
     def __repr__(self) -> str:
         """As the call that makes it."""
-        return f"Observe({', '.join(map(repr, self.statistics))})"
+        given = list(map(repr, self.statistics))
+        given += [f"loss_reduction={self.loss_reduction!r}"] * (self.loss_reduction != "mean")
+        given += [f"batch_dim={self.batch_dim}"] * (self.batch_dim != 0)
+        return f"Observe({', '.join(given)})"
 
-    def specialize(self, site: Site) -> _Observation:
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of site at which it is allowed."""
+        return ANYWHERE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
+
+    @property
+    def has_units(self) -> bool:
+        """Each statistic is brought to its unit, but those of examples are computed of the unscaled gradient."""
+        return not set(_EXAMPLES).isdisjoint(self.statistics)
+
+    def specialize(self, site: Site) -> _Observation | _ExampleObservation:
         """The statistics that mean something at one site."""
         chosen = []
         for name in self.statistics:
+            if name in _EXAMPLES:
+                continue
             if name != "saturated":
                 chosen.append((name, name))
             elif site.kind == "activation" and site.op in _SATURATING:
                 chosen.append((name, f"saturated_{_SATURATING[site.op]}"))
-        return _Observation(tuple(chosen))
+        examples = tuple(name for name in self.statistics if name in _EXAMPLES)
+        if not examples or site.kind != "gradient":
+            return _Observation(tuple(chosen))
+        return _ExampleObservation(_Observation(tuple(chosen)), examples, self.loss_reduction, self.batch_dim)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Record where no site is known."""
-        return _Observation(tuple((n, n) for n in self.statistics if n != "saturated")).apply(tensor)
+        return _Observation(tuple((n, n) for n in self.statistics if n not in ("saturated", *_EXAMPLES))).apply(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +131,38 @@ class _Observation:
         if self.chosen:
             record_statistics(tensor, self.statistics)
         return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _ExampleObservation:
+    """Records of single examples at one gradient site, after those of the gradient."""
+
+    observation: _Observation
+    names: tuple[str, ...]
+    loss_reduction: LossReduction
+    batch_dim: int
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
+    has_units: ClassVar[bool] = True
+
+    @property
+    def example_quantities(self) -> Sequence[ExampleQuantity]:
+        return ("square_norms",)
+
+    def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
+        (squares,) = quantities
+        tensor = self.observation.apply(tensor)
+        for name in self.names:
+            if name == "noise_scale":
+                record(name, self._noise_scale(tensor, squares))
+            else:
+                record(name, squares.sqrt().mean() if name == "example_norm_mean" else squares.amax().sqrt())
+        return tensor
+
+    def _noise_scale(self, gradient: Tensor, squares: Tensor) -> Tensor:
+        number = squares.shape[0]
+        mean = norm_of(gradient).to(squares.dtype).square()
+        mean = mean if self.loss_reduction == "mean" else mean / (number * number)
+        single = squares.mean()
+        true = (mean * number - single) / (number - 1)
+        return (single - mean) * number / (number - 1) / true

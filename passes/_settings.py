@@ -49,10 +49,22 @@ def check_norm(action: str, max_norm: float | Tensor | Schedule, norm_type: floa
         raise ValueError(f"{action}: norm_type must be > 0, got {norm_type!r}")
 
 
+def check_examples(action: str, loss_reduction: str, batch_dim: int) -> None:
+    """How the loss of a batch follows from those of its examples, and where these are."""
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f'{action}: loss_reduction is "mean" or "sum", got {loss_reduction!r}')
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
+        raise TypeError(f"{action}: batch_dim is an integer, got {batch_dim!r}")
+    if batch_dim < 0:
+        raise ValueError(f"{action}: batch_dim must be >= 0, got {batch_dim}")
+
+
 def short_repr(action: Any) -> str:
     """An action as the call that makes it, without the settings that have their default."""
     shown = []
     for field in fields(action):
+        if not field.repr:
+            continue
         value = getattr(action, field.name)
         if field.default is MISSING:
             shown.append(repr(value) if not field.kw_only else f"{field.name}={value!r}")

@@ -137,6 +137,17 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in placeholders if isinstance(_described(node.meta.get("desc")), TangentAOTInput)]
 
 
+def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return, by the placeholder of each gradient that comes in from outside, the output that it is of."""
+    output = graph.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, list | tuple)
+    pairs = zip(map(_described, output.meta.get("desc") or ()), returned, strict=False)
+    by_desc = {desc: node for desc, node in pairs if isinstance(node, fx.Node)}
+    of = {node: _described(node.meta["desc"]).output for node in tangents(graph)}
+    return {node: by_desc[desc] for node, desc in of.items() if desc in by_desc}
+
+
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """On a hit of AOTAutograd's cache no pass runs, so that cache is off around our compilations."""
     patch: contextlib.AbstractContextManager[None] = functorch_config.patch(enable_autograd_cache=False)

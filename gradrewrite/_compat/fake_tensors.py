@@ -105,3 +105,26 @@ def outside_of_transforms() -> Iterator[None]:
 def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
     """Make real tensors, whatever is being traced."""
     return unset_fake_temporarily()
+
+
+def equal_or_guarded(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for the inputs at hand; torch compiles anew for others where they are not."""
+    if statically_known_true(a == b):
+        return True
+    if not all(isinstance(n, int) or n.node.has_hint() for n in (a, b)):
+        return False
+    hints = [n if isinstance(n, int) else n.node.hint for n in (a, b)]
+    return bool(hints[0] == hints[1]) and bool(a == b)
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """Return a size for the inputs at hand, for choices that are right for every size; 1024 where it is not known."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1024
+
+
+def as_number(size: int | torch.SymInt) -> int | torch.SymInt:
+    """Return a size as a number where it is the same for every input."""
+    known = None if isinstance(size, int) else size.node.maybe_as_int()
+    return size if known is None else int(known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -70,3 +70,28 @@ def name_of(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target._schema.name.partition("::")[2])
     return str(getattr(node.target, "__name__", node.target))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return all arguments of a node that calls an operator, defaults included, by the names in its schema."""
+    schema = schema_of(node.target)
+    if schema is None:
+        return {str(n): a for n, a in enumerate(node.args)} | dict(node.kwargs)
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an operator computes each element of its result from the elements at the same place."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def overloads(names: Sequence[str], namespace: str = "aten") -> list[Any]:
+    """Return all overloads of operators by their names; of those that this torch has."""
+    packets = [getattr(getattr(torch.ops, namespace), name) for name in names if has_operator(name, namespace)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def has_operator(name: str, namespace: str = "aten") -> bool:
+    """Whether this torch has an operator."""
+    return hasattr(getattr(torch.ops, namespace), name)

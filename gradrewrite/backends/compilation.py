@@ -165,7 +165,8 @@ class GraphCompilation:
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
         """Return a joint graph of this Dynamo graph with what its markers and inputs mean."""
         number = 0 if self.region is None else self.region.number
-        return MarkedJointGraph(graph, self.values, self.inputs, self.is_last, number, self.layouts)
+        is_whole = self.is_whole and self.region is None
+        return MarkedJointGraph(graph, self.values, self.inputs, self.is_last, number, is_whole, self.layouts)
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""

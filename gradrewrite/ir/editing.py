@@ -5,13 +5,13 @@ Every verb takes graphs that are consistent and leaves them consistent; none lin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import combined_kernels, fake_tensors
+from gradrewrite._compat import combined_kernels, fake_tensors, operators
 from gradrewrite.ir import ops
 
 LIVE = "_live_tensor_"
@@ -61,6 +61,45 @@ def splice(
                 combined_kernels.mark(copies[node])
                 new.append(copies[node])
     return [copies[node] for node in outputs_of(traced.graph.output_node())], new
+
+
+def insert_copy(
+    node: fx.Node, copies: Mapping[fx.Node, fx.Node], changed: Mapping[str, Any], before: fx.Node
+) -> fx.Node:
+    """Insert a copy of a node of the backward.
+
+    Args:
+        node: The node.
+        copies: What the copy reads instead of the inputs of the node.
+        changed: Other arguments, by their names.
+        before: The copy comes before this one.
+    """
+    assert node.graph is before.graph
+    with before.graph.inserting_before(before):
+        copy = before.graph.node_copy(node, lambda n: copies.get(n, n))
+    for name, value in changed.items():
+        set_argument(copy, name, value)
+    mode = fake_tensors.fake_mode_of([n.meta["val"] for n in copy.all_input_nodes])
+    copy.meta = {"val": fake_tensors.fake_result(copy, mode), "partitioner_tag": "is_backward"}
+    combined_kernels.mark(copy)
+    return copy
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Set an argument of a node that calls an operator, by its name in the schema."""
+    names = list(operators.arguments_of(node))
+    position = names.index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Take out those of these nodes, in the order of execution, that nothing reads."""
+    for node in reversed(list(dict.fromkeys(nodes))):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def reroute(marker: fx.Node, replacement: fx.Node) -> None:

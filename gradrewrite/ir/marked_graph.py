@@ -22,6 +22,7 @@ class MarkedJointGraph:
         inputs: The tensor inputs of the Dynamo graph, by position.
         is_last: Whether the gradients of its outputs come from outside of the model, not from behind a graph break.
         call: How many calls of the same graph came before, in one call of the model.
+        is_whole: Whether it holds all that one call of the model does.
         layouts: The layouts of these inputs and of their gradients, where they are DTensors.
     """
 
@@ -30,4 +31,5 @@ class MarkedJointGraph:
     inputs: Mapping[int, GraphInput]
     is_last: bool = True
     call: int = 0
+    is_whole: bool = True
     layouts: InputLayouts = field(default_factory=InputLayouts)

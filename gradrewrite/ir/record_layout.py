@@ -114,6 +114,7 @@ class BackwardOutputs:
         verdicts: Whether each packed tensor has one element more, behind the records: 1 if one of these counts is not
             0, else 0. Elsewhere the counts are looked at where somebody wants to know.
         kept: Sites whose tensors are kept.
+        kept_as: What each of these tensors is (``Keep.what``).
         logs: The lines of clips that log.
         groups: Names of groups that are clipped together.
         checks: The finite checks, in the order of execution.
@@ -131,6 +132,7 @@ class BackwardOutputs:
     num_skips: tuple[int, ...] = ()
     verdicts: tuple[bool, ...] = ()
     kept: tuple[Site, ...] = ()
+    kept_as: tuple[str, ...] = ()
     logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
@@ -151,3 +153,8 @@ class BackwardOutputs:
             for mode, keys in modes.items()
         }
         object.__setattr__(self, "checked", checked)
+
+    @property
+    def kept_keys(self) -> list[tuple[str, Site]]:
+        """What is kept, and where."""
+        return list(zip(self.kept_as, self.kept, strict=True))

@@ -134,18 +134,20 @@ class Monitor:
             raise KeyError(f"no record {address!r}; nearest: {', '.join(nearest(address, known)) or 'there are none'}")
         return [row.get(address, math.nan) for row in rows]
 
-    def kept(self, what: Literal["tensor"] = "tensor") -> dict[Site, Tensor]:
+    def kept(self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor") -> dict[Site, Tensor]:
         """Tensors that ``Keep(what)`` kept in the last backward, on their device, with their dtype; copies.
 
         Raises:
-            ValueError: ``what`` is not ``"tensor"``.
+            ValueError: ``what`` is nothing that ``Keep`` keeps.
         """
-        if what != "tensor":
-            raise ValueError(f'kept(what) is "tensor", got {what!r}')
+        known = ("tensor", "example_norms", "second_moment")
+        if what not in known:
+            raise ValueError(f"kept(what) is one of {', '.join(map(repr, known))}, got {what!r}")
         with self._lock:
             self._flush_messages()
             records = self._recorder.records
-            return dict(records[-1].kept) if records else {}
+            found = records[-1].kept if records else {}
+            return {site: tensor for (own, site), tensor in found.items() if own == what}
 
     def table(self) -> Table:
         """All records over the steps in the buffer; ``print`` shows it. Waits for the device."""

@@ -93,7 +93,7 @@ class StepRecord:
 
     step: int = -1
     graphs: list[GraphRecord] = field(default_factory=list)
-    kept: dict[Site, Tensor] = field(default_factory=dict)
+    kept: dict[tuple[str, Site], Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)
     host_values: dict[RecordKey, float] = field(default_factory=dict)
     late: dict[tuple[RecordKey, ...], LateRecord] = field(default_factory=dict)

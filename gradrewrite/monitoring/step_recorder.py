@@ -199,7 +199,7 @@ class StepRecorder:
             number = len(outputs.packs)
             record.graphs.append(GraphRecord(outputs, list(tensors[:number]), snapshot))
             if outputs.kept:
-                record.kept.update(zip(outputs.kept, tensors[number:], strict=True))
+                record.kept.update(zip(outputs.kept_keys, tensors[number:], strict=True))
             if any(outputs.num_skips):
                 self._note_verdicts(outputs, tensors, parameters)
             return again
@@ -250,7 +250,7 @@ class StepRecorder:
         number = len(outputs.packs)
         update.graphs.append(GraphRecord(outputs, list(tensors[:number])))
         update.close()
-        kept = dict(zip(outputs.kept, tensors[number:], strict=True))
+        kept = dict(zip(outputs.kept_keys, tensors[number:], strict=True))
         with self.lock:
             if self.records and self.records[-1].step != previous:
                 record = self.records[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor]
 Answer: TypeAlias = "Action | ValueAction | GroupAction | TensorFunction | Sequence[Answer] | None"
 Policy: TypeAlias = "Callable[[Site], Answer] | Sequence[Policy]"
+
+ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]
+LossReduction: TypeAlias = Literal["mean", "sum"]
 
 BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
 ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
@@ -32,8 +35,15 @@ class Action(Protocol):
             given the unscaled gradient.
     """
 
-    kinds: ClassVar[frozenset[Kind]]
-    has_units: ClassVar[bool]
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of site at which the action is allowed."""
+        ...
+
+    @property
+    def has_units(self) -> bool:
+        """Whether it is given the unscaled gradient."""
+        ...
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Compute the replacement with torch operations; traced once, on fake tensors."""
@@ -48,6 +58,33 @@ class ValueAction(Protocol):
 
     def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
         """Compute the replacement of a gradient from it and from its parameter or activation."""
+        ...
+
+
+@runtime_checkable
+class ExampleAction(Protocol):
+    """An action that also reads per-example gradients, at gradient sites (internal until 1.0); it is an ``Action`` too.
+
+    The gradient of an example is that of its own loss.
+    """
+
+    @property
+    def example_quantities(self) -> Sequence[ExampleQuantity]:
+        """What it reads; nothing if it reads the gradient alone."""
+        ...
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the loss of the batch follows from those of its examples."""
+        ...
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension of the model's inputs that has the examples."""
+        ...
+
+    def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
+        """Compute the replacement of a gradient; ``quantities`` are in units of the unscaled loss."""
         ...
 
 
@@ -121,6 +158,34 @@ class GroupAction(Protocol):
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute all replacements, in the order of ``tensors``."""
+        ...
+
+
+@runtime_checkable
+class ExampleClip(GroupAction, Protocol):
+    """A group action that weighs the examples of a batch (internal until 1.0).
+
+    Its ``apply_group`` is given the squared norms ``[B]`` of the gradients of the examples, over all parameters of the
+    group, in a list, and returns their weights so.
+    """
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the loss of the batch follows from those of its examples."""
+        ...
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension of the model's inputs that has the examples."""
+        ...
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether noise is added to the sum of the weighted gradients."""
+        ...
+
+    def noise(self, tensor: Tensor) -> Tensor:
+        """Return the noise for a sum of gradients of examples, of this shape."""
         ...
 
 

@@ -41,6 +41,7 @@ class Recording:
         names: Names of the records in each value, as they were given: occurrences are numbered where they leave.
         values: Tensors of one or more records.
         kept: Tensors that are kept.
+        kept_as: What each of them is.
         logs: Whether the action logs.
         fails: What a finite check does; its value is the last one.
         bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
@@ -57,6 +58,7 @@ class Recording:
     names: list[tuple[str, ...]] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
+    kept_as: list[str] = field(default_factory=list)
     logs: bool = False
     fails: OnFailure | None = None
     bound: tuple[str, float | Tensor] | None = None
@@ -74,6 +76,7 @@ class Recording:
         self.names.clear()
         self.values.clear()
         self.kept.clear()
+        self.kept_as.clear()
         self.logs = False
         self.fails = None
         self.bound = None
@@ -246,11 +249,12 @@ def _is_on_device(bound: float | Tensor) -> TypeGuard[Tensor]:
     return isinstance(bound, Tensor) and bound.device.type != "cpu"
 
 
-def keep(tensor: Tensor) -> None:
-    """Carry a tensor out of the graph, to ``monitor.kept()``; it is copied where it leaves, at run time."""
+def keep(tensor: Tensor, what: str = "tensor") -> None:
+    """Carry a tensor out of the graph, to ``monitor.kept(what)``; it is copied where it leaves, at run time."""
     recording = _recording.get()
     if recording is not None:
         recording.kept.append(tensor)
+        recording.kept_as.append(what)
 
 
 def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: OnFailure | None = None) -> None:

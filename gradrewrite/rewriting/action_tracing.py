@@ -38,6 +38,7 @@ class TracedAction:
         has_live: Whether the graph reads live tensors.
         states: What the action sets, by key; the new values are the last outputs.
         has_states: Whether it reads or sets what it remembers at its site.
+        kept_as: What each tensor is that is kept.
     """
 
     graph: fx.GraphModule
@@ -52,6 +53,7 @@ class TracedAction:
     has_live: bool = False
     states: tuple[tuple[str, Tensor], ...] = ()
     has_states: bool = False
+    kept_as: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
@@ -70,6 +72,7 @@ class TracedAction:
             has_live=bool(graph.graph.find_nodes(op="get_attr")),
             states=() if states is None else tuple((key, tensor) for key, (tensor, _) in states.updates.items()),
             has_states=states is not None and states.is_used,
+            kept_as=tuple(reported.kept_as),
         )
 
 

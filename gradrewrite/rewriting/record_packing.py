@@ -34,6 +34,7 @@ class RecordPacking:
         records: Nodes of records.
         checks: The finite checks.
         kept: Nodes that ``Keep`` keeps, by their site.
+        kept_as: What each of them is.
         logs: Log lines of clips.
         groups: Names of the groups that are clipped together.
         clips: The clips of which a factor is known.
@@ -47,6 +48,7 @@ class RecordPacking:
     records: list[RecordNode] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
+    kept_as: list[str] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     clips: list[NormClip | ValueClip] = field(default_factory=list)
@@ -84,6 +86,7 @@ class RecordPacking:
         keys = [key for own in named for key in own]
         first_state = len(extras) - len(traced.states)
         self.kept += [(site, node) for node in extras[len(traced.records) : first_state]]
+        self.kept_as += traced.kept_as
         for (key, tensor), node in zip(traced.states, extras[first_state:], strict=True):
             if key in self.states:
                 raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
@@ -156,6 +159,7 @@ class RecordPacking:
                 _num_skips(records) > 0 and value_of(records[0].node).device.type != "cuda" for records in packs
             ),
             kept=tuple(site for site, _ in self.kept),
+            kept_as=tuple(self.kept_as),
             logs=tuple(self.logs),
             groups=tuple(self.groups),
             checks=tuple(sorted(self.checks, key=lambda check: check.order)),

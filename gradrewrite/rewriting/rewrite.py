@@ -29,7 +29,15 @@ from gradrewrite.ir.record_layout import BackwardOutputs, Check
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.statistics import IN_UNITS
 from gradrewrite.ir.values import shape_of
-from gradrewrite.policy.actions import BucketedAction, GroupAction, Measurement, SpecializingAction, takes_value
+from gradrewrite.policy.actions import (
+    BucketedAction,
+    ExampleAction,
+    ExampleClip,
+    GroupAction,
+    Measurement,
+    SpecializingAction,
+    takes_value,
+)
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import (
@@ -43,6 +51,7 @@ from gradrewrite.rewriting.action_tracing import (
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.bucketed_actions import buckets_of, rounds_of
 from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
 from gradrewrite.rewriting.group_actions import groups_of, share_nodes
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
 from gradrewrite.rewriting.loss_scale import LossScale
@@ -106,7 +115,7 @@ def rewrite_joint_graph(
         CallbackError: A tensor function breaks its contract.
     """
     graph = marked.graph
-    rewriter = Rewriter(graph, config.loss_scale, config.states)
+    rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
     assumed = fake_tensors.assumptions(graph)
     points, out_of_reach = find_insertion_points(marked)
     anchors = _anchors(points)
@@ -139,6 +148,8 @@ def rewrite_joint_graph(
     of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])
     outputs, record_nodes = rewriter.packing.pack_into(graph)
     editing.erase_markers(graph)
+    if rewriter.examples is not None:
+        drop_replaced(graph, rewriter.examples.replaced)
     live = editing.live_tensors(graph)
     if live or replay_graph is not None:
         inductor.stop_folding()
@@ -185,10 +196,18 @@ class Rewriter:
         packing: What leaves the graph beside the gradients.
         counters: Names of the nodes of boundary counters.
         changed: Markers of errors that actions change.
+        examples: The per-example gradients; None of a graph whose inputs are not known.
     """
 
-    def __init__(self, graph: fx.Graph, scale: LossScale | None = None, states: StateStore | None = None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        scale: LossScale | None = None,
+        states: StateStore | None = None,
+        marked: MarkedJointGraph | None = None,
+    ) -> None:
         self.graph = graph
+        self.examples = None if marked is None else ExampleGradients(marked)
         self.num_measured = 0
         self._scale = scale
         self.edits: list[Edit] = []
@@ -211,7 +230,7 @@ class Rewriter:
                 traced = self._tracer.trace(action, point.site, value_of(base), self._mode(point.site))
                 (_, *extras), new = self._splice(traced, [base], point)
             else:
-                further = self._further_arguments(point, action)
+                further = self._further_arguments(point, action, current)
                 values = [value_of(node) for node in further]
                 layouts = _layouts_of(point, further)
                 traced = self._tracer.trace(
@@ -219,7 +238,8 @@ class Rewriter:
                 )
                 (current, *extras), new = self._splice(traced, [current, *further], point)
             keys = self.packing.add(str(point.site), point.site, traced, extras)
-            self.edits.append(Edit(point.site, action, tuple(n.name for n in new), tuple(keys)))
+            made = [] if self.examples is None else self.examples.take_new()
+            self.edits.append(Edit(point.site, action, tuple(n.name for n in (*made, *new)), tuple(keys)))
             if traced.fails is not None:
                 self.check(point, traced.fails, keys[-1], seen)
         if current is not point.node:
@@ -228,8 +248,12 @@ class Rewriter:
             self.edits.append(Edit(point.site, action, ()))
             self._measure(point, measurement)
 
-    def _further_arguments(self, point: InsertionPoint, action: Any) -> list[fx.Node]:
-        """Return the second argument of an action that takes one: what the value is the gradient of."""
+    def _further_arguments(self, point: InsertionPoint, action: Any, current: fx.Node) -> list[fx.Node]:
+        """Return the further arguments of an action: what the value is the gradient of, or of single examples."""
+        found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
+        if isinstance(found, ExampleAction) and found.example_quantities:
+            assert self.examples is not None
+            return self.examples.quantities(point, current, found, self._scale_on(point.site.device))
         if not takes_value(action):
             return []
         if point.value is None:
@@ -288,6 +312,9 @@ class Rewriter:
         has_scale = self._scale is not None and site.kind != "activation"
         scale = self._scale.on(site.device) if has_scale and self._scale is not None else None
         return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
+
+    def _scale_on(self, device: torch.device) -> Tensor | None:
+        return None if self._scale is None else self._scale.on(device)
 
     def insert_bucketed(self, members: Sequence[tuple[InsertionPoint, Sequence[Any]]]) -> None:
         """Insert the actions of single sites that have bucketed actions among theirs.
@@ -348,6 +375,9 @@ class Rewriter:
         for point in points:
             check_dense(action, point.site, value_of(point.node))
         where = where or f"group:{action.group}"
+        if isinstance(action, ExampleClip):
+            self._insert_example_clip(action, points, nodes)
+            return
         mode = self._mode(sites[0], where)
         layouts = [point.layout for point in points]
         values = [value_of(n) for n in nodes]
@@ -361,6 +391,27 @@ class Rewriter:
         self.packing.groups.append(str(action.group))
         for point, result in zip(points, results, strict=True):
             self._replace(point, result)
+
+    def _insert_example_clip(
+        self, action: ExampleClip, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node]
+    ) -> None:
+        """Insert an action that weighs the examples of a batch in the gradients of a group."""
+        assert self.examples is not None
+        sites, scale = [point.site for point in points], self._scale_on(points[0].site.device)
+        squares = self.examples.total_square_norms(points, nodes, action, scale)
+        mode = TraceMode(self._mode(sites[0]).is_opaque)
+        traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], sites[:1], action, mode)
+        (weights, *extras), new = self._splice(traced, [squares], points[0])
+        where = f"group:{action.group}"
+        keys = self.packing.add(where, sites[0], traced, extras)
+        shared = (*self.examples.take_new(), *new)
+        for point, node in zip(points, nodes, strict=True):
+            result = self.examples.weighted_gradient(point, node, weights, action, scale)
+            made = [n.name for n in (*shared, *self.examples.take_new())]
+            self.edits.append(Edit(point.site, action, tuple(made), tuple(keys)))
+            self._replace(point, result)
+            shared = ()
+        self.packing.groups.append(str(action.group))
 
     def _splice(
         self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint

@@ -1,0 +1,126 @@
+"""Analysis of a joint graph: the example layout of every node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from gradrewrite._compat import aot_autograd, operators
+from gradrewrite.ir import ops
+from gradrewrite.ir.ops import number_of
+from gradrewrite.per_example.layouts import Batch, Const, Layout, Mixed, MixesExamplesError, Size, Sum
+from gradrewrite.per_example.linear_rules import is_linear
+from gradrewrite.per_example.op_calls import Layouts, OpCall
+from gradrewrite.per_example.rules import check_sizes, rule_of
+
+
+class ExampleAnalysis:
+    """The example layouts of a joint graph with its markers, node by node in the order of execution.
+
+    Attributes:
+        num_examples: B.
+        layouts: The layouts of the nodes.
+        splits: For each node that adds up over examples, the layouts of its arguments.
+    """
+
+    def __init__(self, graph: fx.Graph, inputs: Mapping[fx.Node, Layout], num_examples: Size) -> None:
+        """Analyse a graph whose placeholders have these layouts; others are constant."""
+        self.num_examples = num_examples
+        self.layouts: dict[fx.Node, Layouts] = {}
+        self.splits: dict[fx.Node, dict[fx.Node, Batch]] = {}
+        self._graph = graph
+        self._inputs = dict(inputs)
+        self._values: dict[int, Layouts] = {}  # of the marked activations
+        self._position: dict[fx.Node, int] = {}
+        self._outputs = aot_autograd.outputs_by_tangent(graph)
+        self.update()
+
+    def update(self) -> None:
+        """Analyse the nodes that came since."""
+        for position, node in enumerate(self._graph.nodes):
+            self._position[node] = position
+            if node not in self.layouts and node.op != "output":
+                self.layouts[node] = self._layout_of(node)
+
+    def of(self, node: fx.Node) -> Layout:
+        """Return the layout of a node with one tensor."""
+        found = self.layouts[node]
+        assert not isinstance(found, tuple)
+        return found
+
+    def _layout_of(self, node: fx.Node) -> Layouts:
+        if node.op == "placeholder":
+            return self._inputs.get(node, Const())
+        if node.op != "call_function":
+            return Const()
+        if node.target is operator.getitem:
+            whole, index = node.args
+            assert isinstance(whole, fx.Node)
+            found = self.layouts[whole]
+            return found[index] if isinstance(found, tuple) and isinstance(index, int) else found
+        if node.target is ops.mark_activation:
+            (value, *_) = node.all_input_nodes
+            self._values[number_of(node)] = self._known(value)
+            return Const()
+        if not self._has_tensor(node):
+            return Const()
+        layouts = {source: self._known(source) for source in node.all_input_nodes}
+        mixed = [x for layout in layouts.values() for x in _flat(layout) if isinstance(x, Mixed)]
+        if mixed:
+            return self._everywhere(node, min(mixed, key=lambda m: m.order))
+        if node.target is ops.mark_error:
+            return self._of_error(node, layouts)
+        try:
+            return self._infer(OpCall(node, layouts, self.num_examples))
+        except MixesExamplesError as err:
+            reason = f"{operators.name_of(node)} {err}"
+            return self._everywhere(node, Mixed(node.name, reason, self._position[node]))
+
+    def _known(self, node: fx.Node) -> Layouts:
+        """Return the layout of a node; a tangent has that of its output."""
+        output = self._outputs.get(node)
+        if output is None:
+            return self.layouts[node]
+        layout = self.layouts.get(output, Const())
+        return layout if isinstance(layout, Batch) else Const()
+
+    def _infer(self, call: OpCall) -> Layouts:
+        sums = [node for node, layout in call.layouts.items() if isinstance(layout, Sum)]
+        if sums:
+            if not is_linear(call, sums):
+                raise MixesExamplesError("is computed of a sum over the batch")
+            return self._everywhere(call.node, Sum())
+        if not call.batched:
+            return self._everywhere(call.node, Const())
+        rule = rule_of(call.node)
+        if rule is None:
+            raise MixesExamplesError("has no rule, so nobody knows whether it mixes examples")
+        found = rule(call)
+        check_sizes(call, found)
+        if call.split:
+            self.splits[call.node] = call.split
+        return found
+
+    def _of_error(self, node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> Layouts:
+        """An error has the layout of its value: a constant one is the same for all examples."""
+        (found,) = layouts.values()
+        value = self._values.get(number_of(node))
+        if isinstance(value, Batch) and isinstance(found, Const):
+            return value
+        return found
+
+    def _everywhere(self, node: fx.Node, layout: Layout) -> Layouts:
+        value = node.meta.get("val")
+        return tuple(layout for _ in value) if isinstance(value, tuple | list) else layout
+
+    @staticmethod
+    def _has_tensor(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def _flat(layouts: Layouts) -> tuple[Any, ...]:
+    return layouts if isinstance(layouts, tuple) else (layouts,)

@@ -1,0 +1,165 @@
+"""Calls of ATen ops, as the rules of example layouts see them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import operators
+from gradrewrite._compat.fake_tensors import as_number
+from gradrewrite.per_example.layouts import Batch, Const, Layout, MixesExamplesError, Size, Sum, agree, same_size
+
+Layouts = Layout | tuple[Layout, ...]
+
+_aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class OpCall:
+    """One node that calls an op.
+
+    Attributes:
+        node: The node.
+        layouts: The layouts of the nodes before it.
+        num_examples: B.
+        split: Layouts by which the op contracts the batch, by the argument: set by a rule whose result is a ``Sum``.
+    """
+
+    node: fx.Node
+    layouts: Mapping[fx.Node, Layouts]
+    num_examples: Size
+    split: dict[fx.Node, Batch] = field(default_factory=dict)
+    _arguments: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument by its name in the schema."""
+        return self.arguments[name]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name, defaults included."""
+        if self._arguments is None:
+            self._arguments = operators.arguments_of(self.node)
+        return self._arguments
+
+    def layout(self, name: str) -> Layout:
+        """Return the layout of an argument; what is no node is constant."""
+        return self.layout_of(self[name])
+
+    def layout_of(self, given: Any) -> Layout:
+        """Return the layout of a node, or of a number."""
+        found = self.layouts[given] if isinstance(given, fx.Node) else Const()
+        assert not isinstance(found, tuple)
+        return found
+
+    def batch_of(self, given: Any) -> Batch | None:
+        """Return the layout of a node that has the batch; None of any other."""
+        found = self.layout_of(given)
+        return found if isinstance(found, Batch) else None
+
+    def size(self, name: str) -> tuple[Size, ...]:
+        """Return the sizes of a tensor argument."""
+        return size_of(self[name])
+
+    @property
+    def batched(self) -> list[tuple[fx.Node, Batch]]:
+        """The inputs that have the batch, with their layouts."""
+        pairs = ((node, self.batch_of(node)) for node in self.node.all_input_nodes)
+        return [(node, layout) for node, layout in pairs if layout is not None]
+
+    def dim(self, name: str = "dim", *, of: str = "self") -> int:
+        """Return an argument that is a dimension, from 0."""
+        return int(self[name]) % max(len(self.size(of)), 1)
+
+    @property
+    def results(self) -> list[Tensor | None]:
+        """The fake tensors of the results."""
+        value = self.node.meta["val"]
+        return list(value) if isinstance(value, tuple | list) else [value]
+
+    def all_results(self, layout: Layout) -> Layouts:
+        """Return the same layout for each result; results without dimensions are constant."""
+        value = self.node.meta["val"]
+        if not isinstance(value, tuple | list):
+            return layout
+        return tuple(layout if isinstance(v, Tensor) else Const() for v in value)
+
+    def by_position(self, *layouts: Layout) -> Layouts:
+        """Return layouts of the first results; the others are constant."""
+        return (*layouts, *[Const()] * (len(self.results) - len(layouts)))
+
+    def same_places(self, *names: str) -> Batch:
+        """Return the layout of arguments of one rank that are combined element by element.
+
+        Raises:
+            MixesExamplesError: They have the examples at different places.
+        """
+        given = [self[name] for name in names] if names else self.node.all_input_nodes
+        return agree([layout for node in given if (layout := self.batch_of(node)) is not None])
+
+    def contract(self, split: Mapping[fx.Node, Batch]) -> Sum:
+        """Note that the op adds up over examples, which these arguments have in these layouts."""
+        self.split.update(split)
+        return Sum()
+
+
+def size_of(node: Any) -> tuple[Size, ...]:
+    """Return the sizes of a node's tensor; none of a number."""
+    value = node.meta["val"] if isinstance(node, fx.Node) else None
+    return tuple(map(as_number, value.shape)) if isinstance(value, Tensor) else ()
+
+
+def is_zero(node: Any) -> bool:
+    """Whether a node is known to be 0 everywhere."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, int | float) and node == 0
+    target = node.target
+    if target in (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default):
+        return True
+    if target in (_aten.full.default, _aten.full_like.default, _aten.new_full.default):
+        return bool(operators.arguments_of(node)["fill_value"] == 0)
+    if target is _aten.scalar_tensor.default:
+        return bool(node.args[0] == 0)
+    if target in (_aten.expand.default, _aten.view.default, _aten.clone.default, _aten.alias.default):
+        return is_zero(node.args[0])
+    return False
+
+
+def counts_up(node: Any, length: Size) -> bool:
+    """Whether a node is ``[0, 1, ..., length - 1]`` along its one dimension that is not 1."""
+    while isinstance(node, fx.Node) and node.target in _KEEP_ORDER:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or len(size_of(node)) != 1 or not same_size(size_of(node)[0], length):
+        return False
+    given = operators.arguments_of(node)
+    if node.target is torch.ops.prims.iota.default:
+        return bool(given["start"] == 0 and given["step"] == 1)
+    if node.target is _aten.arange.start_step:
+        return bool(given["start"] == 0 and given["step"] == 1)
+    return node.target is _aten.arange.default or (node.target is _aten.arange.start and given["start"] == 0)
+
+
+_KEEP_ORDER = frozenset(
+    (
+        _aten.view.default,
+        _aten.unsqueeze.default,
+        _aten.expand.default,
+        _aten.alias.default,
+        _aten.clone.default,
+        _aten._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
+    )
+)
+
+
+def is_selection(node: fx.Node) -> bool:
+    """Whether a node takes one result out of several."""
+    return node.target is operator.getitem
+
+
+__all__ = ["Layouts", "MixesExamplesError", "OpCall", "counts_up", "is_selection", "is_zero", "size_of"]

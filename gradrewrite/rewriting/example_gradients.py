@@ -1,0 +1,304 @@
+"""Per-example gradients in a joint graph: nodes for their norms, their squares and their weighted sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import editing
+from gradrewrite.ir.attribution import attribute_nodes
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.markers import value_of
+from gradrewrite.per_example.analysis import ExampleAnalysis
+from gradrewrite.per_example.layouts import Batch, Mixed, Size, Sum, weighted
+from gradrewrite.per_example.op_calls import is_selection, is_zero
+from gradrewrite.per_example.rows import cheaper_way, find_rows, square_norms_of, sum_of_squares_of
+from gradrewrite.per_example.tails import Tail, find_tail, terms_of
+from gradrewrite.policy.actions import ExampleAction, ExampleClip, ExampleQuantity
+from gradrewrite.rewriting.action_tracing import describe
+from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.source_locations import source_of
+
+_aten = torch.ops.aten
+Asked: TypeAlias = "ExampleAction | ExampleClip"
+NeededTail: TypeAlias = "Tail | None"  # None of a gradient that is 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The examples of a graph: the analysis, or None where there is one example alone."""
+
+    num_examples: Size
+    analysis: ExampleAnalysis | None
+
+
+class ExampleGradients:
+    """The per-example gradients of one joint graph, while it is rewritten.
+
+    Attributes:
+        new: The nodes inserted since somebody took them.
+        replaced: Nodes that nothing may need any more.
+    """
+
+    def __init__(self, marked: MarkedJointGraph) -> None:
+        self.new: list[fx.Node] = []
+        self.replaced: list[fx.Node] = []
+        self._marked = marked
+        self._graph = marked.graph
+        self._found: dict[int, _Found] = {}
+        self._copies: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
+        self._squares: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def take_new(self) -> list[fx.Node]:
+        """Return the nodes inserted since the last call."""
+        new, self.new = self.new, []
+        return new
+
+    def quantities(
+        self, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
+    ) -> list[fx.Node]:
+        """Return the nodes of what an action reads of per-example gradients.
+
+        Args:
+            point: The gradient site.
+            node: Its gradient, as the actions so far have left it.
+            action: The action.
+            scale: The loss scale.
+
+        Raises:
+            PolicyError: The gradient is no sum of one term of each example, or nobody knows.
+        """
+        return [self._quantity(kind, point, node, action, scale) for kind in action.example_quantities]
+
+    def _quantity(
+        self, kind: ExampleQuantity, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
+    ) -> fx.Node:
+        tail = self._tail(point, node, action)
+        found = self._found[action.batch_dim]
+        squares = self._square_norms(node, tail, action) if kind == "square_norms" else self._moment(node, tail, action)
+        number = found.num_examples
+
+        def in_units(squares: Tensor) -> Tensor:
+            x: Any = squares
+            if action.loss_reduction == "mean":  # the terms have 1 / B in them
+                x = x * number * number
+            x = x / number if kind == "second_moment" else x
+            result: Tensor = x if scale is None else x / scale.to(x.device).square()
+            return result
+
+        return self._insert(in_units, [squares], has_live=scale is not None)
+
+    def total_square_norms(
+        self, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node], action: ExampleClip, scale: Tensor | None
+    ) -> fx.Node:
+        """Return the node of the squared norms ``[B]`` of the gradients of examples, over several parameters."""
+        tails = [self._tail(point, node, action) for point, node in zip(points, nodes, strict=True)]
+        squares = [self._square_norms(node, tail, action) for node, tail in zip(nodes, tails, strict=True)]
+        found = self._found[action.batch_dim]
+
+        def add_up(*norms: Tensor) -> Tensor:
+            widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+            total: Any = torch.stack([n.to(norms[0].device, widest) for n in norms]).sum(0)
+            if action.loss_reduction == "mean":
+                total = total * found.num_examples * found.num_examples
+            result: Tensor = total if scale is None else total / scale.to(total.device).square()
+            return result
+
+        return self._insert(add_up, squares, has_live=scale is not None)
+
+    def weighted_gradient(
+        self, point: InsertionPoint, node: fx.Node, weights: fx.Node, action: ExampleClip, scale: Tensor | None
+    ) -> fx.Node:
+        """Return the node of a gradient in which the terms of the examples have weights ``[B]``; and noise, if any."""
+        tail = self._tail(point, node, action)
+        found = self._found[action.batch_dim]
+        if found.analysis is None:
+            result = self._insert(lambda g, w: g * w.to(g.device, g.dtype).reshape(()), [node, weights])
+        elif tail is None:
+            result = node
+        else:
+            result = self._clone(tail, weights)
+            self.replaced += tail.nodes
+        examples = found.num_examples
+        if not action.has_noise:
+            return result
+
+        def add_noise(gradient: Tensor) -> Tensor:
+            noise = action.noise(gradient)
+            noise = noise / examples if action.loss_reduction == "mean" else noise
+            return gradient + (noise if scale is None else noise * scale.to(noise.device, noise.dtype))
+
+        return self._insert(add_noise, [result], has_live=True)
+
+    def num_examples(self, action: Asked) -> Size:
+        """Return B, of a batch that was looked at already."""
+        return self._found[action.batch_dim].num_examples
+
+    def _tail(self, point: InsertionPoint, node: fx.Node, action: Asked) -> NeededTail:
+        if point.layout is not None:
+            raise PolicyError(f"{point.site}: {describe(action)} needs a plain gradient, and this one is a DTensor")
+        found = self._examples(point, action)
+        if found.analysis is None or is_zero(node):
+            return None
+        found.analysis.update()
+        layout = found.analysis.of(node)
+        if layout == Sum():
+            return find_tail(node, found.analysis.layouts, found.analysis.splits)
+        start = f"{point.site}: {describe(action)} needs the gradient of each example"
+        if not isinstance(layout, Mixed):
+            raise PolicyError(f"{start}, and this one does not depend on the examples of the batch")
+        raise PolicyError(f"{start}: {layout.reason} ({layout.node}{self._source(layout.node)}). {_WAY_OUT}")
+
+    def _examples(self, point: InsertionPoint, action: Asked) -> _Found:
+        dim = action.batch_dim
+        if dim not in self._found:
+            self._found[dim] = self._look(point, action)
+        return self._found[dim]
+
+    def _look(self, point: InsertionPoint, action: Asked) -> _Found:
+        start = f"{point.site}: {describe(action)}"
+        if not (self._marked.is_whole and self._marked.is_last):
+            raise PolicyError(
+                f"{start} needs the whole model in one graph, and this graph is a part of it (a graph break, or "
+                "regions). Remove the break (fullgraph=True finds it), and transform the model without regions"
+            )
+        inputs = self._marked.inputs
+        batched: dict[fx.Node, str] = {}
+        for node, position in aot_autograd.plain_inputs(self._graph).items():
+            given, value = inputs.get(position), node.meta.get("val")
+            if given is not None and given.role not in ("parameter", "buffer") and isinstance(value, Tensor):
+                if value.dim() > action.batch_dim:
+                    batched[node] = given.name
+                elif value.dim():
+                    raise PolicyError(f"{start}: input {given.name!r} has no dimension {action.batch_dim}")
+        if not batched:
+            raise PolicyError(f"{start}: no input of the model is a tensor with a batch")
+        (first, *others), dim = batched, action.batch_dim
+        size = fake_tensors.as_number(value_of(first).shape[dim])
+        for node in others:
+            if not fake_tensors.equal_or_guarded(size, value_of(node).shape[dim]):
+                raise PolicyError(
+                    f"{start}: dimension {dim} of every input is the batch, and it is {size} in {batched[first]!r} and "
+                    f"{value_of(node).shape[dim]} in {batched[node]!r}. Make what has no batch a buffer of the model"
+                )
+        if isinstance(size, int) and size == 1:
+            return _Found(size, None)
+        return _Found(size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
+
+    def _source(self, name: str) -> str:
+        """The user's line that made a node."""
+        node = next(node for node in self._graph.nodes if node.name == name)
+        if found := source_of(node):
+            return f", {found}"
+        backward = {n.name for n in self._graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)}
+        number = attribute_nodes(self._graph, backward).get(node)
+        return "" if number is None else f", {self._marked.values[number].source}"
+
+    def _square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
+        """Return the node of the squared norms of the terms, ``[B]``, at least in float32."""
+        key = node, action.batch_dim
+        if key not in self._squares:
+            self._squares[key] = self._make_square_norms(node, tail, self._found[action.batch_dim])
+        return self._squares[key]
+
+    def _make_square_norms(self, node: fx.Node, tail: NeededTail, found: _Found) -> fx.Node:
+        wide, examples = _wide(value_of(node)), found.num_examples
+        if tail is None:
+            if found.analysis is None:
+                return self._insert(lambda g: g.to(wide).square().sum().reshape(1), [node])
+            return self._insert(lambda g: g.new_zeros(examples, dtype=wide), [node])
+        rows = find_rows(tail)
+        if rows:
+            nodes, run = square_norms_of(rows, examples, wide, cheaper_way(rows, node, examples))
+            return self._insert(run, nodes)
+        nodes, terms = terms_of(tail, examples)
+        return self._insert(lambda *xs: terms(*xs).to(wide).reshape(examples, -1).square().sum(1), nodes)
+
+    def _moment(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
+        """Return the node of the sum over examples of the squared terms, in the shape of the parameter."""
+        wide, examples = _wide(value_of(node)), self._found[action.batch_dim].num_examples
+        if tail is None:
+            return self._insert(lambda g: g.to(wide).square(), [node])
+        rows = find_rows(tail)
+        found = sum_of_squares_of(rows, node, examples, wide) if rows else None
+        if found is not None:
+            return self._insert(found[1], found[0])
+        nodes, terms = terms_of(tail, examples)
+        return self._insert(lambda *xs: terms(*xs).to(wide).square().sum(0), nodes)
+
+    def _clone(self, tail: Tail, weights: fx.Node) -> fx.Node:
+        """Return a copy of a tail in which one argument of each node of the frontier has weights."""
+        copies = self._copies.setdefault(weights, {})  # one op may make the gradients of two parameters
+        for node in tail.nodes:
+            if node in copies:
+                continue
+            changed: dict[str, Any] = {}
+            if node in tail.splits:
+                name, argument = _linear_argument(node, tail)
+                layout = tail.splits[node][argument]
+                changed[name] = self._insert(lambda x, w, at=layout: weighted(x, at, w), [argument, weights])
+                if "output_mask" in operators.arguments_of(node):
+                    changed["output_mask"] = [False, *operators.arguments_of(node)["output_mask"][1:]]
+            copies[node] = editing.insert_copy(node, copies, changed, self._graph.output_node())
+            self.new.append(copies[node])
+        return copies[tail.gradient]
+
+    def _insert(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], *, has_live: bool = False) -> fx.Node:
+        """Insert a function of the tensors of nodes before the outputs."""
+        placeholders = self._graph.find_nodes(op="placeholder")
+        sizes = {str(n.meta["val"]): n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)}
+        inputs = [*dict.fromkeys(nodes), *sizes.values()]  # symbols in layouts come from these
+        places = [inputs.index(node) for node in nodes]
+        traced = make_fx.trace(lambda *xs: [run(*(xs[n] for n in places))], [node.meta["val"] for node in inputs])
+        traced.graph.eliminate_dead_code()
+        tag = "must_be_in_backward" if has_live else "is_backward"
+        (result,), new = editing.splice(traced, self._graph, inputs, self._graph.output_node(), tag)
+        self.new += new
+        return result
+
+
+_WAY_OUT = (
+    "Per-example gradients need a loss that is a sum or a mean over examples, each computed from its own inputs; leave "
+    "this parameter out, or replace the op (GroupNorm or LayerNorm for BatchNorm, a weight decay for a penalty)"
+)
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+# The argument of each op of a frontier in which its result is linear; of the others the first one.
+_LINEAR = {
+    _aten.mm.default: ("self", "mat2"),
+    _aten.bmm.default: ("self", "mat2"),
+    **dict.fromkeys(
+        operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")), ("values",)
+    ),
+}
+
+
+def _linear_argument(node: fx.Node, tail: Tail) -> tuple[str, fx.Node]:
+    """Return the argument of a node of the frontier that is multiplied: of a product an error, which may be smaller."""
+    given = operators.arguments_of(node)
+    names = _LINEAR.get(node.target, tuple(given)[:1])
+    names = tuple(name for name in names if given[name] in tail.splits[node])
+    chosen = next((name for name in names if aot_autograd.is_backward(given[name])), names[0])
+    return chosen, given[chosen]
+
+
+def drop_replaced(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Take nodes out of a graph that nothing reads, and results that nothing reads out of the others."""
+    left = set(graph.nodes)
+    editing.erase_unused(graph, [node for node in nodes if node in left])
+    left = set(graph.nodes)
+    for node in nodes:
+        if node in left and "output_mask" in operators.arguments_of(node):
+            read = {user.args[1] for user in node.users if is_selection(user)}
+            asked = operators.arguments_of(node)["output_mask"]
+            editing.set_argument(node, "output_mask", [bool(a) and n in read for n, a in enumerate(asked)])

@@ -1,0 +1,105 @@
+"""Clipping by the norms of the gradients of single examples, with noise."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradrewrite.ir.noise import NoiseSource
+from gradrewrite.ir.statistics import share_of
+from gradrewrite.passes._settings import check_examples, check_norm, check_number, scalar, short_repr
+from gradrewrite.policy.actions import LossReduction
+from gradrewrite.policy.recording import record
+from gradrewrite.sites import Kind
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClipPerExample:
+    """Scale the gradient of each example to a norm of at most ``max_norm``, and add noise to their sum.
+
+    ``sum_b g_b * min(1, max_norm / |g_b|) + noise_multiplier * max_norm * normal``, divided by the batch size if the
+    loss is a mean. The gradient ``g_b`` of an example is that of its own loss; its norm is that of the gradients of all
+    parameters of the group as one vector. An example whose norm is at or below the bound is not changed; nor is one
+    whose norm is not finite, so that nothing is hidden: add ``CheckFinite`` where private training needs the bound
+    without exception. Norms are computed at least in float32, as sums of squares: beyond 1e19 they are inf in float32.
+    Shape, dtype and device are kept. The gradient without the clip is not computed, unless an action before reads it.
+
+    Records ``example_norm_mean@group:<group>`` and ``example_norm_max@group:<group>`` (before clipping), and
+    ``clipped_share@group:<group>``, the share of the examples that were clipped. The noise comes from generators of its
+    own, seeded with ``torch.initial_seed()`` and the name of the group when the action is made: the random numbers of
+    the model stay as they are. DP-SGD of Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning
+    with differential privacy", 2016, https://arxiv.org/abs/1607.00133; ``docs/per-example.md`` says which
+    losses have such gradients.
+
+    Attributes:
+        max_norm: The bound, > 0, in units of the gradient of one example: a number, or a tensor with one element (read
+            at every backward; NaN clips nothing).
+        noise_multiplier: Standard deviation of the noise over ``max_norm``, >= 0.
+        loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
+        group: Parameters of one group have one norm for each example; one group has one bound and one noise.
+        batch_dim: The dimension of every tensor input of the model that has the examples.
+
+    Raises:
+        ValueError: ``max_norm`` is not > 0, ``noise_multiplier`` < 0 or not finite, ``loss_reduction`` is something
+            else, or ``batch_dim`` is negative.
+        TypeError: A setting is no number.
+        PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does; the graph is a part of the
+            model; one group has two bounds.
+        UnsupportedGradientError: (at the rewrite) A gradient of the group is sparse.
+
+    Example:
+        >>> ClipPerExample(1.0, noise_multiplier=1.1)
+        ClipPerExample(1.0, noise_multiplier=1.1)
+    """
+
+    max_norm: float | Tensor
+    _: KW_ONLY
+    noise_multiplier: float = 0.0
+    loss_reduction: LossReduction = "mean"
+    group: Hashable = "default"
+    batch_dim: int = 0
+    _source: NoiseSource = field(init=False, repr=False, compare=False)
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
+    has_units: ClassVar[bool] = True
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        check_norm("ClipPerExample", self.max_norm, 2.0)
+        if isinstance(self.noise_multiplier, Tensor):
+            raise TypeError("ClipPerExample: noise_multiplier is a number, got a tensor")
+        check_number("ClipPerExample", "noise_multiplier", self.noise_multiplier)
+        if not 0 <= self.noise_multiplier < float("inf"):
+            raise ValueError(f"ClipPerExample: noise_multiplier must be >= 0 and finite, got {self.noise_multiplier!r}")
+        check_examples("ClipPerExample", self.loss_reduction, self.batch_dim)
+        seed = torch.initial_seed() ^ zlib.crc32(repr(self.group).encode())
+        object.__setattr__(self, "_source", NoiseSource(seed & 0x7FFF_FFFF_FFFF_FFFF))
+
+    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the weights of the examples, from their squared norms; see ``policy.actions.ExampleClip``."""
+        (squares,) = tensors
+        norms = squares.sqrt()
+        bound = scalar(self.max_norm, norms)
+        if not isinstance(bound, Tensor):
+            bound = norms.new_full((), bound)
+        acts = (norms > bound) & (norms < torch.inf)
+        record("example_norm_mean", norms.mean())
+        record("example_norm_max", norms.amax())
+        record("clipped_share", share_of(acts))
+        return [torch.where(acts, bound / norms, 1.0)]
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether noise is added."""
+        return self.noise_multiplier > 0
+
+    def noise(self, tensor: Tensor) -> Tensor:
+        """Return what is added to the sum of the clipped gradients of one parameter."""
+        return self._source.normal_like(tensor) * scalar(self.max_norm, tensor) * self.noise_multiplier

@@ -1,0 +1,188 @@
+"""Norms, second moments and clipped sums of per-example gradients against ``torch.func.grad`` of each example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipPerExample, Keep, Observe
+
+from models.per_example import MODELS, example_gradients, make
+
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}
+
+
+def names(model: torch.nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def norms_of(terms: dict[str, Tensor]) -> Tensor:
+    """The norms of the examples over all parameters."""
+    return torch.stack([t.flatten(1).square().sum(1) for t in terms.values()]).sum(0).sqrt()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_second_moments(name: str) -> None:
+    model, inputs = make(name)
+    wanted = example_gradients(model, *inputs)
+    policy = [gr.on("gradient:*", [Keep("example_norms"), Keep("second_moment")])]
+    rewritten = gr.transform(model, policy)
+    rewritten(*inputs).backward()
+    norms = {site.name: t for site, t in rewritten.monitor.kept("example_norms").items()}
+    moments = {site.name: t for site, t in rewritten.monitor.kept("second_moment").items()}
+    for parameter, terms in wanted.items():
+        torch.testing.assert_close(norms[parameter], terms.flatten(1).norm(dim=1), **EXACT)
+        torch.testing.assert_close(moments[parameter], terms.square().mean(0), **EXACT)
+        torch.testing.assert_close(model.get_parameter(parameter).grad, terms.mean(0), **EXACT)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_clipped_sums(name: str) -> None:
+    model, inputs = make(name)
+    terms = example_gradients(model, *inputs)
+    norms = norms_of(terms)
+    bound = float(norms.median()) * 0.99
+    rewritten = gr.transform(model, gr.on("gradient:*", ClipPerExample(bound)))
+    rewritten(*inputs).backward()
+    factors = (bound / norms).clamp(max=1)
+    for parameter, own in terms.items():
+        wanted = torch.einsum("b,b...->...", factors, own) / len(norms)
+        torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
+    records = rewritten.monitor.latest()
+    assert records["clipped_share@group:default"] == pytest.approx(float((norms > bound).double().mean()))
+    assert records["example_norm_max@group:default"] == pytest.approx(float(norms.max()))
+    assert records["example_norm_mean@group:default"] == pytest.approx(float(norms.mean()))
+
+
+def clipped(terms: dict[str, Tensor], bound: float, reduction: str = "mean") -> dict[str, Tensor]:
+    """The sum of the clipped gradients, or their mean."""
+    norms = norms_of(terms)
+    factors = (bound / norms).clamp(max=1) / (len(norms) if reduction == "mean" else 1)
+    return {name: torch.einsum("b,b...->...", factors, own) for name, own in terms.items()}
+
+
+@pytest.mark.parametrize("name", ["linear 3-D", "recurrent", "conv 2-D", "attention"])
+def test_the_batch_may_be_symbolic(name: str) -> None:
+    model, inputs = make(name)
+    actions = [Keep("example_norms"), Keep("second_moment"), ClipPerExample(0.1)]
+    rewritten = gr.transform(model, gr.on("gradient:*", actions), dynamic=True)
+    for number in (4, 3, 6):
+        batch = [torch.cat([x, x])[:number].clone() for x in inputs]
+        terms = example_gradients(model, *batch)
+        model.zero_grad()
+        rewritten(*batch).backward()
+        moments = {site.name: t for site, t in rewritten.monitor.kept("second_moment").items()}
+        for parameter, wanted in clipped(terms, 0.1).items():
+            torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
+            torch.testing.assert_close(moments[parameter], terms[parameter].square().mean(0), **EXACT)
+
+
+class Summed(torch.nn.Module):
+    """A loss that is the sum over examples, with the batch in dimension 1 of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).square().sum()
+
+
+def test_loss_reduction_and_batch_dim() -> None:
+    torch.manual_seed(0)
+    model, x = Summed(), torch.randn(5, 4, 3, dtype=torch.float64)
+    options: dict[str, Any] = {"loss_reduction": "sum", "batch_dim": 1}
+    statistics = Observe("norm", "example_norm_mean", "example_norm_max", "noise_scale", **options)
+    actions = [statistics, Keep("second_moment", **options), ClipPerExample(3.0, **options)]
+    terms = {}
+    of = [torch.autograd.grad(model(x[:, n : n + 1]), list(model.parameters())) for n in range(4)]
+    for (name, _), parts in zip(model.named_parameters(), zip(*of, strict=True), strict=True):
+        terms[name] = torch.stack(parts)
+    rewritten = gr.transform(model, gr.on("gradient:*", actions))
+    rewritten(x).backward()
+    records = rewritten.monitor.latest()
+    moments = {site.name: t for site, t in rewritten.monitor.kept("second_moment").items()}
+    for name, wanted in clipped(terms, 3.0, "sum").items():
+        own = terms[name].flatten(1)
+        torch.testing.assert_close(model.get_parameter(name).grad, wanted, **EXACT)
+        torch.testing.assert_close(moments[name], terms[name].square().mean(0), **EXACT)
+        assert records[f"norm@gradient:{name}"] == pytest.approx(float(own.sum(0).norm()))
+        assert records[f"example_norm_mean@gradient:{name}"] == pytest.approx(float(own.norm(dim=1).mean()))
+        assert records[f"example_norm_max@gradient:{name}"] == pytest.approx(float(own.norm(dim=1).max()))
+        trace = float(own.var(0).sum())  # unbiased, as is the squared norm of the true gradient below
+        true = float(own.mean(0).square().sum()) - trace / 4
+        assert records[f"noise_scale@gradient:{name}"] == pytest.approx(trace / true)
+
+
+def test_a_loose_bound_changes_no_bit() -> None:
+    model, inputs = make("attention")
+    model.float()
+    plain = gr.transform(model, [])
+    plain(*inputs).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    gr.transform(model, gr.on("gradient:*", ClipPerExample(1e9)))(*inputs).backward()
+    assert all(torch.equal(model.get_parameter(name).grad, g) for name, g in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["conv 2-D", "attention"])
+def test_the_plain_gradient_is_not_computed(name: str) -> None:
+    """Nothing is left of what made it: products, and the halves of backwards of convolutions."""
+    model, inputs = make(name)
+    graph = gr.transform(model, gr.on("gradient:*", ClipPerExample(1.0))).trace(*inputs)
+    wanted = graph.before
+    assert wanted is not None
+
+    plain = {n.name for n in wanted.graph_module.graph.nodes}
+    left = [n for n in graph.graph_module.graph.nodes if n.name in plain]
+    assert not [n for n in left if "convolution_backward" in str(n.target) and any(n.args[-1][1:])]
+    before = [n for n in wanted.graph_module.graph.nodes if n.target is torch.ops.aten.mm.default]
+    after = [n for n in left if n.target is torch.ops.aten.mm.default]
+    num_matrices = sum(isinstance(m, torch.nn.Linear) for m in model.modules())
+    assert len(before) - len(after) == num_matrices
+    outputs = [n for n in graph.graph_module.graph.output_node().all_input_nodes if n.name in plain]
+    gradients = {f"gradient:{n}" for n in names(model)}
+    assert {str(edit.site) for edit in graph.edits} == gradients
+    assert len(outputs) == 1  # the loss
+
+
+def test_units_are_those_of_the_unscaled_loss() -> None:
+    model, inputs = make("linear 3-D")
+    terms, scale = example_gradients(model, *inputs), torch.tensor(1024.0)
+    actions = [Keep("example_norms"), Keep("second_moment"), Observe("noise_scale"), ClipPerExample(0.1)]
+    rewritten = gr.transform(model, gr.on("gradient:*", actions), loss_scale=scale)
+    (rewritten(*inputs) * scale).backward()
+    norms = {site.name: t for site, t in rewritten.monitor.kept("example_norms").items()}
+    moments = {site.name: t for site, t in rewritten.monitor.kept("second_moment").items()}
+    for name, wanted in clipped(terms, 0.1).items():
+        own = terms[name].flatten(1)
+        torch.testing.assert_close(model.get_parameter(name).grad, wanted * 1024, **EXACT)
+        torch.testing.assert_close(norms[name], own.norm(dim=1), **EXACT)
+        torch.testing.assert_close(moments[name], terms[name].square().mean(0), **EXACT)
+        true = float(own.mean(0).square().sum()) - float(own.var(0).sum()) / len(own)
+        found = rewritten.monitor.latest()[f"noise_scale@gradient:{name}"]
+        assert found == pytest.approx(float(own.var(0).sum()) / true, rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_noise(reduction: Any) -> None:
+    """Its deviation is that of the formula; it comes anew at each backward, and not from torch's own generator."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Flatten(0))
+    x = torch.zeros(4, 40)
+    action = ClipPerExample(2.0, noise_multiplier=1.5, loss_reduction=reduction)
+    rewritten = gr.transform(model, gr.on("gradient:0.weight", action))
+    state = torch.get_rng_state()
+    drawn = []
+    for _ in range(3):
+        model.zero_grad()
+        rewritten(x).sum().backward()
+        drawn.append(model[0].weight.grad.clone() * (4 if reduction == "mean" else 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert float(torch.stack(drawn).std()) == pytest.approx(3.0, rel=0.05)
+    correlation = torch.corrcoef(torch.stack([d.flatten() for d in drawn]))
+    assert float((correlation - torch.eye(3)).abs().max()) < 0.1

@@ -1,0 +1,59 @@
+"""Per-example gradients compiled by Inductor: the same figures, embeddings and convolutions included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipPerExample, Keep
+
+from models.per_example import example_gradients, make
+
+pytestmark = pytest.mark.inductor
+
+EXACT = {"rtol": 1e-10, "atol": 1e-13}
+
+
+@pytest.mark.parametrize("name", ["attention", "tied", "conv 2-D", "recurrent", "checkpointed"])
+def test_compiled(name: str) -> None:
+    model, inputs = make(name)
+    terms = example_gradients(model, *inputs)
+    actions = [Keep("example_norms"), Keep("second_moment"), ClipPerExample(0.1)]
+    rewritten = gr.transform(model, gr.on("gradient:*", actions))
+    rewritten.compile()
+    rewritten(*inputs).backward()
+    norms = {site.name: t for site, t in rewritten.monitor.kept("example_norms").items()}
+    moments = {site.name: t for site, t in rewritten.monitor.kept("second_moment").items()}
+    total = torch.stack([own.flatten(1).square().sum(1) for own in terms.values()]).sum(0).sqrt()
+    factors = (0.1 / total).clamp(max=1) / len(total)
+    for parameter, own in terms.items():
+        torch.testing.assert_close(norms[parameter], own.flatten(1).norm(dim=1), **EXACT)
+        torch.testing.assert_close(moments[parameter], own.square().mean(0), **EXACT)
+        wanted = torch.einsum("b,b...->...", factors, own)
+        torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
+
+
+def test_noise_comes_anew_at_each_backward() -> None:
+    model, inputs = make("linear")
+    rewritten = gr.transform(model, gr.on("gradient:*", ClipPerExample(1.0, noise_multiplier=1.0)))
+    rewritten.compile()
+    drawn = []
+    for _ in range(2):
+        model.zero_grad()
+        rewritten(*inputs).backward()
+        drawn.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    difference = drawn[0] - drawn[1]
+    assert float(difference.std()) == pytest.approx(2**0.5 / len(inputs[0]), rel=0.3)
+
+
+def test_bfloat16_norms_are_those_of_float32() -> None:
+    model, inputs = make("attention")
+    model.bfloat16()
+    rewritten = gr.transform(model, gr.on("gradient:net.head.weight", Keep("example_norms")))
+    rewritten.compile()
+    rewritten(*inputs).backward()
+    (norms,) = rewritten.monitor.kept("example_norms").values()
+    assert norms.dtype == torch.float32
+    wanted = example_gradients(model.float(), *inputs)["net.head.weight"].flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms, wanted, rtol=0.05, atol=0)

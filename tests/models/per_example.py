@@ -1,0 +1,174 @@
+"""Models whose loss is a mean over examples, and their per-example gradients by torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["MODELS", "WithLoss", "example_gradients", "make"]
+
+B, T, WORDS = 4, 5, 11
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.reshape(-1, out.shape[-1]), target.reshape(-1))
+
+
+class WithLoss(nn.Module):
+    """A model with its loss, the mean over the batch."""
+
+    def __init__(self, net: nn.Module, loss: Loss = cross_entropy) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.net(x), y)
+
+
+class Attention(nn.Module):
+    """One block, with positions, in which all norms and kinds of sums over the batch occur."""
+
+    def __init__(self, *, tied: bool = False, by_hand: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.words, self.position = nn.Embedding(WORDS, 8, padding_idx=0), nn.Parameter(torch.randn(T + 1, 8))
+        self.norm, self.last = nn.LayerNorm(8), nn.RMSNorm(8)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, WORDS, bias=False)
+        self.by_hand, self.checkpointed = by_hand, checkpointed
+        if tied:
+            self.head.weight = self.words.weight
+
+    def block(self, h: Tensor) -> Tensor:
+        batch, length, _ = h.shape
+        q, k, v = self.qkv(self.norm(h)).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        if self.by_hand:
+            scores = q @ k.transpose(-1, -2) / 2
+            mask = torch.ones(length, length, dtype=torch.bool, device=h.device).triu(1)
+            found = scores.masked_fill(mask, -1e9).softmax(-1) @ v
+        else:
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(found.transpose(1, 2).reshape(batch, length, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x) + self.position[: x.shape[1]]
+        h = checkpoint(self.block, h, use_reentrant=False) if self.checkpointed else self.block(h)
+        return self.head(self.last(h))
+
+
+class Convolutions(nn.Module):
+    """Strides, groups, norms that see one example, pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.group = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.frozen, self.instance = nn.BatchNorm2d(4).eval(), nn.InstanceNorm2d(4, affine=True)
+        self.second, self.slope = nn.Conv2d(4, 6, 3, stride=2, groups=2), nn.PReLU(6)
+        self.head = nn.Linear(6, WORDS)
+
+    def train(self, mode: bool = True) -> Convolutions:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.max_pool2d(F.relu(self.instance(self.frozen(self.group(self.first(x))))), 2)
+        return self.head(self.slope(self.second(h)).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """A cell in a loop: its weights are used at each step."""
+
+    def __init__(self, *, time_major: bool = False) -> None:
+        super().__init__()
+        self.cell, self.head, self.time_major = nn.GRUCell(3, 6), nn.Linear(6, WORDS), time_major
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, states = x.new_zeros(x.shape[0], 6), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            states.append(h)
+        return self.head(torch.stack(states)).sum(0) if self.time_major else self.head(h)
+
+
+class Conv1d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv1d(3, 4, 2, dilation=2), nn.ConvTranspose1d(4, 6, 2, stride=2, groups=2)
+        self.head = nn.Linear(6, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.up(self.conv(x).tanh()).mean(-1))
+
+
+class Frozen(nn.Module):
+    """Its second layer and one bias are frozen, and one layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.frozen, self.head = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, WORDS)
+        self.frozen.requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(self.twice(self.twice(x).tanh()).tanh()))
+
+
+def labels(*size: int) -> Tensor:
+    return torch.randint(0, WORDS, size)
+
+
+def vectors(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64)
+
+
+def sum_of_outputs(out: Tensor, _: Tensor) -> Tensor:
+    """The error is a constant."""
+    return out.sum() / out.shape[0]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Loss]] = {
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, WORDS)),
+        lambda: (vectors(B, 7), labels(B)),
+        cross_entropy,
+    ),
+    "linear 3-D": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, WORDS)),
+        lambda: (vectors(B, T, 3), labels(B, T)),
+        cross_entropy,
+    ),
+    "constant error": (lambda: nn.Linear(7, 3), lambda: (vectors(B, 7), labels(B)), sum_of_outputs),
+    "mse": (lambda: nn.Linear(7, 3), lambda: (vectors(B, 7), vectors(B, 3)), F.mse_loss),
+    "conv 1-D": (Conv1d, lambda: (vectors(B, 3, 8), labels(B)), cross_entropy),
+    "conv 2-D": (Convolutions, lambda: (vectors(B, 2, 8, 8), labels(B)), cross_entropy),
+    "attention": (Attention, lambda: (labels(B, T), labels(B, T)), cross_entropy),
+    "attention by hand": (lambda: Attention(by_hand=True), lambda: (labels(B, T), labels(B, T)), cross_entropy),
+    "as many steps as examples": (Attention, lambda: (labels(T, T), labels(T, T)), cross_entropy),
+    "tied": (lambda: Attention(tied=True), lambda: (labels(B, T), labels(B, T)), cross_entropy),
+    "checkpointed": (lambda: Attention(checkpointed=True), lambda: (labels(B, T), labels(B, T)), cross_entropy),
+    "recurrent": (Recurrent, lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
+    "time-major": (lambda: Recurrent(time_major=True), lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
+    "frozen parts": (Frozen, lambda: (vectors(B, 7), labels(B)), cross_entropy),
+    "one example": (Recurrent, lambda: (vectors(1, T, 3), labels(1)), cross_entropy),
+}
+
+
+def make(name: str, seed: int = 0) -> tuple[WithLoss, tuple[Tensor, Tensor]]:
+    """A model in float64 and its inputs."""
+    torch.manual_seed(seed)
+    net, inputs, loss = MODELS[name]
+    return WithLoss(net().double(), loss), inputs()
+
+
+def example_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """The gradients of each example's own loss, ``[B, ...]`` by parameter, one after the other by autograd."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    of = []
+    for example in zip(*inputs, strict=True):
+        loss = model(*(x.unsqueeze(0) for x in example))
+        of.append(torch.autograd.grad(loss, list(trained.values())))
+    return {name: torch.stack(own) for name, own in zip(trained, zip(*of, strict=True), strict=True)}

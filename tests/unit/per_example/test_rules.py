@@ -1,0 +1,240 @@
+"""The rules of example layouts: what depends on an example is where the layout says, op by op."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gradrewrite.ir import editing
+from gradrewrite.per_example.analysis import ExampleAnalysis
+from gradrewrite.per_example.layouts import Batch, Const, Mixed, MixesExamplesError, Sum, of_view
+
+B = 3
+aten = torch.ops.aten
+Given = tuple[tuple[int, ...], Batch | None]  # the sizes of an argument, and where it has the batch
+
+pytestmark = pytest.mark.pure
+
+
+def labels(size: Sequence[int], layout: Batch) -> Tensor:
+    """The number of the example of each element."""
+    line = (torch.arange(size[layout.dim]) // int(layout.post)) % B
+    return line.reshape([-1 if d == layout.dim else 1 for d in range(len(size))]).expand(*size)
+
+
+def analysed(fn: Callable[..., Any], given: Sequence[Tensor], layouts: Sequence[Batch | None]) -> list[Any]:
+    """The layouts of the results of a function."""
+    with FakeTensorMode() as mode, torch.no_grad():
+        gm = make_fx(lambda *args: results(fn(*args)))(*map(mode.from_tensor, given))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    known = {node: layout for node, layout in zip(placeholders, layouts, strict=True) if layout is not None}
+    analysis = ExampleAnalysis(gm.graph, known, B)
+    return [analysis.layouts[node] for node in editing.outputs_of(gm.graph.output_node())]
+
+
+@pytest.mark.parametrize("layout", [Batch(0), Batch(1), Batch(1, 2, 1), Batch(0, 1, 4), Batch(2, 2, 5)], ids=str)
+def test_views(layout: Batch) -> None:
+    """Every reshape of a tensor of example numbers, to up to four dimensions."""
+    size = [2, 4, 5]
+    size[layout.dim] = int(layout.pre) * B * int(layout.post)
+    before = labels(size, layout)
+    numel, num_found = before.numel(), 0
+    divisors = [d for d in range(1, numel + 1) if numel % d == 0]
+    shapes = {s for n in (1, 2, 3) for s in itertools.product(divisors, repeat=n) if torch.Size(s).numel() == numel}
+    for shape in sorted(shapes):
+        after = before.reshape(shape)
+        try:
+            found = of_view(layout, size, shape, B)
+        except MixesExamplesError:
+            possible = [Batch(d, p, n // B // p) for d, n in enumerate(shape) if n % B == 0 for p in divs(n // B)]
+            assert not any(torch.equal(labels(shape, b), after) for b in possible), shape
+            continue
+        num_found += 1
+        assert torch.equal(labels(shape, found), after), (shape, found)
+    assert num_found > 5
+
+
+def divs(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def mask(size: Sequence[int]) -> Tensor:
+    return torch.ones(tuple(size)).tril().bool()
+
+
+CASES: dict[str, tuple[Callable[..., Any], list[Given]]] = {
+    "add": (lambda x, y: x + y, [((B, 4), Batch(0)), ((2, B, 1), Batch(1))]),
+    "constant": (lambda x, w: x * w, [((B, 4), Batch(0)), ((4,), None)]),
+    "where": (lambda x, y: torch.where(x > 0, x, y), [((B, 4), Batch(0)), ((B, 1), Batch(0))]),
+    "masked_fill": (lambda x: x.masked_fill(mask(x.shape[1:]), 0.0), [((B, 4, 4), Batch(0))]),
+    "permute": (lambda x: x.permute(2, 0, 1), [((B, 2, 4), Batch(0))]),
+    "transpose": (lambda x: x.transpose(-1, 0), [((B, 2, 4), Batch(0))]),
+    "t": (lambda x: aten.t.default(x), [((B, 2), Batch(0))]),
+    "squeeze": (lambda x: x.squeeze(0).unsqueeze(-1), [((1, B, 2), Batch(1))]),
+    "expand": (lambda x: x.expand(5, 2, -1, 4), [((B, 1), Batch(0))]),
+    "repeat": (lambda x: x.repeat(2, 3, 1), [((B, 2), Batch(0))]),
+    "flip": (lambda x: x.flip(1).roll(1, 1), [((B, 4), Batch(0))]),
+    "pad": (lambda x: F.pad(x, (1, 2)), [((B, 4), Batch(0))]),
+    "select": (lambda x: x.select(0, 1), [((2, B, 4), Batch(1))]),
+    "slice": (lambda x: x[:, 1:3], [((B, 4), Batch(0))]),
+    "slice of batches": (lambda x: x[B:], [((2 * B, 4), Batch(0, 2))]),
+    "split": (lambda x: x.split([1, 3], 1), [((B, 4), Batch(0))]),
+    "split of batches": (lambda x: x.chunk(2), [((2 * B, 4), Batch(0, 2))]),
+    "unbind": (lambda x: x.unbind(1), [((B, 3), Batch(0))]),
+    "cat": (lambda x, y: torch.cat([x, y], 1), [((B, 4), Batch(0)), ((B, 2), None)]),
+    "cat of batches": (lambda x, y: torch.cat([x, y]), [((B, 4), Batch(0)), ((2 * B, 4), Batch(0, 2))]),
+    "stack": (lambda x, y: torch.stack([x, y], 1), [((4, B), Batch(1)), ((4, B), Batch(1))]),
+    "select_scatter": (lambda x, y: x.select_scatter(y, 1, 2), [((B, 4), Batch(0)), ((B,), Batch(0))]),
+    "select_backward": (lambda x: aten.select_backward.default(x, [4, B, 2], 0, 1), [((B, 2), Batch(0))]),
+    "slice_backward": (lambda x: aten.slice_backward.default(x, [B, 4], 1, 1, 3, 1), [((B, 2), Batch(0))]),
+    "slice_backward of batches": (
+        lambda x: aten.slice_backward.default(x, [2 * B, 4], 0, B, 2 * B, 1),
+        [((B, 4), Batch(0))],
+    ),
+    "unfold": (lambda x: x.unfold(1, 2, 1), [((B, 4), Batch(0))]),
+    "diagonal": (lambda x: x.diagonal(0, 0, 2), [((4, B, 4), Batch(1))]),
+    "sum": (lambda x: x.sum((0, 2)), [((2, B, 4), Batch(1))]),
+    "mean": (lambda x: x.mean(-1, keepdim=True), [((2, B, 4), Batch(1))]),
+    "var_mean": (lambda x: torch.var_mean(x, (1,)), [((B, 4), Batch(0))]),
+    "amax": (lambda x: x.amax(0), [((4, B), Batch(1))]),
+    "argmax": (lambda x: x.argmax(0), [((4, B), Batch(1))]),
+    "logsumexp": (lambda x: x.logsumexp(1), [((B, 4), Batch(0))]),
+    "softmax": (lambda x: x.softmax(-1), [((2 * B, 4), Batch(0, 1, 2))]),
+    "cumsum": (lambda x: x.cumsum(1), [((B, 4), Batch(0))]),
+    "sort": (lambda x: x.sort(1), [((B, 4), Batch(0))]),
+    "topk": (lambda x: x.topk(2, 1), [((B, 4), Batch(0))]),
+    "glu": (lambda x: F.glu(x, 1), [((B, 4), Batch(0))]),
+    "gather": (lambda x: x.gather(1, x.argsort(1)[:, :2]), [((B, 4), Batch(0))]),
+    "scatter_add": (lambda x: torch.zeros(B, 5).scatter_add(1, x.argsort(1), x), [((B, 4), Batch(0))]),
+    "mm": (lambda x, w: x @ w, [((B * 2, 4), Batch(0, 1, 2)), ((4, 2), None)]),
+    "mm from the right": (lambda w, x: w @ x, [((2, 4), None), ((4, B), Batch(1))]),
+    "bmm": (torch.bmm, [((2 * B, 3, 4), Batch(0, 1, 2)), ((2 * B, 4, 3), Batch(0, 1, 2))]),
+    "bmm of rows": (torch.bmm, [((2, B, 4), Batch(1)), ((2, 4, 3), None)]),
+    "addmm": (torch.addmm, [((2,), None), ((B, 4), Batch(0)), ((4, 2), None)]),
+    "mv": (torch.mv, [((B, 4), Batch(0)), ((4,), None)]),
+    "conv": (lambda x, w: F.conv1d(x, w, groups=2), [((B, 4, 6), Batch(0)), ((4, 2, 3), None)]),
+    "attention": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        [((B, 2, 4, 8), Batch(0)), ((B, 2, 4, 8), Batch(0))],
+    ),
+    "max_pool": (lambda x: F.max_pool2d(x, 2), [((B, 2, 4, 4), Batch(0))]),
+    "avg_pool": (lambda x: F.avg_pool2d(x, 2), [((B, 2, 4, 4), Batch(0))]),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w), [((B, 2, 4), Batch(0)), ((4,), None)]),
+    "group_norm": (lambda x, w: F.group_norm(x, 2, w), [((B, 4, 2), Batch(0)), ((4,), None)]),
+    "instance_norm": (lambda x: F.instance_norm(x), [((B, 4, 5), Batch(0))]),
+    "batch_norm in evaluation": (
+        lambda x, w: F.batch_norm(x, w * 0, w * w + 1, w, w),
+        [((B, 4, 2), Batch(0)), ((4,), None)],
+    ),
+    "embedding": (lambda x, w: F.embedding(x.argsort(1), w), [((B, 4), Batch(0)), ((5, 2), None)]),
+    "index": (lambda x: x[:, torch.tensor([0, 2])], [((B, 4), Batch(0))]),
+    "index of rows": (lambda x: x[torch.arange(B), x.argsort(1)[:, 0, 0]], [((B, 4, 2), Batch(0))]),
+    "index by the batch": (lambda x, w: w[x.argsort(1)], [((B, 4), Batch(0)), ((5, 2), None)]),
+    "index_put of rows": (
+        lambda x: torch.zeros(B, 4).index_put([torch.arange(B), x.argsort(1)[:, 0]], x[:, 0], accumulate=True),
+        [((B, 4), Batch(0))],
+    ),
+    "index_put": (
+        lambda x: aten.index_put.default(torch.zeros(B, 5), [None, torch.tensor([0, 2, 2])], x, True),
+        [((B, 3), Batch(0))],
+    ),
+    "cross_entropy": (
+        lambda x: F.cross_entropy(x, x.argmax(1), reduction="none"),
+        [((2 * B, 4), Batch(0, 2, 1))],
+    ),
+    "mse": (lambda x, y: F.mse_loss(x, y, reduction="none"), [((B, 4), Batch(0)), ((B, 4), Batch(0))]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_depend_on_the_example_that_the_layout_says(name: str) -> None:
+    fn, given = CASES[name]
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size, _ in given]
+    layouts = [layout for _, layout in given]
+    found = analysed(fn, tensors, layouts)
+    plain = results(fn(*tensors))
+    changed: list[Tensor] = [torch.zeros(p.shape, dtype=torch.bool) for p in plain]
+    for example in range(B):
+        other = [
+            t if layout is None else torch.where(labels(t.shape, layout) == example, torch.randn(t.shape), t)
+            for t, layout in zip(tensors, layouts, strict=True)
+        ]
+        for number, (now, before, layout) in enumerate(zip(results(fn(*other)), plain, found, strict=True)):
+            assert isinstance(layout, Batch), layout
+            differs = now != before
+            assert not differs[labels(now.shape, layout) != example].any()
+            changed[number] |= differs
+    assert all(c.any() for c in changed)  # what never changes would be anywhere
+
+
+def results(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+W = ((4, 4), None)
+REFUSED: dict[str, tuple[Callable[..., Any], list[Given], str]] = {
+    "softmax": (lambda x: x.softmax(0), [((B, 4), Batch(0))], "_softmax is computed along the batch"),
+    "amax": (lambda x: x.amax(0), [((B, 4), Batch(0))], "amax is computed over the batch"),
+    "similarities": (lambda x: x @ x.t(), [((B, 4), Batch(0))], "mm multiplies different examples"),
+    "outer": (lambda x: x[:, None] - x[None], [((B,), Batch(0))], "sub combines different examples"),
+    "select": (lambda x: x[0], [((B, 4), Batch(0))], "select takes single examples"),
+    "slice": (lambda x: x[1:], [((B, 4), Batch(0))], "slice takes single examples"),
+    "flip": (lambda x: x.flip(0), [((B, 4), Batch(0))], "flip takes single examples, or moves them"),
+    "gather": (lambda x: x.gather(1, torch.zeros(1, 1).long()), [((B, 4), Batch(0))], "gather takes single examples"),
+    "index": (lambda x: x[torch.tensor([1, 0, 2])], [((B, 4), Batch(0))], "index takes single examples"),
+    "square of a sum": (lambda x: x.sum(0).square(), [((B, 4), Batch(0))], "pow is computed of a sum over the batch"),
+    "penalty": (lambda x, w: x.sum(0) + w[0], [((B, 4), Batch(0)), W], "add is computed of a sum over the batch"),
+    "batch norm": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        [((B, 4), Batch(0))],
+        "in training is computed over the batch",
+    ),
+    "sum of floats as a factor": (lambda x: x / x.sum(), [((B,), Batch(0))], "div is computed of a sum"),
+    "unknown": (lambda x: torch.linalg.inv(x), [((B, 4, 4), Batch(0))], "linalg_inv_ex has no rule"),
+    "view": (lambda x: x.reshape(-1, 2 * B), [((B, 4), Batch(0))], "view puts examples and others into one dimension"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mixing_is_named(name: str) -> None:
+    fn, given, text = REFUSED[name]
+    (found,) = analysed(fn, [torch.randn(size) for size, _ in given], [layout for _, layout in given])
+    assert isinstance(found, Mixed)
+    assert text in found.reason
+
+
+def test_the_first_op_that_mixes_is_the_one_that_is_named() -> None:
+    (found,) = analysed(lambda x: (x.flip(0) + x.softmax(0)).sum(0), [torch.randn(B, 4)], [Batch(0)])
+    assert isinstance(found, Mixed)
+    assert found.node.startswith("flip")
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda x, w: x.sum(0),
+    "mm": lambda x, w: (x.t() @ x).t() * 2,
+    "mm with a constant": lambda x, w: x.t() @ w[:B],
+    "several uses": lambda x, w: x.sum(0) + (x * x).sum(0),
+    "slices": lambda x, w: aten.slice_backward.default(x.sum(0)[1:3], [6], 0, 2, 4, 1),
+    "a common factor": lambda x, w: x.sum(0) / (x > 0).sum() * w[0],
+    "zeros": lambda x, w: torch.cat([x.sum(0), torch.zeros(2)]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_terms(name: str) -> None:
+    (found,) = analysed(SUMS[name], [torch.randn(B, 4), torch.randn(4, 4)], [Batch(0), None])
+    assert found == Sum()
+
+
+def test_counts_are_constants() -> None:
+    (found,) = analysed(lambda x: (x > 0).sum().float().rsqrt(), [torch.randn(B, 4)], [Batch(0)])
+    assert found == Const()
