@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gradrewrite.ir.noise import NoiseSource
 from gradrewrite.ir.statistics import share_of
-from gradrewrite.passes._settings import check_examples, check_norm, check_number, scalar, short_repr
+from gradrewrite.passes._settings import check_examples, check_norm, check_number, now, scalar, short_repr
 from gradrewrite.policy.actions import LossReduction
-from gradrewrite.policy.recording import record
+from gradrewrite.policy.recording import current_recording, record
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
 
 
@@ -32,13 +33,13 @@ class ClipPerExample:
     Records ``example_norm_mean@group:<group>`` and ``example_norm_max@group:<group>`` (before clipping), and
     ``clipped_share@group:<group>``, the share of the examples that were clipped. The noise comes from generators of its
     own, seeded with ``torch.initial_seed()`` and the name of the group when the action is made: the random numbers of
-    the model stay as they are. DP-SGD of Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning
+    the model stay as they are. Their state is part of ``gr.state_dict``. DP-SGD of Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning
     with differential privacy", 2016, https://arxiv.org/abs/1607.00133; ``docs/per-example.md`` says which
     losses have such gradients.
 
     Attributes:
-        max_norm: The bound, > 0, in units of the gradient of one example: a number, or a tensor with one element (read
-            at every backward; NaN clips nothing).
+        max_norm: The bound, > 0, in units of the gradient of one example: a number, a tensor with one element (read
+            at every backward; NaN clips nothing), or a ``gr.Schedule``.
         noise_multiplier: Standard deviation of the noise over ``max_norm``, >= 0.
         loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
         group: Parameters of one group have one norm for each example; one group has one bound and one noise.
@@ -57,7 +58,7 @@ class ClipPerExample:
         ClipPerExample(1.0, noise_multiplier=1.1)
     """
 
-    max_norm: float | Tensor
+    max_norm: float | Tensor | Schedule
     _: KW_ONLY
     noise_multiplier: float = 0.0
     loss_reduction: LossReduction = "mean"
@@ -86,7 +87,7 @@ class ClipPerExample:
         """Return the weights of the examples, from their squared norms; see ``policy.actions.ExampleClip``."""
         (squares,) = tensors
         norms = squares.sqrt()
-        bound = scalar(self.max_norm, norms)
+        bound = scalar(now(self.max_norm, norms.device, least=0.0), norms)
         if not isinstance(bound, Tensor):
             bound = norms.new_full((), bound)
         acts = (norms > bound) & (norms < torch.inf)
@@ -102,4 +103,8 @@ class ClipPerExample:
 
     def noise(self, tensor: Tensor) -> Tensor:
         """Return what is added to the sum of the clipped gradients of one parameter."""
-        return self._source.normal_like(tensor) * scalar(self.max_norm, tensor) * self.noise_multiplier
+        recording = current_recording()
+        if recording is not None and recording.states is not None:
+            recording.states.note_noise(self._source, "ClipPerExample.noise")
+        bound = scalar(now(self.max_norm, tensor.device, least=0.0), tensor)
+        return self._source.normal_like(tensor) * bound * self.noise_multiplier

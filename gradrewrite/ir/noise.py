@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +32,27 @@ class NoiseSource:
         """The same for all sources of one seed."""
         return f"NoiseSource({self.seed})"
 
-    def __reduce__(self) -> tuple[type[NoiseSource], tuple[int]]:
-        """A copy begins again, with the same seed."""
-        return NoiseSource, (self.seed,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy goes on with the numbers that come next."""
+        return NoiseSource, (self.seed,), self.state_dict()
+
+    def __setstate__(self, state: Mapping[str, Tensor]) -> None:
+        """Take the state of the generators of another source."""
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of each generator, by its device."""
+        return {str(device): generator.get_state() for device, generator in self._generators.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Let generators go on from a state; those that are not in it stay as they are."""
+        for name, value in state.items():
+            self._on(torch.device(name)).set_state(value.cpu())
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[device]
 
     def normal_like(self, like: Tensor) -> Tensor:
         """Draw a standard normal tensor of the shape, dtype and device of another, inside or outside of a graph."""
@@ -40,9 +60,7 @@ class NoiseSource:
 
     def draw(self, like: Tensor) -> Tensor:
         """Draw it now."""
-        generator = self._generators.get(like.device)
-        if generator is None:
-            generator = self._generators[like.device] = torch.Generator(like.device).manual_seed(self.seed)
+        generator = self._on(like.device)
         dtype = torch.promote_types(like.dtype, torch.float32)
         return torch.randn(like.shape, generator=generator, dtype=dtype, device=like.device).to(like.dtype)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
 from gradrewrite.errors import PolicyError
+from gradrewrite.ir.noise import NoiseSource
 from gradrewrite.policy.schedules import Schedule
 
 _VERSION = 1
@@ -69,6 +70,10 @@ class StateScope:
         key = self._key(state)
         self.updates[key] = self._store.tensor(key, state, device), new
 
+    def note_noise(self, source: NoiseSource, name: str) -> None:
+        """Let the generators of an action here be part of the state of the model."""
+        self._store.note_noise(f"{self._where}/{name}", source)
+
     def write(self) -> None:
         """Write what was set by an action that ran by itself, outside of a graph."""
         targets, values = zip(*self.updates.values(), strict=True) if self.updates else ((), ())
@@ -95,6 +100,7 @@ class StateStore:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._first: dict[str, float] = {}
+        self._noise: dict[str, NoiseSource] = {}
         self._loaded: dict[str, Tensor] = {}  # until an action asks for it
         self._schedules: dict[tuple[Schedule, torch.device], _Scheduled] = {}
         self._loaded_step = 0
@@ -109,8 +115,8 @@ class StateStore:
 
     @property
     def is_used(self) -> bool:
-        """Whether an action has a state or follows a schedule."""
-        return bool(self._tensors or self._schedules)
+        """Whether an action has a state, draws noise or follows a schedule."""
+        return bool(self._tensors or self._schedules or self._noise)
 
     def scope(self, where: str) -> StateScope:
         """Return the states at a site or of a group, for one rewrite."""
@@ -140,6 +146,14 @@ class StateStore:
         self._tensors[key], self._first[key] = made, state.init
         self._loaded.pop(key, None)
         return made
+
+    def note_noise(self, key: str, source: NoiseSource) -> None:
+        """Let generators be part of the state; they go on from what was loaded."""
+        self._noise[key] = source
+        prefix = f"{key}."
+        own = {name.removeprefix(prefix): self._loaded.pop(name) for name in [*self._loaded] if name.startswith(prefix)}
+        with fake_tensors.outside_of_transforms():
+            source.load_state_dict(own)
 
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
         """Return the 0-d tensor on a device that follows a schedule, float64 where the device has that."""
@@ -189,6 +203,12 @@ class StateStore:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all states and the step."""
+        found = self._without_noise()
+        for key, source in self._noise.items():
+            found["states"] |= {f"{key}.{device}": t for device, t in source.state_dict().items()}
+        return found
+
+    def _without_noise(self) -> dict[str, Any]:
         states = {key: t.detach().clone() for key, t in {**self._loaded, **self._tensors}.items()}
         return {"version": _VERSION, "step": self.step, "states": dict(sorted(states.items()))}
 
@@ -220,10 +240,12 @@ class StateStore:
             for key, tensor in state["states"].items():
                 if key not in self._tensors:
                     self._loaded[key] = tensor.detach().clone()
+        for key, source in self._noise.items():
+            self.note_noise(key, source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle values; what is compiled for them stays behind."""
-        return self.state_dict()
+        """Copy and pickle values; what is compiled for them stays behind, and noise is copied with its action."""
+        return self._without_noise()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what another store had."""

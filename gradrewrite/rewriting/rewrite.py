@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +38,7 @@ from gradrewrite.policy.actions import (
     SpecializingAction,
     takes_value,
 )
+from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import (
@@ -399,14 +400,15 @@ class Rewriter:
         assert self.examples is not None
         sites, scale = [point.site for point in points], self._scale_on(points[0].site.device)
         squares = self.examples.total_square_norms(points, nodes, action, scale)
-        mode = TraceMode(self._mode(sites[0]).is_opaque)
+        where = f"group:{action.group}"
+        mode = replace(self._mode(sites[0], where), scale=None)
         traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], sites[:1], action, mode)
         (weights, *extras), new = self._splice(traced, [squares], points[0])
-        where = f"group:{action.group}"
         keys = self.packing.add(where, sites[0], traced, extras)
         shared = (*self.examples.take_new(), *new)
         for point, node in zip(points, nodes, strict=True):
-            result = self.examples.weighted_gradient(point, node, weights, action, scale)
+            with recording(point.site.device, states=mode.states):
+                result = self.examples.weighted_gradient(point, node, weights, action, scale)
             made = [n.name for n in (*shared, *self.examples.take_new())]
             self.edits.append(Edit(point.site, action, tuple(made), tuple(keys)))
             self._replace(point, result)
