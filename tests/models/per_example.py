@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.gpt import Gpt
+
 __all__ = ["MODELS", "WithLoss", "example_gradients", "make"]
 
 B, T, WORDS = 4, 5, 11
@@ -117,6 +119,30 @@ class Frozen(nn.Module):
         return self.head(self.frozen(self.twice(self.twice(x).tanh()).tanh()))
 
 
+class OneRow(nn.Module):
+    """Its loss sees one row of each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, WORDS)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)
+        return F.cross_entropy(self.layer(x).tanh()[rows, y.clamp(max=T - 1)], y)
+
+
+class TwoBatches(nn.Module):
+    """Both inputs go through the layer as one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.layer(torch.cat([x, y])).chunk(2)
+        return (first - second).square().sum(1).mean()
+
+
 def labels(*size: int) -> Tensor:
     return torch.randint(0, WORDS, size)
 
@@ -130,7 +156,7 @@ def sum_of_outputs(out: Tensor, _: Tensor) -> Tensor:
     return out.sum() / out.shape[0]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Loss]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Loss | None]] = {
     "linear": (
         lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, WORDS)),
         lambda: (vectors(B, 7), labels(B)),
@@ -153,15 +179,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "recurrent": (Recurrent, lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
     "time-major": (lambda: Recurrent(time_major=True), lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
     "frozen parts": (Frozen, lambda: (vectors(B, 7), labels(B)), cross_entropy),
+    "one row": (OneRow, lambda: (vectors(B, T, 3), labels(B)), None),
+    "two batches": (TwoBatches, lambda: (vectors(B, 3), vectors(B, 3)), None),
+    "positions by arange": (lambda: Gpt(1, 8, 2, WORDS, T), lambda: (labels(B, T), labels(B, T)), None),
     "one example": (Recurrent, lambda: (vectors(1, T, 3), labels(1)), cross_entropy),
 }
 
 
-def make(name: str, seed: int = 0) -> tuple[WithLoss, tuple[Tensor, Tensor]]:
+def make(name: str, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """A model in float64 and its inputs."""
     torch.manual_seed(seed)
     net, inputs, loss = MODELS[name]
-    return WithLoss(net().double(), loss), inputs()
+    model = net() if loss is None else WithLoss(net(), loss)
+    return model.double(), inputs()
 
 
 def example_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
