@@ -33,9 +33,9 @@ class ClipPerExample:
     Records ``example_norm_mean@group:<group>`` and ``example_norm_max@group:<group>`` (before clipping), and
     ``clipped_share@group:<group>``, the share of the examples that were clipped. The noise comes from generators of its
     own, seeded with ``torch.initial_seed()`` and the name of the group when the action is made: the random numbers of
-    the model stay as they are. Their state is part of ``gr.state_dict``. DP-SGD of Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning
-    with differential privacy", 2016, https://arxiv.org/abs/1607.00133; ``docs/per-example.md`` says which
-    losses have such gradients.
+    the model stay as they are. Their state is part of ``gr.state_dict``. DP-SGD of Abadi, Chu, Goodfellow, McMahan,
+    Mironov, Talwar and Zhang, "Deep learning with differential privacy", 2016, https://arxiv.org/abs/1607.00133;
+    ``docs/per-example.md`` says which losses have such gradients.
 
     Attributes:
         max_norm: The bound, > 0, in units of the gradient of one example: a number, a tensor with one element (read

@@ -160,8 +160,8 @@ class StateStore:
         key = (schedule, device)
         if key not in self._schedules:
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            number = schedule.at(self.step, least)
             with fake_tensors.outside_of_transforms():
+                number = schedule.at(self.step, least)
                 made = torch.full((), number, dtype=dtype, device=device)
             self._schedules[key] = _Scheduled(made, number, self.step)
         found = self._schedules[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -186,3 +187,49 @@ def test_noise(reduction: Any) -> None:
     assert float(torch.stack(drawn).std()) == pytest.approx(3.0, rel=0.05)
     correlation = torch.corrcoef(torch.stack([d.flatten() for d in drawn]))
     assert float((correlation - torch.eye(3)).abs().max()) < 0.1
+
+
+def test_the_bound_may_follow_a_schedule() -> None:
+    model, inputs = make("linear")
+    terms = example_gradients(model, *inputs)
+    norms = norms_of(terms)
+    schedule = gr.Schedule(lambda step: 0.5 * float(norms.amin()) / (1 + step))
+    rewritten = gr.transform(model, gr.on("gradient:*", ClipPerExample(schedule)))
+    for step in range(2):
+        rewritten.zero_grad()
+        rewritten(*inputs).backward()
+        weights = schedule.at(step) / norms
+        for name, own in terms.items():
+            wanted = torch.einsum("b,b...->...", weights, own) / len(norms)
+            torch.testing.assert_close(model.get_parameter(name).grad, wanted, **EXACT)
+
+
+def test_noise_goes_on_after_a_checkpoint() -> None:
+    def made() -> Any:
+        torch.manual_seed(5)
+        model, inputs = make("linear")
+        return gr.transform(model, gr.on("gradient:*", ClipPerExample(1.0, noise_multiplier=2.0))), inputs
+
+    def gradients(model: Any, inputs: Any, times: int) -> list[Tensor]:
+        found = []
+        for _ in range(times):
+            model.zero_grad()
+            model(*inputs).backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    model, inputs = made()
+    gradients(model, inputs, 2)
+    state = gr.state_dict(model)
+    assert list(state["states"]) == ["group:default/ClipPerExample.noise.cpu"]
+    copied = pickle.loads(pickle.dumps(model))
+    wanted = gradients(model, inputs, 2)
+    for is_called in (False, True):
+        resumed, inputs = made()
+        first = gradients(resumed, inputs, 1) if is_called else []
+        gr.load_state_dict(resumed, state)
+        got = gradients(resumed, inputs, 2)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert not first or not torch.equal(first[0], got[0])
+    assert all(torch.equal(a, b) for a, b in zip(gradients(copied, inputs, 2), wanted, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(gradients(model, inputs, 1), wanted, strict=False))
