@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -18,7 +19,7 @@ from gradrewrite.policy.state import State
 from gradrewrite.sites import Kind
 
 
-class _ClipByFollowedNorm:
+class _ClipByFollowedNorm(ABC):
     """A clip of a group by its total L2 norm, with a bound that it computes from the norms of former steps."""
 
     __slots__ = ()
@@ -45,9 +46,9 @@ class _ClipByFollowedNorm:
         record_norm("total_norm", total, bound, is_computed=True)
         return total, bound
 
+    @abstractmethod
     def follow(self, total: Tensor) -> Tensor:
         """Return the bound for a total norm, and remember the norm if it is finite."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, repr=False)

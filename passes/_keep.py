@@ -76,7 +76,7 @@ class Keep:
 
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:
-        """What it reads of the gradients of single examples."""
+        """The figures of the gradients of single examples that it reads."""
         return _QUANTITIES[self.what]
 
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:

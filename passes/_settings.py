@@ -50,7 +50,7 @@ def check_norm(action: str, max_norm: float | Tensor | Schedule, norm_type: floa
 
 
 def check_examples(action: str, loss_reduction: str, batch_dim: int) -> None:
-    """How the loss of a batch follows from those of its examples, and where these are."""
+    """Refuse a reduction of the loss or a batch dimension that there is not."""
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f'{action}: loss_reduction is "mean" or "sum", got {loss_reduction!r}')
     if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):

@@ -156,5 +156,5 @@ class BackwardOutputs:
 
     @property
     def kept_keys(self) -> list[tuple[str, Site]]:
-        """What is kept, and where."""
+        """The kinds and sites of the kept tensors."""
         return list(zip(self.kept_as, self.kept, strict=True))

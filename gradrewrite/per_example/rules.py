@@ -600,7 +600,7 @@ class _Indices:
         return [b.moved(b.dim + self.rank - len(size_of(i))) for i, b in pairs if b is not None]
 
     def of_other(self, dim: int) -> int:
-        """Where a dimension of the indexed tensor that no index takes is in the result."""
+        """Return the place in the result of a dimension of the indexed tensor that no index takes."""
         before = sum(d < dim for d in range(dim) if d not in self.present)
         return before if before < self.first else before + self.rank
 

@@ -70,12 +70,12 @@ class ExampleAction(Protocol):
 
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:
-        """What it reads; nothing if it reads the gradient alone."""
+        """The figures that it reads; none if it reads the gradient alone."""
         ...
 
     @property
     def loss_reduction(self) -> LossReduction:
-        """How the loss of the batch follows from those of its examples."""
+        """The way from the losses of the examples to that of the batch."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class ExampleClip(GroupAction, Protocol):
 
     @property
     def loss_reduction(self) -> LossReduction:
-        """How the loss of the batch follows from those of its examples."""
+        """The way from the losses of the examples to that of the batch."""
         ...
 
     @property

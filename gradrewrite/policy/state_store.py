@@ -1,4 +1,4 @@
-"""What the actions of a model remember: the tensors behind ``gr.State``, by site, and the step of schedules."""
+"""The memory of a model's actions: the tensors behind ``gr.State``, by site, and the step of schedules."""
 
 from __future__ import annotations
 
