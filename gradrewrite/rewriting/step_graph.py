@@ -35,7 +35,7 @@ from gradrewrite.policy.actions import (
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, check_dense, describe
+from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, describe
 from gradrewrite.rewriting.group_actions import groups_of
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.record_nodes import RecordNode
@@ -238,8 +238,11 @@ class _Builder:
         with part.fake_mode:  # type: ignore[attr-defined]
             whole = torch.empty([int(size or 0) for size in point.site.shape], dtype=part.dtype, device=part.device)
             further = [torch.empty_like(whole)] if takes_value(action) else []
-        traced = self.tracer.trace(action, point.site, whole, further=further)
-        reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(action, point.site, whole, traced)
+        mode = TraceMode(states=rewriter.states_at(str(point.site)))
+        traced = self.tracer.trace(action, point.site, whole, mode, further)
+        reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(
+            action, point.site, whole, traced, mode
+        )
         if traced.records:
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
@@ -248,12 +251,12 @@ class _Builder:
             raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
         rewriter.insert(point, [action])
 
-    def _reason_of_shape(self, action: Any, site: Site, whole: Tensor, traced: TracedAction) -> str:
+    def _reason_of_shape(self, action: Any, site: Site, whole: Tensor, traced: TracedAction, mode: TraceMode) -> str:
         """Return that an elementwise action is another one for another shape; ``""`` if it is not."""
         with whole.fake_mode:  # type: ignore[attr-defined]
             larger = torch.empty([2 * size for size in whole.shape], dtype=whole.dtype, device=whole.device)
             further = [torch.empty_like(larger)] if takes_value(action) else []
-        other = self.tracer.trace(action, site, larger, further=further)
+        other = self.tracer.trace(action, site, larger, mode, further)
         is_same = constants_of(traced.graph.graph) == constants_of(other.graph.graph)
         return "" if is_same else "it depends on the shape of the gradient"
 

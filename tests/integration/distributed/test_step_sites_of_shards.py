@@ -21,6 +21,7 @@ from gradrewrite.passes import (
     DecayWeights,
     Keep,
     Observe,
+    ZClip,
 )
 
 from ranks import outcomes_of, run_parts
@@ -279,6 +280,14 @@ def mixed_in_a_group(rank: int) -> Any:
     optimizer.step()
 
 
+def follow(g: Tensor) -> Tensor:
+    calls.set(calls.value + 1)
+    return g / calls.value
+
+
+calls = gr.State()
+
+
 def refused(rank: int) -> Any:
     where = layouts()
     texts = {}
@@ -289,6 +298,7 @@ def refused(rank: int) -> Any:
         "positions": lambda g: g * torch.arange(g.shape[-1], dtype=g.dtype),
         "shape": lambda g: g / g.numel(),
         "elementwise": lambda g: torch.where(g.abs() > 1, g.sign(), g * 0.5),
+        "state": follow,
         "two": [ClipByGlobalNorm(1.0), ClipByGlobalNorm(2.0, group="second")],
     }
     for name, action in actions.items():
@@ -308,6 +318,23 @@ def kept(rank: int) -> Any:
     optimizer.step()
     ((site, tensor),) = model.monitor.kept().items()
     return site.shape, full(tensor)
+
+
+def with_states(rank: int) -> Any:
+    """Bounds that follow from the norms of former steps, with parts of gradients and with whole ones."""
+    found = []
+    for where in (layouts(), dict.fromkeys(SHAPES)):
+        given = values(0).items()
+        policy = gr.on("step:*", ZClip(0.5, warmup=2))
+        model = gr.transform(Bag({n: spread(v, where[n]) for n, v in given}), policy)
+        optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for number in range(5):
+            for name, p in model.named_parameters():
+                p.grad = spread(values(1)[name] * 3.0**number, where[name])
+            optimizer.step()
+        parameters = {n: full(p.detach()) for n, p in model.named_parameters()}
+        found.append((parameters, model.monitor.latest(), gr.state_dict(model)["states"]))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +363,19 @@ def test_norms_of_any_order_and_shares_of_members(of_four: list[dict[str, Any]],
         close(gradients, wanted)
         close({n: records[n] for n in wanted_records}, wanted_records)
     assert f"norm_share@step:{'a'}" in wanted_records
+
+
+def test_bounds_from_former_norms_are_those_of_whole_gradients(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        assert not isinstance(outcomes["with_states"], str), outcomes["with_states"]
+        (parameters, records, states), (wanted, wanted_records, wanted_states) = outcomes["with_states"]
+        assert wanted_records["factor@step:group:default"] < 1
+        close(parameters, wanted)
+        close(states, wanted_states)
+        close({n: records[n] for n in wanted_records}, wanted_records)
+        close(states, of_four[0]["with_states"][0][2])  # on all ranks
+    (texts,) = {str(outcomes["refused"]["state"]) for outcomes in of_four}
+    assert "what it remembers would be that of the part of one rank" in texts
 
 
 def test_norms_neither_overflow_nor_vanish(of_four: list[dict[str, Any]]) -> None:
@@ -467,5 +507,5 @@ if __name__ == "__main__":
     run_parts([
         many_figures, of_order, large, one_collective, bad_on_one, partial, missing_on_one, missing_members,
         unfrozen, smaller_group, answered_twice, sets_of_ranks, fused, mixed_in_a_group,
-        refused, kept, by_torch,
+        refused, kept, by_torch, with_states,
     ])  # fmt: skip
