@@ -22,6 +22,7 @@ EXAMPLES = {
     "distributed_all_reduce": (STEPS, "1 processes, 0 collectives", None),
     "bptt_clipping": ([*STEPS, "--unroll", "8"], "error clip: loss ", "bptt_clipping.png"),
     "seq2seq_attention": ([*STEPS, "--seeds", "1", "--length", "8"], "decoder.cell: ", "seq2seq_attention.png"),
+    "mean_squared_gradients": (["--eager", "--sizes", "2"], "float64: gradrewrite ", "mean_squared_gradients.png"),
     "nan_hunt": (["--only", "log of 0"], "step 1, activation:/log: /log, nan_hunt.py:", "nan_hunt.png"),
     "find_nonfinite": ([], "op: /sqrt, source: find_nonfinite.py:", None),
 }
