@@ -202,11 +202,11 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 def table(costs: Mapping[int, Mapping[str, Cost]]) -> str:
     """Return one line for each way, with time and memory by batch size."""
-    cells = [f"{f'batch of {rows}':>20}" for rows in costs]
+    cells = [f"{f'batch of {rows}':>21}" for rows in costs]
     lines = ["".join([" " * 16, *cells])]
     for name in WAYS:
         own = [costs[rows][name] for rows in costs]
-        cells = [f"{f'{cost.seconds * 1e3:.1f} ms, {cost.peak / 1e6:.1f} MB':>20}" for cost in own]
+        cells = [f"{f'{cost.seconds * 1e3:.1f} ms, {cost.peak / 1e6:.1f} MB':>21}" for cost in own]
         lines.append("".join([f"{name:16}", *cells]))
     return "\n".join(lines)
 
