@@ -22,7 +22,9 @@ EXAMPLES = {
     "distributed_all_reduce": (STEPS, "1 processes, 0 collectives", None),
     "bptt_clipping": ([*STEPS, "--unroll", "8"], "error clip: loss ", "bptt_clipping.png"),
     "seq2seq_attention": ([*STEPS, "--seeds", "1", "--length", "8"], "decoder.cell: ", "seq2seq_attention.png"),
+    "mean_squared_gradients": (["--eager", "--sizes", "2"], "float64: gradrewrite ", "mean_squared_gradients.png"),
     "nan_hunt": (["--only", "log of 0"], "step 1, activation:/log: /log, nan_hunt.py:", "nan_hunt.png"),
+    "private_training": (["--eager", "--steps", "3", "--seeds", "1"], "Opacus       epsilon ", "private_training.png"),
     "find_nonfinite": ([], "op: /sqrt, source: find_nonfinite.py:", None),
 }
 
@@ -38,6 +40,8 @@ def test_example(name: str, tmp_path: Path) -> None:
     options, wanted, written = EXAMPLES[name]
     if name == "unused_pooler":
         pytest.importorskip("transformers", reason="transformers is not installed")
+    if name == "private_training":
+        pytest.importorskip("opacus", reason="opacus is not installed")
     command = [sys.executable, str(FOLDER / f"{name}.py"), *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
