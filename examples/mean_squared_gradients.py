@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 import gradrewrite as gr
 from gradrewrite.passes import Keep
 
-SIZES = (16, 64, 256, 1024)
+SIZES = (16, 64)
 ROUNDS = 7
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None
 

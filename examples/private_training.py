@@ -30,7 +30,7 @@ from gradrewrite.passes import ClipPerExample
 TRAINED = 1500  # digits that are trained on; the rest is for tests
 EXPECTED = 100  # examples in a batch, on average
 NOISE, BOUND, RATE, DELTA = 1.1, 1.0, 0.5, 1e-4
-STEPS, SEEDS, WARM_UP = 300, 3, 5
+STEPS, SEEDS, WARM_UP = 150, 1, 5
 
 
 class Digits(nn.Module):
