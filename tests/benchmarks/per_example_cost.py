@@ -1,6 +1,6 @@
 """The cost of per-example gradients: time and memory beside plain torch.compile, ``vmap(grad)`` and Opacus.
 
-    OMP_WAIT_POLICY=PASSIVE python tests/benchmarks/per_example_cost.py [MODEL ...] [--rounds 7] [--out FILE.json]
+    OMP_WAIT_POLICY=PASSIVE python tests/benchmarks/per_example_cost.py [MODEL ...] [--ways WAY ...] [--out FILE.json]
 
 Each way is forward and backward of one model on one batch, without an optimizer: ``clip`` ends with the mean of the
 clipped gradients, ``moment`` with the plain gradient and the mean of the squared ones. Those of ``vmap`` are one
@@ -219,7 +219,8 @@ def check(ways: Mapping[str, Way]) -> None:
         results[name] = {"gradient": gradients, "moment": dict(way.moments())}
         way.clear()
     for name in ways:
-        wanted = results["clip" if name.startswith("clip") else "moment"]
+        ours = "clip" if name.startswith("clip") else "moment"
+        wanted = results.get(ours, results[name])
         for what, found in results[name].items():
             for key, tensor in found.items():
                 other = wanted[what][key]
@@ -230,10 +231,10 @@ def check(ways: Mapping[str, Way]) -> None:
                     raise AssertionError(f"{name}: {what} of {key} differs by {largest:.1e} from ours")
 
 
-def measure(model: str, rounds: int) -> Iterator[Row]:
-    """Measure all ways of one model."""
+def measure(model: str, chosen: list[str], rounds: int) -> Iterator[Row]:
+    """Measure ways of one model, all if none is chosen."""
     case = CASES[model]
-    ways = ways_of(case)
+    ways = {name: way for name, way in ways_of(case).items() if not chosen or name in ("plain", *chosen)}
     check(ways)
     times = time_in_turn(ways, lambda name: ways[name].clear(), "cpu", rounds, 0)
     torch.manual_seed(1)
@@ -259,6 +260,7 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CASES)}; all if none is given")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", default=[], help="of all ways, these and plain")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -266,7 +268,7 @@ def main() -> None:
     print("| model | way | ms | time / plain (quartiles) | peak MB | peak / plain |\n|---|---|---|---|---|---|")
     rows: list[Row] = []
     for model in options.models or CASES:
-        for row in measure(model, options.rounds):
+        for row in measure(model, options.ways, options.rounds):
             print_row(row)
             rows.append(row)
     if importlib.util.find_spec("opacus") is None:

@@ -18,7 +18,7 @@ class Tokens(Gpt):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` of tokens ``[B, T]``."""
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]).expand(tokens.shape))
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous())
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
