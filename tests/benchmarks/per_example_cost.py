@@ -210,7 +210,7 @@ def ways_of(case: Case) -> dict[str, Way]:
 
 def check(ways: Mapping[str, Way]) -> None:
     """Raise an error where the gradients or moments of two ways are not the same."""
-    results = {}
+    results: dict[str, dict[str, dict[str, Tensor | None]]] = {}
     for name, way in ways.items():
         begin = time.process_time()
         way()

@@ -16,7 +16,7 @@ from models.gpt import Gpt
 class Tokens(Gpt):
     """The small GPT without its loss, with positions of each example: Opacus and ``vmap`` need a batch everywhere."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]  # the loss is outside
         """Logits ``[B, T, V]`` of tokens ``[B, T]``."""
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous())
         for block in self.blocks:
