@@ -92,8 +92,7 @@ def _owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]
     """Return what is kept in memory that nothing else has.
 
     A kept tensor may be a gradient itself, which belongs to autograd, or a view of what the caller has. Norms and
-    moments
-    of examples are made for it: they are copied only where another output of the graph is the same tensor.
+    moments of examples are made for it: they are copied only where another output of the graph is the same tensor.
     """
     if all(what == "tensor" for what in kept_as):
         return [tensor.clone() for tensor in kept]

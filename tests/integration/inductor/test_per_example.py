@@ -77,7 +77,7 @@ def test_a_second_moment_is_kept_in_the_memory_it_was_computed_in() -> None:
     torch.testing.assert_close(moment, x.square().mean(0).expand(256, -1))
 
 
-def test_a_moment_that_is_a_gradient_is_kept_as_a_copy() -> None:
+def test_what_is_kept_does_not_change_with_the_gradient() -> None:
     net, x = torch.nn.Linear(3, 3, bias=False), torch.randn(4, 3)
     wanted = x.square().mean(0).expand(3, -1)
     actions = [Keep("second_moment", loss_reduction="sum"), Keep("second_moment", loss_reduction="sum"), Keep()]
