@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradrewrite._compat import autograd
+from gradrewrite._compat import autograd, dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_use import GraphUse
 from gradrewrite.backends.session import Session
@@ -71,8 +71,10 @@ class RewrittenBackward:
         results, auxiliary = results[: -self.num_outputs], results[-self.num_outputs :]
         first_state = len(auxiliary) - len(outputs.states)
         packs, kept = auxiliary[: len(outputs.packs)], auxiliary[len(outputs.packs) : first_state]
-        # What is kept may be a gradient itself, which belongs to autograd; a CUDA graph overwrites all of it.
-        tensors = [*(t.clone() if self.copies_packs else t for t in packs), *(t.clone() for t in kept)]
+        if self.copies_packs:  # a CUDA graph overwrites all of it
+            tensors = [t.clone() for t in (*packs, *kept)]
+        else:
+            tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
         again = session.recorder.collect(outputs, tensors, snapshot, use.parameters)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
@@ -84,3 +86,22 @@ class RewrittenBackward:
     def _warn(self, key: str, text: str, groups: Sequence[str]) -> None:
         self.session.warnings.warn_once(key, text.format(", ".join(groups)))
         self.session.warnings.flush_warnings()
+
+
+def _owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]) -> list[Tensor]:
+    """Return what is kept in memory that nothing else has.
+
+    A kept tensor may be a gradient itself, which belongs to autograd, or a view of what the caller has. Norms and
+    moments of examples are made for it: they are copied only where another output of the graph is the same tensor.
+    """
+    if all(what == "tensor" for what in kept_as):
+        return [tensor.clone() for tensor in kept]
+    known = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor) and not dtensors.is_dtensor(t)}
+    owned = []
+    for tensor, what in zip(kept, kept_as, strict=True):
+        if what == "tensor" or tensor.untyped_storage().data_ptr() in known:
+            owned.append(tensor.clone())
+        else:
+            known.add(tensor.untyped_storage().data_ptr())
+            owned.append(tensor)
+    return owned

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch._inductor.compile_fx
@@ -144,7 +144,18 @@ def _state_bytes(step: Step) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def peak_bytes(step: Step, device: str) -> int:
+class Clearable(Protocol):
+    """A step: it computes gradients when it is called."""
+
+    @property
+    def clear(self) -> Callable[[], Any]:
+        """Lets go of the gradients."""
+
+    def __call__(self) -> None:
+        """Run once."""
+
+
+def peak_bytes(step: Clearable, device: str) -> int:
     """The most bytes of tensors that a step has at one time, over those that were there before it.
 
     The first step is not looked at, since it may make what stays. On the CPU the allocator's own reports are summed up.

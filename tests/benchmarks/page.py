@@ -29,6 +29,8 @@ known comes from the simulated one (`CONTRIBUTING.md`): launches, waits, and wha
 waits for the device or uploads anything while it blocks, but for those that are documented to:
 `tests/integration/cuda/test_waits.py` holds it.
 """
+# A run of another program, with a text of its own.
+PER_EXAMPLE = Path(__file__).with_name("per_example_cost_cpu_202611.md")
 STEP = "ways take turns in random order in each round; the median of a round's ratios to plain, and their quartiles"
 KERNELS = "Inductor's counts for forward and backward; an opaque operation has bytes, but is no kernel"
 COLD = (
@@ -85,6 +87,7 @@ def text(results: Sequence[Result], folder: str) -> str:
         parts += _of(result, folder)
     if all(result.about.device == "cpu" for result in results):
         parts.append(NO_GPU)
+    parts.append(f"\n#{PER_EXAMPLE.read_text()}")
     return "".join(parts)
 
 

@@ -8,6 +8,7 @@ import torch
 import gradrewrite as gr
 from gradrewrite.passes import ClipPerExample, Keep
 
+from benchmarks.measuring import allocations, largest_sum
 from models.per_example import example_gradients, make
 
 pytestmark = pytest.mark.inductor
@@ -57,3 +58,32 @@ def test_bfloat16_norms_are_those_of_float32() -> None:
     assert norms.dtype == torch.float32
     wanted = example_gradients(model.float(), *inputs)["net.head.weight"].flatten(1).norm(dim=1)
     torch.testing.assert_close(norms, wanted, rtol=0.05, atol=0)
+
+
+def test_a_second_moment_is_kept_in_the_memory_it_was_computed_in() -> None:
+    net, x = torch.nn.Linear(256, 256, bias=False), torch.randn(8, 256)
+    size = net.weight.numel() * net.weight.element_size()
+    model = gr.transform(net, gr.on("gradient:*", Keep("second_moment", loss_reduction="sum")))
+    model.compile()
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()
+    net.zero_grad()
+    assert largest_sum(allocations(step)) < 2.5 * size  # the gradient and the moment
+    (moment,) = model.monitor.kept("second_moment").values()
+    assert moment.untyped_storage().data_ptr() != net.weight.grad.untyped_storage().data_ptr()
+    torch.testing.assert_close(moment, x.square().mean(0).expand(256, -1))
+
+
+def test_what_is_kept_does_not_change_with_the_gradient() -> None:
+    net, x = torch.nn.Linear(3, 3, bias=False), torch.randn(4, 3)
+    wanted = x.square().mean(0).expand(3, -1)
+    actions = [Keep("second_moment", loss_reduction="sum"), Keep("second_moment", loss_reduction="sum"), Keep()]
+    model = gr.transform(net, gr.on("gradient:*", actions))
+    model.compile()
+    model(x).sum().backward()
+    net.weight.grad.zero_()
+    torch.testing.assert_close(model.monitor.kept("second_moment")[next(iter(model.monitor.kept()))], wanted)
+    torch.testing.assert_close(next(iter(model.monitor.kept().values())), x.sum(0).expand(3, -1))

@@ -1,0 +1,1 @@
+"""Benchmarks; a package of its own, since one that Opacus installs has the same name."""
