@@ -100,7 +100,11 @@ def test_follow_ends_on_an_interrupt(tmp_path: Path) -> None:
     run, out = tmp_path / "run.jsonl", tmp_path / "r.html"
     run.write_text(STEP % 0)
     words = [sys.executable, "-m", "gradrewrite", "report", str(run), "--follow", "--out", str(out)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         wait(lambda: out.exists())
         with run.open("a") as file:
@@ -110,6 +114,7 @@ def test_follow_ends_on_an_interrupt(tmp_path: Path) -> None:
         told, warned = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
     assert (process.returncode, told) == (0, f"{out}\n")
     assert warned.count("\n") == 1
     assert "location.reload()" not in out.read_text()
