@@ -162,7 +162,7 @@ def largest_difference(way: str, rows: int, *, compiled: bool) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs.
+    """The cost of a step.
 
     Attributes:
         seconds: Processor time, the median over rounds.

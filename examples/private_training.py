@@ -101,7 +101,7 @@ def make_private(network: Digits, *, noise: float = NOISE, compiled: bool = Fals
 
 @dataclass(frozen=True)
 class Run:
-    """What one training gave.
+    """The outcome of one training.
 
     Attributes:
         epsilon: The privacy that was spent, at ``DELTA``.

@@ -1,4 +1,4 @@
-"""What every rank needs, loaded and traced once in a process without threads, which is then forked."""
+"""A process without threads that has loaded and traced what every rank needs, and is then forked."""
 
 import torch
 

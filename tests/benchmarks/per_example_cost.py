@@ -62,7 +62,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one way.
+    """The figures of one way.
 
     Attributes:
         model: Name of the case.

@@ -24,7 +24,7 @@ def net() -> nn.Module:
 
 
 def names(**further: Any) -> dict[str, Any]:
-    """What the code of the page defines."""
+    """The names that the code of the page defines."""
     known = {"gr": gr, "torch": torch, "math": math, **{name: getattr(passes, name) for name in passes.__all__}}
     known |= further
     for block in BLOCKS[:2] + [b for b in BLOCKS if b.startswith("def ")]:

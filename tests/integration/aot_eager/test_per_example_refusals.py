@@ -1,4 +1,4 @@
-"""What has no per-example gradients is refused, with the op that mixes examples and its line."""
+"""Refusals of models without per-example gradients name the op that mixes examples and its line."""
 
 from __future__ import annotations
 
