@@ -40,24 +40,37 @@ class Mutant:
     tests: str
     chosen: str
 
+    def changed(self) -> str:
+        """The changed source of the function.
+
+        Raises:
+            LookupError: The part is not there exactly once.
+        """
+        owner, name = self._place()
+        source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+        if source.count(self.old) != 1:
+            raise LookupError(f"{self.function} has {self.old!r} {source.count(self.old)} times; a mutant changes one")
+        return source.replace(self.old, self.new)
+
+    def _place(self) -> tuple[Any, str]:
+        """What has the function, and its name there."""
+        module_name, _, path = self.function.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module_name)
+        for part in owners:
+            owner = getattr(owner, part)
+        return owner, name
+
     def apply(self) -> None:
         """Change the function, wherever it is known by its name.
 
         Raises:
             LookupError: The part is not there exactly once.
         """
-        module_name, _, path = self.function.partition(":")
-        module = importlib.import_module(module_name)
-        *owners, name = path.split(".")
-        owner: Any = module
-        for part in owners:
-            owner = getattr(owner, part)
+        owner, name = self._place()
         function = getattr(owner, name)
-        source = textwrap.dedent(inspect.getsource(function))
-        if source.count(self.old) != 1:
-            raise LookupError(f"{self.function} has {self.old!r} {source.count(self.old)} times; a mutant changes one")
         found: dict[str, Any] = {}
-        exec(compile(source.replace(self.old, self.new), self.function, "exec"), function.__globals__, found)
+        exec(compile(self.changed(), self.function, "exec"), function.__globals__, found)
         setattr(owner, name, found[name])
         for other in [m for known, m in sys.modules.items() if known.startswith("gradrewrite")]:
             if getattr(other, name, None) is function:
@@ -121,20 +134,20 @@ MUTANTS = {
         "guarded and default",
     ),
     "records that are not copied out of a CUDA graph": Mutant(
-        _BACKWARD, "t.clone() if self.copies_packs else t for t in packs", "packs", "test_cuda.py", "outlive"
+        _BACKWARD, "t.clone() for t in (*packs, *kept)", "*packs, *(t.clone() for t in kept)", "test_cuda.py", "outlive"
     ),
     "kept tensors that are not copied out of a CUDA graph": Mutant(
-        _BACKWARD, "*(t.clone() for t in kept)", "*kept", "test_cuda.py", "outlive"
+        _BACKWARD, "t.clone() for t in (*packs, *kept)", "*(t.clone() for t in packs), *kept", "test_cuda.py", "outlive"
     ),
     "a clamp to twice the bound": Mutant(
         "gradrewrite.passes._clip_by_value:ClipByValue.apply",
-        "high = scalar(self.max, tensor)",
-        "high = 2 * scalar(self.max, tensor)",
+        "high = scalar(limit, tensor)",
+        "high = 2 * scalar(limit, tensor)",
         "test_cuda.py",
         "steps_without_waiting and default",
     ),
     "a factor that is squared": Mutant(
-        "gradrewrite.passes._clip_by_norm:_scale_down",
+        "gradrewrite.passes._clip_by_norm:scale_down",
         "(bound / norm)",
         "(bound / norm) ** 2",
         "test_cuda.py",

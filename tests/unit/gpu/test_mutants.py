@@ -16,7 +16,12 @@ def test_a_mutant_is_noticed(name: str) -> None:
     assert mutants.is_noticed(done), done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_the_place_of_a_mutant_is_there(name: str) -> None:
+    compile(mutants.MUTANTS[name].changed(), name, "exec")
+
+
 def test_a_mutant_whose_place_is_gone() -> None:
     mutant = mutants.Mutant("gpu.mutants:run", "nothing like this", "", "", "")
     with pytest.raises(LookupError, match=r"gpu\.mutants:run has 'nothing like this' 0 times"):
-        mutant.apply()
+        mutant.changed()
