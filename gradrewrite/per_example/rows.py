@@ -166,18 +166,13 @@ def cheaper_way(rows: list[Rows], gradient: fx.Node, num_examples: Size) -> Way:
     return "gram" if number * (height + width) <= height * width else "direct"
 
 
-def square_norms_of(
-    rows: list[Rows], num_examples: Size, dtype: torch.dtype, way: Way
-) -> tuple[list[fx.Node], TensorsFunction]:
-    """Return nodes, and a function of their tensors: the squared norms of the terms of all examples, ``[B]``."""
-    nodes = list(dict.fromkeys(node for own in rows for node in own.nodes))
+def square_norms_of(rows: list[Rows], num_examples: Size, dtype: torch.dtype) -> tuple[list[fx.Node], TensorsFunction]:
+    """Return nodes, and a function of their tensors: the squared norms of the terms ``[B]``, by Gram matrices."""
+    nodes = _nodes_of(rows)
 
     def run(*tensors: Tensor) -> Tensor:
         given = dict(zip(nodes, tensors, strict=True))
-        known = [_read(own, given, num_examples, dtype) for own in rows]
-        if way == "direct":
-            return _terms(known).square().sum((1, 2))
-        merged = _merged(known)
+        merged = _merged([_read(own, given, num_examples, dtype) for own in rows])
         total: Any = 0
         for n, first in enumerate(merged):
             for second in merged[n:]:
@@ -188,10 +183,24 @@ def square_norms_of(
     return nodes, run
 
 
-def _terms(known: list[RowsOfExamples]) -> Tensor:
-    """The terms ``[B, O, I]`` of dense rows."""
-    dense = _merged(known)
-    return torch.bmm(dense[0].left.transpose(1, 2), dense[0].right)
+def products_of(
+    rows: list[Rows], num_examples: Size, dtype: torch.dtype
+) -> tuple[list[fx.Node], TensorsFunction] | None:
+    """Return nodes, and a function of their tensors: the terms ``[B, O, I]``; None where rows are words."""
+    if any(own.is_one_hot for own in rows):
+        return None
+    nodes = _nodes_of(rows)
+
+    def run(*tensors: Tensor) -> Tensor:
+        given = dict(zip(nodes, tensors, strict=True))
+        (merged,) = _merged([_read(own, given, num_examples, dtype) for own in rows])
+        return torch.bmm(merged.left.transpose(1, 2), merged.right)
+
+    return nodes, run
+
+
+def _nodes_of(rows: list[Rows]) -> list[fx.Node]:
+    return list(dict.fromkeys(node for own in rows for node in own.nodes))
 
 
 def _merged(known: list[RowsOfExamples]) -> list[RowsOfExamples]:
@@ -226,23 +235,25 @@ def sum_of_squares_of(
 ) -> tuple[list[fx.Node], TensorsFunction] | None:
     """Return nodes, and a function of their tensors: the sum over examples of the squared terms, ``[O, I]``.
 
-    None where rows of words and dense ones come together.
+    None where that needs the terms: several dense rows for each example, or rows of words and dense ones together.
     """
-    nodes = list(dict.fromkeys(node for own in rows for node in own.nodes))
-    one_hot = [own.is_one_hot for own in rows]
-    if any(one_hot) and not all(one_hot):
+    nodes = _nodes_of(rows)
+    if all(own.is_one_hot for own in rows):
+
+        def run(*tensors: Tensor) -> Tensor:
+            given = dict(zip(nodes, tensors, strict=True))
+            (merged,) = _merged([_read(own, given, num_examples, dtype) for own in rows])
+            return _squares_of_words(merged, size_of(gradient))
+
+        return nodes, run
+    if len(rows) > 1 or rows[0].left.layout.pre * rows[0].left.layout.post != 1:
         return None
 
-    def run(*tensors: Tensor) -> Tensor:
-        given = dict(zip(nodes, tensors, strict=True))
-        (merged,) = _merged([_read(own, given, num_examples, dtype) for own in rows])
-        if merged.is_one_hot:
-            return _squares_of_words(merged, size_of(gradient))
-        if merged.left.shape[1] == 1:
-            return merged.left[:, 0].square().t() @ merged.right[:, 0].square()
-        return _terms([merged]).square().sum(0)
+    def square(*tensors: Tensor) -> Tensor:
+        found = _read(rows[0], dict(zip(nodes, tensors, strict=True)), num_examples, dtype)
+        return found.left[:, 0].square().t() @ found.right[:, 0].square()
 
-    return nodes, run
+    return nodes, square
 
 
 def _squares_of_words(rows: RowsOfExamples, size: tuple[Size, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,8 +18,15 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.per_example.analysis import ExampleAnalysis
 from gradrewrite.per_example.layouts import Batch, Mixed, Size, Sum, weighted
-from gradrewrite.per_example.op_calls import is_selection, is_zero
-from gradrewrite.per_example.rows import cheaper_way, find_rows, square_norms_of, sum_of_squares_of
+from gradrewrite.per_example.op_calls import is_selection, is_zero, size_of
+from gradrewrite.per_example.rows import (
+    Rows,
+    cheaper_way,
+    find_rows,
+    products_of,
+    square_norms_of,
+    sum_of_squares_of,
+)
 from gradrewrite.per_example.tails import Tail, find_tail, terms_of
 from gradrewrite.policy.actions import ExampleAction, ExampleClip, ExampleQuantity
 from gradrewrite.rewriting.action_tracing import describe
@@ -54,6 +62,8 @@ class ExampleGradients:
         self._found: dict[int, _Found] = {}
         self._copies: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
         self._squares: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._terms: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._summed: dict[fx.Node, tuple[Tail, fx.Node]] = {}  # gradients that are sums of terms which are computed
 
     def take_new(self) -> list[fx.Node]:
         """Return the nodes inserted since the last call."""
@@ -123,7 +133,9 @@ class ExampleGradients:
         elif tail is None:
             result = node
         else:
-            result = self._clone(tail, weights)
+            terms = self._terms.get((node, action.batch_dim))
+            keeps = terms is not None and _numel_hint(terms) <= sum(_numel_hint(n) for n, at in tail.operands if at)
+            result = self._weigh(node, terms, weights) if terms and keeps else self._clone(tail, weights)
             self.replaced += tail.nodes
         examples = found.num_examples
         if not action.has_noise:
@@ -204,21 +216,22 @@ class ExampleGradients:
         """Return the node of the squared norms of the terms, ``[B]``, at least in float32."""
         key = node, action.batch_dim
         if key not in self._squares:
-            self._squares[key] = self._make_square_norms(node, tail, self._found[action.batch_dim])
+            self._squares[key] = self._make_square_norms(node, tail, action)
         return self._squares[key]
 
-    def _make_square_norms(self, node: fx.Node, tail: NeededTail, found: _Found) -> fx.Node:
+    def _make_square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
+        found = self._found[action.batch_dim]
         wide, examples = _wide(value_of(node)), found.num_examples
         if tail is None:
             if found.analysis is None:
                 return self._insert(lambda g: g.to(wide).square().sum().reshape(1), [node])
             return self._insert(lambda g: g.new_zeros(examples, dtype=wide), [node])
         rows = find_rows(tail)
-        if rows:
-            nodes, run = square_norms_of(rows, examples, wide, cheaper_way(rows, node, examples))
+        if rows and cheaper_way(rows, node, examples) == "gram":
+            nodes, run = square_norms_of(rows, examples, wide)
             return self._insert(run, nodes)
-        nodes, terms = terms_of(tail, examples)
-        return self._insert(lambda *xs: terms(*xs).to(wide).reshape(examples, -1).square().sum(1), nodes)
+        terms = self._terms_of(node, tail, rows, action)
+        return self._insert(lambda t: t.to(wide).reshape(examples, -1).square().sum(1), [terms])
 
     def _moment(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
         """Return the node of the sum over examples of the squared terms, in the shape of the parameter."""
@@ -229,8 +242,36 @@ class ExampleGradients:
         found = sum_of_squares_of(rows, node, examples, wide) if rows else None
         if found is not None:
             return self._insert(found[1], found[0])
-        nodes, terms = terms_of(tail, examples)
-        return self._insert(lambda *xs: terms(*xs).to(wide).square().sum(0), nodes)
+        terms = self._terms_of(node, tail, rows, action)
+        self._summed[node] = tail, terms
+        return self._insert(lambda t: t.to(wide).square().sum(0), [terms])
+
+    def _terms_of(self, node: fx.Node, tail: Tail, rows: list[Rows], action: Asked) -> fx.Node:
+        """Return the node of the terms ``[B, *P]`` of a gradient, before the gradient."""
+        key = node, action.batch_dim
+        if key not in self._terms:
+            examples = self._found[action.batch_dim].num_examples
+            found = products_of(rows, examples, _wide(value_of(node))) if rows else None
+            nodes, run = terms_of(tail, examples) if found is None else found
+            self._terms[key] = self._insert(run, nodes, before=node)
+        return self._terms[key]
+
+    def add_up_terms(self) -> None:
+        """Let gradients whose terms are computed be the sums of these: one product instead of two."""
+        for node, (tail, terms) in self._summed.items():
+            if node.users:
+                node.target, node.args = _aten.sum.dim_IntList, (terms, [0])
+                node.kwargs = {"dtype": value_of(node).dtype}
+                self.replaced += [other for other in tail.nodes if other is not node]
+
+    def _weigh(self, node: fx.Node, terms: fx.Node, weights: fx.Node) -> fx.Node:
+        """Return the node of a gradient made of terms that are computed already."""
+
+        def add_up(terms: Tensor, weights: Tensor) -> Tensor:
+            of_each = weights.to(terms.device, terms.dtype).reshape(-1, *(1,) * (terms.dim() - 1))
+            return (terms * of_each).sum(0).to(value_of(node).dtype)
+
+        return self._insert(add_up, [terms, weights])
 
     def _clone(self, tail: Tail, weights: fx.Node) -> fx.Node:
         """Return a copy of a tail in which one argument of each node of the frontier has weights."""
@@ -249,8 +290,15 @@ class ExampleGradients:
             self.new.append(copies[node])
         return copies[tail.gradient]
 
-    def _insert(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], *, has_live: bool = False) -> fx.Node:
-        """Insert a function of the tensors of nodes before the outputs."""
+    def _insert(
+        self,
+        run: Callable[..., Tensor],
+        nodes: Sequence[fx.Node],
+        *,
+        has_live: bool = False,
+        before: fx.Node | None = None,
+    ) -> fx.Node:
+        """Insert a function of the tensors of nodes, before the outputs if not elsewhere."""
         placeholders = self._graph.find_nodes(op="placeholder")
         sizes = {str(n.meta["val"]): n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)}
         inputs = [*dict.fromkeys(nodes), *sizes.values()]  # symbols in layouts come from these
@@ -258,7 +306,7 @@ class ExampleGradients:
         traced = make_fx.trace(lambda *xs: [run(*(xs[n] for n in places))], [node.meta["val"] for node in inputs])
         traced.graph.eliminate_dead_code()
         tag = "must_be_in_backward" if has_live else "is_backward"
-        (result,), new = editing.splice(traced, self._graph, inputs, self._graph.output_node(), tag)
+        (result,), new = editing.splice(traced, self._graph, inputs, before or self._graph.output_node(), tag)
         self.new += new
         return result
 
@@ -284,12 +332,17 @@ _LINEAR = {
 
 
 def _linear_argument(node: fx.Node, tail: Tail) -> tuple[str, fx.Node]:
-    """Return the argument of a node of the frontier that is multiplied: of a product an error, which may be smaller."""
+    """Return the argument of a node of the frontier that is multiplied: of a product the smaller one."""
     given = operators.arguments_of(node)
     names = _LINEAR.get(node.target, tuple(given)[:1])
     names = tuple(name for name in names if given[name] in tail.splits[node])
-    chosen = next((name for name in names if aot_autograd.is_backward(given[name])), names[0])
+    # Of two of one size the error: what the forward has saved lives in memory of its own.
+    chosen = min(names, key=lambda name: (_numel_hint(given[name]), not aot_autograd.is_backward(given[name])))
     return chosen, given[chosen]
+
+
+def _numel_hint(node: fx.Node) -> int:
+    return math.prod(map(fake_tensors.hint_of, size_of(node)))
 
 
 def drop_replaced(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

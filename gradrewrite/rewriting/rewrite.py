@@ -144,6 +144,8 @@ def rewrite_joint_graph(
     rewriter.insert_bucketed(bucketed)
     for action, members in groups_of(answers):
         rewriter.insert_group(action, members)
+    if rewriter.examples is not None:
+        rewriter.examples.add_up_terms()
     rewriter.packing.follow(rewriter.current, graph)
     replay_graph = rewriter.make_replay_graph(points, marked)
     of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])

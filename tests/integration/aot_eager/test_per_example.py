@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -119,15 +120,67 @@ def test_loss_reduction_and_batch_dim() -> None:
         assert records[f"noise_scale@gradient:{name}"] == pytest.approx(trace / true)
 
 
-def test_a_loose_bound_changes_no_bit() -> None:
-    model, inputs = make("attention")
-    model.float()
-    plain = gr.transform(model, [])
-    plain(*inputs).backward()
+@pytest.mark.parametrize("name", ["attention", "conv 2-D"])
+def test_a_loose_bound_changes_nothing(name: str) -> None:
+    model, inputs = make(name)
+    model(*inputs).backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     gr.transform(model, gr.on("gradient:*", ClipPerExample(1e9)))(*inputs).backward()
-    assert all(torch.equal(model.get_parameter(name).grad, g) for name, g in wanted.items())
+    for parameter, gradient in wanted.items():
+        torch.testing.assert_close(model.get_parameter(parameter).grad, gradient, **EXACT)
+
+
+def products_of(model: torch.nn.Module, policy: Any, *inputs: Any) -> Counter[str]:
+    """How many products and weight gradients of convolutions a rewritten graph has; see ``_product``."""
+    graph = gr.transform(model, policy).trace(*inputs).graph_module.graph
+    return Counter(found for node in graph.nodes if (found := _product(node)))
+
+
+def _product(node: torch.fx.Node) -> str:
+    """Name of the op of a product, or of a backward that computes a weight gradient."""
+    if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+        return "product"
+    is_convolution = node.target is torch.ops.aten.convolution_backward.default
+    return "convolution" if is_convolution and node.args[-1][1] else ""  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("conv 2-D", "convolution"), ("linear 3-D", "product"), ("recurrent", "product")]
+)
+def test_a_gradient_whose_terms_are_computed_is_their_sum(name: str, what: str) -> None:
+    """There are no more products and weight gradients than without the moments."""
+    model, inputs = make(name)
+    actions = [Keep("second_moment"), Observe("norm")]
+    assert 0 < products_of(model, gr.on("gradient:*", actions), *inputs)[what] <= products_of(model, [], *inputs)[what]
+
+
+@pytest.mark.parametrize(("size", "number"), [(12, 1), (3, 2)])
+def test_a_clipped_sum_of_terms(size: int, number: int) -> None:
+    """Terms that are no larger than the inputs of the convolution are kept from the norms; others computed again."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3, bias=False), torch.nn.Flatten(0)).double()
+    x = torch.randn(5, 4, size, size, dtype=torch.float64)
+    policy = gr.on("gradient:*", ClipPerExample(0.1, loss_reduction="sum"))
+    assert products_of(Sum(model), policy, x)["convolution"] == number
+    terms = {
+        name: torch.stack([torch.autograd.grad(model(row.unsqueeze(0)).sum(), p)[0] for row in x])
+        for name, p in model.named_parameters()
+    }
+    gr.transform(Sum(model), policy)(x).backward()
+    for name, wanted in clipped(terms, 0.1, "sum").items():
+        torch.testing.assert_close(model.get_parameter(name).grad, wanted, **EXACT)
+
+
+class Sum(torch.nn.Module):
+    """The sum of what a net returns."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum, a scalar."""
+        return self.net(x).sum()
 
 
 @pytest.mark.parametrize("name", ["conv 2-D", "attention"])
