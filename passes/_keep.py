@@ -32,6 +32,7 @@ class Keep:
 
     - ``"example_norms"``: their L2 norms, ``[B]``, at least in float32.
     - ``"second_moment"``: the mean over examples of their squares, in the shape of the parameter, at least in float32.
+      Where that needs the gradients of all examples the gradient itself is their sum: equal up to rounding.
 
     Both are NaN or inf where a gradient is.
 

@@ -133,9 +133,8 @@ class ExampleGradients:
         elif tail is None:
             result = node
         else:
-            terms = self._terms.get((node, action.batch_dim))
-            keeps = terms is not None and _numel_hint(terms) <= sum(_numel_hint(n) for n, at in tail.operands if at)
-            result = self._weigh(node, terms, weights) if terms and keeps else self._clone(tail, weights)
+            terms = self._small_terms(node, tail, action)
+            result = self._clone(tail, weights) if terms is None else self._weigh(node, terms, weights)
             self.replaced += tail.nodes
         examples = found.num_examples
         if not action.has_noise:
@@ -263,6 +262,14 @@ class ExampleGradients:
                 node.target, node.args = _aten.sum.dim_IntList, (terms, [0])
                 node.kwargs = {"dtype": value_of(node).dtype}
                 self.replaced += [other for other in tail.nodes if other is not node]
+
+    def _small_terms(self, node: fx.Node, tail: Tail, action: Asked) -> fx.Node | None:
+        """Return the node of the terms, if they are computed, and not larger than what they are made of."""
+        terms = self._terms.get((node, action.batch_dim))
+        if terms is None:
+            return None
+        size = sum(_numel_hint(operand) for operand, layout in tail.operands if layout is not None)
+        return terms if _numel_hint(terms) <= size else None
 
     def _weigh(self, node: fx.Node, terms: fx.Node, weights: fx.Node) -> fx.Node:
         """Return the node of a gradient made of terms that are computed already."""

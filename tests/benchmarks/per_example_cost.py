@@ -36,7 +36,9 @@ from benchmarks.measuring import peak_bytes, prepare, time_in_turn
 from benchmarks.per_example_models import CASES, Case, WithLoss, losses_of
 
 MAX_NORM = 0.5  # below the norm of every example here, so that the clip acts
-CLOSE = 1e-4  # largest difference to our gradients, relative to the largest element
+# Largest difference to our gradients, relative to the largest element. Of two ways in float32 one unit at the kink of a
+# ReLU may be on either side: 2e-3 between plain eager and compiled gradients of ResNet-20. Tests compare in float64.
+CLOSE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -249,11 +251,11 @@ def measure(model: str, chosen: list[str], rounds: int) -> Iterator[Row]:
         yield Row(model, name, statistics.median(seconds), (low, middle, high), peak, peak / peaks["plain"])
 
 
-def print_row(row: Row) -> None:
-    """Print a line of the table."""
+def line(row: Row) -> str:
+    """A line of the table."""
     low, middle, high = row.ratio
     times = f"{row.seconds * 1e3:.1f} | {middle:.2f} ({low:.2f} to {high:.2f})"
-    print(f"| {row.model} | {row.way} | {times} | {row.peak / 1e6:.1f} | {row.peak_ratio:.2f} |", flush=True)
+    return f"| {row.model} | {row.way} | {times} | {row.peak / 1e6:.1f} | {row.peak_ratio:.2f} |"
 
 
 def main() -> None:
@@ -269,7 +271,7 @@ def main() -> None:
     rows: list[Row] = []
     for model in options.models or CASES:
         for row in measure(model, options.ways, options.rounds):
-            print_row(row)
+            print(line(row), flush=True)
             rows.append(row)
     if importlib.util.find_spec("opacus") is None:
         print("Opacus is not installed; its ways are left out.")

@@ -42,12 +42,20 @@ class ResBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual net of seven convolutions in three stages."""
+    """A residual net for small images, of three stages, 16 to 64 channels wide.
 
-    def __init__(self) -> None:
+    With three blocks in each stage it is ResNet-20 (He et al., 2016), with GroupNorm and shortcuts with a convolution.
+
+    Args:
+        blocks: Number of blocks in each stage.
+    """
+
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, 1, 1)
-        self.stages = nn.Sequential(ResBlock(16, 16, 1), ResBlock(16, 32, 2), ResBlock(32, 64, 2))
+        firsts = {16: ResBlock(16, 16, 1), 32: ResBlock(16, 32, 2), 64: ResBlock(32, 64, 2)}
+        others = {width: [ResBlock(width, width, 1) for _ in range(blocks - 1)] for width in firsts}
+        self.stages = nn.Sequential(*(block for w, first in firsts.items() for block in (first, *others[w])))
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -95,6 +103,10 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
 
 
+def _images() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+
+
 CASES: Mapping[str, Case] = {
     "GPT": Case(
         "4 layers of width 256, vocabulary 128, 16 x 128 tokens",
@@ -102,9 +114,14 @@ CASES: Mapping[str, Case] = {
         lambda: (torch.randint(0, 128, (16, 128)), torch.randint(0, 128, (16, 128))),
     ),
     "MLP": Case("784, 512, 512, 10; 64 rows", _mlp, lambda: (torch.randn(64, 784), torch.randint(0, 10, (64,)))),
-    "ResNet": Case(
-        "3 blocks with GroupNorm, 16 to 64 channels; 16 images of 32 x 32",
-        ResNet,
-        lambda: (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))),
+    "ResNet-8": Case(
+        "1 block with GroupNorm in each of 3 stages, 16 to 64 channels; 16 images of 32 x 32",
+        lambda: ResNet(1),
+        _images,
+    ),
+    "ResNet-20": Case(
+        "3 blocks with GroupNorm in each of 3 stages, 16 to 64 channels; 16 images of 32 x 32",
+        lambda: ResNet(3),
+        _images,
     ),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import page, plots, results
+from benchmarks import page, per_example_cost, plots, results
 from benchmarks.bounds import REASONS, bounds, missed, peak_ratio
 from benchmarks.cases import CASES, WAYS
 from benchmarks.measuring import allocations, largest_sum, time_in_turn
@@ -205,3 +207,20 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert hooks.edits is None
     assert (tmp_path / "benchmarks.md").read_text() == page.text([run], "benchmarks")
     assert (tmp_path / "benchmarks" / "steps_cpu.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.pure
+def test_a_second_moment_needs_one_more_product(capsys: pytest.CaptureFixture[str]) -> None:
+    """The program on the page that shows the least cost of the moments of an MLP."""
+    (block,) = re.findall(r"```python\n(.*?)```", page.PER_EXAMPLE.read_text(), re.DOTALL)
+    exec(block, {})
+
+    assert capsys.readouterr().out == "1.417\n"
+
+
+@pytest.mark.pure
+def test_the_costs_of_examples_are_those_of_the_json() -> None:
+    measured = json.loads(page.PER_EXAMPLE.with_suffix(".json").read_text())
+
+    rows = [per_example_cost.line(per_example_cost.Row(**row)) for row in measured["rows"]]
+    assert [line for line in page.PER_EXAMPLE.read_text().splitlines() if line.startswith("| ")][1:] == rows

@@ -131,6 +131,17 @@ def test_a_loose_bound_changes_nothing(name: str) -> None:
         torch.testing.assert_close(model.get_parameter(parameter).grad, gradient, **EXACT)
 
 
+@pytest.mark.parametrize("name", ["attention", "conv 2-D"])
+def test_norms_change_no_bit(name: str) -> None:
+    model, inputs = make(name)
+    found = []
+    for actions in ([], [Keep("example_norms"), Observe("noise_scale")]):
+        model.zero_grad()
+        gr.transform(model, gr.on("gradient:*", actions))(*inputs).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def products_of(model: torch.nn.Module, policy: Any, *inputs: Any) -> Counter[str]:
     """How many products and weight gradients of convolutions a rewritten graph has; see ``_product``."""
     graph = gr.transform(model, policy).trace(*inputs).graph_module.graph
