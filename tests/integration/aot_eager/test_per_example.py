@@ -135,7 +135,7 @@ def test_a_loose_bound_changes_nothing(name: str) -> None:
 def test_norms_change_no_bit(name: str) -> None:
     model, inputs = make(name)
     found = []
-    for actions in ([], [Keep("example_norms"), Observe("noise_scale")]):
+    for actions in ([Observe("norm")], [Keep("example_norms"), Observe("noise_scale")]):
         model.zero_grad()
         gr.transform(model, gr.on("gradient:*", actions))(*inputs).backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -153,7 +153,7 @@ def _product(node: torch.fx.Node) -> str:
     if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
         return "product"
     is_convolution = node.target is torch.ops.aten.convolution_backward.default
-    return "convolution" if is_convolution and node.args[-1][1] else ""  # type: ignore[index]
+    return "convolution" if is_convolution and node.args[-1][1] else ""
 
 
 @pytest.mark.parametrize(
