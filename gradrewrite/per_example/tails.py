@@ -134,18 +134,20 @@ class _Terms:
 
     def _along(self, node: fx.Node) -> Any:
         """Run an op along dimensions on all examples, which are one more dimension in front."""
+        given = operators.arguments_of(node)
+        list_of_rows = given.get("index") if node.target in _ALONG_LISTS else None
 
         def in_front(node: fx.Node, argument: fx.Node) -> Any:
             value = self._value(node, argument)
-            if not _is_tensor(argument) or self._is_split(node, argument):
+            if not _is_tensor(argument) or argument is list_of_rows or self._is_split(node, argument):
                 return value
             return value.expand(self.num_examples, *value.shape)
 
         named, rank = self._named(node, in_front), node.meta["val"].dim()
         for name in ("dim", "dims"):
             if name in named:
-                given = named[name]
-                named[name] = given % rank + 1 if isinstance(given, int) else [d % rank + 1 for d in given]
+                dims = named[name]
+                named[name] = dims % rank + 1 if isinstance(dims, int) else [d % rank + 1 for d in dims]
         if "input_sizes" in named:
             named["input_sizes"] = [self.num_examples, *named["input_sizes"]]
         assert callable(node.target)
@@ -246,12 +248,6 @@ def _embedding(named: Mapping[str, Any], base: Tensor) -> Tensor:
     return result
 
 
-def _index_select(named: Mapping[str, Any]) -> Tensor:
-    values: Tensor = named["self"]
-    result: Tensor = _aten.index.Tensor(values, [*[None] * (named["dim"] % values.dim()), named["index"]])
-    return result
-
-
 _MEANS = frozenset(operators.overloads(("mean",)))
 _EMBEDDINGS = frozenset(operators.overloads(("embedding_dense_backward",)))
 _PUTS = _EMBEDDINGS | frozenset(
@@ -269,8 +265,9 @@ _ON_ALL: dict[Any, Callable[[Mapping[str, Any], fx.Node], Any]] = {
     _aten.native_group_norm_backward.default: _group_norm,
     _aten.native_batch_norm_backward.default: _batch_norm,
 }
-# Ops along dimensions that are given by number.
-_ALONG = frozenset(
+# Ops along dimensions that are given by number; some take a list of rows, which is the same for all examples.
+_ALONG_LISTS = frozenset(operators.overloads(("index_select", "index_add")))
+_ALONG = _ALONG_LISTS | frozenset(
     (
         *operators.overloads(("cat", "slice_backward", "slice_scatter", "select_scatter", "gather", "scatter_add")),
         *operators.overloads(("rev",), "prims"),
@@ -280,5 +277,4 @@ _ALONG = frozenset(
 _ON_ONE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_PUTS, _put),
     **dict.fromkeys(_EMBEDDINGS, _embedding),
-    **dict.fromkeys(operators.overloads(("index_select",)), _index_select),
 }

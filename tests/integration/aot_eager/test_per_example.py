@@ -85,6 +85,20 @@ def test_the_batch_may_be_symbolic(name: str) -> None:
     assert len(rewritten.explain().graphs) == 1
 
 
+def test_the_length_may_be_symbolic() -> None:
+    """One compilation serves sequences of every length."""
+    model, (x, y) = make("attention")
+    rewritten = gr.transform(model, gr.on("gradient:*", [Keep("example_norms"), ClipPerExample(0.1)]), dynamic=True)
+    for number, length in ((4, 5), (3, 3), (2, 4)):
+        batch = x[:number, :length].clone(), y[:number, :length].clone()
+        wanted = clipped(example_gradients(model, *batch), 0.1)
+        model.zero_grad()
+        rewritten(*batch).backward()
+        for parameter, own in wanted.items():
+            torch.testing.assert_close(model.get_parameter(parameter).grad, own, **EXACT)
+    assert len(rewritten.explain().graphs) == 1
+
+
 class Summed(torch.nn.Module):
     """A loss that is the sum over examples, with the batch in dimension 1 of its inputs."""
 
