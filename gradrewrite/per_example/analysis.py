@@ -14,7 +14,7 @@ from gradrewrite.ir.ops import number_of
 from gradrewrite.per_example.layouts import Batch, Const, Layout, Mixed, MixesExamplesError, Size, Sum
 from gradrewrite.per_example.linear_rules import is_linear
 from gradrewrite.per_example.op_calls import Layouts, OpCall
-from gradrewrite.per_example.rules import check_sizes, rule_of
+from gradrewrite.per_example.rules import READ_SIZES, check_sizes, rule_of
 
 
 class ExampleAnalysis:
@@ -89,7 +89,7 @@ class ExampleAnalysis:
 
     def _infer(self, call: OpCall) -> Layouts:
         sums = [node for node, layout in call.layouts.items() if isinstance(layout, Sum)]
-        if sums:
+        if sums and call.node.target not in READ_SIZES:
             if not is_linear(call, sums):
                 raise MixesExamplesError("is computed of a sum over the batch")
             return self._everywhere(call.node, Sum())

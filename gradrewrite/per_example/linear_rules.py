@@ -62,6 +62,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[OpCall, Sums], bool]]] = [
     (("index", "index_select", "gather", "_unsafe_index"), _only("self")),
     (("embedding_dense_backward",), _only("grad_output")),
     (("scatter_add",), lambda call, sums: sums == [call["src"]] and is_zero(call["self"])),
+    (("index_add",), lambda call, sums: sums == [call["source"]] and is_zero(call["self"])),
     (("where",), _chooses),
     (("masked_fill",), lambda call, sums: sums == [call["self"]] and is_zero(call["value"])),
 ]

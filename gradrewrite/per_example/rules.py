@@ -75,10 +75,14 @@ def _copy(call: OpCall) -> Layouts:
     return layout
 
 
-@_rule(
+_READ_SIZES = (
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros"),
-    *("new_ones", "new_full", "new_empty", "new_empty_strided", "fill", "bernoulli_p"),
+    *("new_ones", "new_full", "new_empty", "new_empty_strided", "bernoulli_p"),
 )
+READ_SIZES = frozenset(overloads(_READ_SIZES))
+
+
+@_rule(*_READ_SIZES, "fill")
 def _like(call: OpCall) -> Layouts:
     """Only the sizes are read."""
     return Const()

@@ -2,12 +2,14 @@
 
 A gradient that is a sum over examples has a tail: the sums before it, back to its frontier, the ops that contract the
 batch (matrix products, sums, backwards of convolutions, embeddings and norm layers). The tail is linear in the terms of
-the examples, so the same nodes on a batch of one compute the term of that one.
+the examples, so the same nodes on a batch of one compute the term of that one. They run node by node on all examples at
+once: under ``vmap``, but for the ops whose rule there reads sizes as numbers (2.13), which would fix a symbolic batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from gradrewrite.per_example.layouts import Batch, Size, Sum, unflatten
 from gradrewrite.per_example.op_calls import Layouts, is_selection, size_of
 
 _aten = torch.ops.aten
+_prims = torch.ops.prims
 TensorsFunction = Callable[..., Tensor]
 Operand = tuple[fx.Node, Batch | None]  # an input of a tail, and where its examples are
 
@@ -74,55 +77,106 @@ def terms_of(tail: Tail, num_examples: Size) -> tuple[list[fx.Node], TensorsFunc
         Nodes, and a function of their tensors that returns the terms, ``[B, *P]``.
     """
     nodes = list(dict.fromkeys(node for node, _ in tail.operands))
-    puts = [node for node in tail.nodes if node.target in _BASES]
 
     def run(*tensors: Tensor) -> Tensor:
         given = dict(zip(nodes, tensors, strict=True))
-        split = [
-            given[node] if layout is None else unflatten(given[node], layout, num_examples)
-            for node, layout in tail.operands
-        ]
-        # Each example has memory of its own: Inductor accumulates those of an expanded tensor in one (2.13, CPU).
-        bases = [split[0].new_zeros((num_examples, *size_of(node)), dtype=node.meta["val"].dtype) for node in puts]
-        dims = [None if layout is None else 0 for _, layout in tail.operands] + [0] * len(bases)
-
-        def one(*values: Tensor) -> Tensor:
-            own = dict(zip(puts, values[len(split) :], strict=True))
-            return _run_on_one(tail, values[: len(split)], own, num_examples)
-
-        terms: Tensor = torch.func.vmap(one, in_dims=tuple(dims))(*split, *bases)
-        return terms
+        terms = _Terms(tail, num_examples)
+        for node, layout in tail.operands:
+            value = given[node]
+            terms.operands[node, layout] = value if layout is None else unflatten(value, layout, num_examples)
+        for node in tail.nodes:
+            terms.found[node] = terms.at(node)
+        result = terms.found[tail.gradient]
+        assert isinstance(result, Tensor)
+        return result
 
     return nodes, run
 
 
-def _run_on_one(tail: Tail, operands: Sequence[Tensor], bases: Mapping[fx.Node, Tensor], num_examples: Size) -> Tensor:
-    """Run the tail on one example."""
-    given = dict(zip(tail.operands, operands, strict=True))
-    found: dict[fx.Node, Any] = {}
-    for node in tail.nodes:
+class _Terms:
+    """The terms of all examples at the nodes of a tail, while it runs.
 
-        def value(argument: fx.Node, node: fx.Node = node) -> Any:
-            if not _is_tensor(argument):  # a size
-                return found.get(argument, fake_tensors.as_number(argument.meta["val"]))
-            return found[argument] if argument in found else given[tail.operand(node, argument)]
+    Attributes:
+        operands: What the tail reads from outside: ``[B, ...]``, or a value that is the same for all examples.
+        found: Terms by node, ``[B, ...]`` each.
+    """
 
-        rule = _ON_ONE.get(node.target)
-        if rule is not None:
-            named = dict(fx.map_arg(operators.arguments_of(node), value))
-            if "output_mask" in named:  # what other parameters need is in their tails
-                read = {user.args[1] for user in node.users if user in tail.nodes}
-                named["output_mask"] = [n in read for n in range(len(named["output_mask"]))]
-            found[node] = rule(named, bases.get(node), node)
+    def __init__(self, tail: Tail, num_examples: Size) -> None:
+        self.tail, self.num_examples = tail, num_examples
+        self.operands: dict[Operand, Any] = {}
+        self.found: dict[fx.Node, Any] = {}
+
+    def at(self, node: fx.Node) -> Any:
+        """Return the terms at one node, those before it being known."""
+        if node.target in _ON_ALL:
+            found = _ON_ALL[node.target](self._named(node, self._value), node)
+        elif node.target in _ALONG:
+            found = self._along(node)
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            found = self._one_by_one(node)
+        if node.target in _MEANS and node in self.tail.splits:  # which divided by the number of elements of one example
+            found = found / self.num_examples
+        return found
+
+    def _value(self, node: fx.Node, argument: fx.Node) -> Any:
+        if not _is_tensor(argument):  # a size
+            return fake_tensors.as_number(argument.meta["val"])
+        if argument in self.found:
+            return self.found[argument]
+        return self.operands[self.tail.operand(node, argument)]
+
+    def _is_split(self, node: fx.Node, argument: fx.Node) -> bool:
+        """Whether the value of an argument has the examples in dimension 0."""
+        return argument in self.found or self.tail.operand(node, argument)[1] is not None
+
+    def _named(self, node: fx.Node, value: Callable[[fx.Node, fx.Node], Any]) -> dict[str, Any]:
+        return dict(fx.map_arg(operators.arguments_of(node), lambda argument: value(node, argument)))
+
+    def _along(self, node: fx.Node) -> Any:
+        """Run an op along dimensions on all examples, which are one more dimension in front."""
+        given = operators.arguments_of(node)
+        list_of_rows = given.get("index") if node.target in _ALONG_LISTS else None
+
+        def in_front(node: fx.Node, argument: fx.Node) -> Any:
+            value = self._value(node, argument)
+            if not _is_tensor(argument) or argument is list_of_rows or self._is_split(node, argument):
+                return value
+            return value.expand(self.num_examples, *value.shape)
+
+        named, rank = self._named(node, in_front), node.meta["val"].dim()
+        for name in ("dim", "dims"):
+            if name in named:
+                dims = named[name]
+                named[name] = dims % rank + 1 if isinstance(dims, int) else [d % rank + 1 for d in dims]
+        if "input_sizes" in named:
+            named["input_sizes"] = [self.num_examples, *named["input_sizes"]]
+        assert callable(node.target)
+        return node.target(**named)
+
+    def _one_by_one(self, node: fx.Node) -> Any:
+        """Run the op of a node on each example."""
+        inputs = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
+        values = [self._value(node, argument) for argument in inputs]
+        dims = [0 if self._is_split(node, argument) else None for argument in inputs]
+        if node.target in _PUTS:
+            # Each example has memory of its own: Inductor accumulates those of an expanded tensor in one (2.13, CPU).
+            like = node.meta["val"]
+            values.append(values[0].new_zeros((self.num_examples, *size_of(node)), dtype=like.dtype))
+            dims.append(0)
+
+        def one(*own: Tensor) -> Any:
+            given = dict(zip(inputs, own[: len(inputs)], strict=True))
+
+            def value(node: fx.Node, argument: fx.Node) -> Any:
+                return given[argument] if argument in given else self._value(node, argument)
+
+            if node.target in _ON_ONE:
+                return _ON_ONE[node.target](self._named(node, value), *own[len(inputs) :])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: value(node, argument))
             assert callable(node.target)
-            found[node] = node.target(*args, **kwargs)
-        if node.target in _MEANS and node in tail.splits:  # which divided by the number of elements of one example
-            found[node] = found[node] / num_examples
-    result = found[tail.gradient]
-    assert isinstance(result, Tensor)
-    return result
+            return node.target(*args, **kwargs)
+
+        return torch.func.vmap(one, in_dims=tuple(dims))(*values)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -130,21 +184,55 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], Tensor | tuple | list)
 
 
-def _first(named: Mapping[str, Any], _: Any, __: fx.Node) -> Any:
+def _first(named: Mapping[str, Any], _: fx.Node) -> Any:
     return next(iter(named.values()))
 
 
-def _cast(named: Mapping[str, Any], _: Any, node: fx.Node) -> Tensor:
-    result: Tensor = _first(named, _, node).to(node.meta["val"].dtype)
+def _select(named: Mapping[str, Any], _: fx.Node) -> Any:
+    whole, index = named.values()
+    return whole[index]
+
+
+def _cast(named: Mapping[str, Any], node: fx.Node) -> Tensor:
+    result: Tensor = _first(named, node).to(node.meta["val"].dtype)
     return result
 
 
-def _convolution(named: Mapping[str, Any], _: Any, __: fx.Node) -> Any:
-    return _aten.convolution_backward.default(*named.values())
+def _convolution(named: Mapping[str, Any], node: fx.Node) -> tuple[Tensor | None, ...]:
+    """One convolution that has the examples as further groups; what is not read of it is removed later."""
+    errors, values, size = named["grad_output"], named["input"], size_of(operators.arguments_of(node)["weight"])
+    number = errors.shape[0]
+    wide = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (errors, values)]
+    weight = values.new_empty(()).expand(number * size[0], *size[1:])  # only its sizes are read
+    names = ("stride", "padding", "dilation", "transposed", "output_padding")
+    settings = [*(named[name] for name in names), named["groups"] * number, [False, True, False]]
+    _, found, _ = _aten.convolution_backward.default(*wide, weight, None, *settings)
+    return None, found.unflatten(0, (number, size[0])), errors.sum([1, *range(3, errors.dim())])
 
 
-def _put(named: Mapping[str, Any], base: Tensor | None, _: fx.Node) -> Tensor:
-    assert base is not None
+def _layer_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor | None, ...]:
+    error, mean = named["grad_out"], named.get("mean", 0)
+    dims = list(range(1, error.dim() - len(named["normalized_shape"])))
+    return None, (error * (named["input"] - mean) * named["rstd"]).sum(dims), error.sum(dims)
+
+
+def _group_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor | None, ...]:
+    error, values, groups = named["grad_out"], named["input"], int(named["group"])
+    size = (*values.shape[:2], groups, -1)
+    normal = (values.reshape(size) - named["mean"].unsqueeze(-1)) * named["rstd"].unsqueeze(-1)
+    dims = [d for d in range(1, error.dim()) if d != 2]
+    return None, (error * normal.reshape(values.shape)).sum(dims), error.sum(dims)
+
+
+def _batch_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor | None, ...]:
+    error, values = named["grad_out"], named["input"]
+    size = [-1 if d == 2 else 1 for d in range(error.dim())]
+    scale = (named["running_var"] + named["eps"]).rsqrt().reshape(size)
+    dims = [d for d in range(1, error.dim()) if d != 2]
+    return None, (error * (values - named["running_mean"].reshape(size)) * scale).sum(dims), error.sum(dims)
+
+
+def _put(named: Mapping[str, Any], base: Tensor) -> Tensor:
     values, indices = named["values"], list(named["indices"])
     if "mask" in named:
         values = torch.where(named["mask"], values, 0)
@@ -153,49 +241,40 @@ def _put(named: Mapping[str, Any], base: Tensor | None, _: fx.Node) -> Tensor:
     return result
 
 
-def _embedding(named: Mapping[str, Any], base: Tensor | None, _: fx.Node) -> Tensor:
-    assert base is not None
+def _embedding(named: Mapping[str, Any], base: Tensor) -> Tensor:
     words, errors = named["indices"], named["grad_output"]
     kept = torch.where((words == named["padding_idx"]).unsqueeze(-1), 0, errors)
     result: Tensor = _aten.index_put.default(base, [words], kept, True)
     return result
 
 
-def _layer_norm(named: Mapping[str, Any], _: Any, node: fx.Node) -> tuple[Tensor | None, ...]:
-    error, mean = named["grad_out"], named.get("mean", 0)
-    dims = list(range(error.dim() - len(named["normalized_shape"])))
-    return None, (error * (named["input"] - mean) * named["rstd"]).sum(dims), error.sum(dims)
-
-
-def _group_norm(named: Mapping[str, Any], _: Any, __: fx.Node) -> tuple[Tensor | None, ...]:
-    error, values, groups = named["grad_out"], named["input"], int(named["group"])
-    size = (values.shape[0], groups, -1)
-    normal = (values.reshape(size) - named["mean"].unsqueeze(-1)) * named["rstd"].unsqueeze(-1)
-    dims = [d for d in range(error.dim()) if d != 1]
-    return None, (error * normal.reshape(values.shape)).sum(dims), error.sum(dims)
-
-
-def _batch_norm(named: Mapping[str, Any], _: Any, __: fx.Node) -> tuple[Tensor | None, ...]:
-    error, values = named["grad_out"], named["input"]
-    size = [-1 if d == 1 else 1 for d in range(error.dim())]
-    scale = (named["running_var"] + named["eps"]).rsqrt().reshape(size)
-    dims = [d for d in range(error.dim()) if d != 1]
-    return None, (error * (values - named["running_mean"].reshape(size)) * scale).sum(dims), error.sum(dims)
-
-
 _MEANS = frozenset(operators.overloads(("mean",)))
-_PUTS = frozenset(operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")))
 _EMBEDDINGS = frozenset(operators.overloads(("embedding_dense_backward",)))
-_BASES = _PUTS | _EMBEDDINGS
-# Ops whose arguments say how many examples there are, that give more than is needed, or that vmap does not know.
-_ON_ONE: dict[Any, Callable[[Mapping[str, Any], Tensor | None, fx.Node], Any]] = {
+_PUTS = _EMBEDDINGS | frozenset(
+    operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate"))
+)
+# Ops on values with the examples in dimension 0: their arguments say how many examples there are, they give more than
+# is needed, or vmap does not know them.
+_ON_ALL: dict[Any, Callable[[Mapping[str, Any], fx.Node], Any]] = {
+    operator.getitem: _select,
     ops.mark_error: _first,
-    torch.ops.prims.convert_element_type.default: _cast,
+    _prims.convert_element_type.default: _cast,
     _aten.convolution_backward.default: _convolution,
     _aten.native_layer_norm_backward.default: _layer_norm,
     _aten._fused_rms_norm_backward.default: _layer_norm,
     _aten.native_group_norm_backward.default: _group_norm,
     _aten.native_batch_norm_backward.default: _batch_norm,
+}
+# Ops along dimensions that are given by number; some take a list of rows, which is the same for all examples.
+_ALONG_LISTS = frozenset(operators.overloads(("index_select", "index_add")))
+_ALONG = _ALONG_LISTS | frozenset(
+    (
+        *operators.overloads(("cat", "slice_backward", "slice_scatter", "select_scatter", "gather", "scatter_add")),
+        *operators.overloads(("rev",), "prims"),
+    )
+)
+# Ops on one example; what they write into is given.
+_ON_ONE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_PUTS, _put),
     **dict.fromkeys(_EMBEDDINGS, _embedding),
 }

@@ -119,6 +119,24 @@ class Frozen(nn.Module):
         return self.head(self.frozen(self.twice(self.twice(x).tanh()).tanh()))
 
 
+class Parts(nn.Module):
+    """Its parameters are cut up and put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.table = nn.Parameter(torch.randn(2 * 7, 7)), nn.Parameter(torch.randn(9, 7))
+        self.scale, self.shift = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(7))
+        self.head = nn.Linear(7, WORDS)
+        self.register_buffer("rows", torch.tensor([[3, 0, 3, 8, 1, 1, 2]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.both.chunk(2)
+        h = (x @ first.t()).tanh() @ second.t() + self.table.gather(0, self.rows)
+        scale, shift = torch.stack([self.scale, self.shift]).unbind()
+        h = h * torch.cat([scale, shift])[3:10] + shift.flip(0)
+        return self.head(h.tanh() + self.table.index_select(0, self.rows[0, :2]).sum(0))
+
+
 class OneRow(nn.Module):
     """Its loss sees one row of each example."""
 
@@ -179,6 +197,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "recurrent": (Recurrent, lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
     "time-major": (lambda: Recurrent(time_major=True), lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
     "frozen parts": (Frozen, lambda: (vectors(B, 7), labels(B)), cross_entropy),
+    "parts": (Parts, lambda: (vectors(B, 7), labels(B)), cross_entropy),
     "one row": (OneRow, lambda: (vectors(B, T, 3), labels(B)), None),
     "two batches": (TwoBatches, lambda: (vectors(B, 3), vectors(B, 3)), None),
     "positions by arange": (lambda: Gpt(1, 8, 2, WORDS, T), lambda: (labels(B, T), labels(B, T)), None),

@@ -21,6 +21,7 @@ from torch._dynamo.utils import compilation_time_metrics, get_metrics_context
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.fx.graph_module import _loader
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
@@ -407,3 +408,27 @@ def test_11_a_hit_of_the_autograd_cache_skips_the_joint_pass(tmp_path: Path, mon
     with aot_autograd.no_autograd_cache():
         step("third")
     assert runs == ["first", "third"]
+
+
+def weight_gradient(errors: Tensor, values: Tensor) -> Any:
+    weight, settings = torch.ones(2, 3, 2), ([1], [0], [1], False, [0], 1, [False, True, False])
+    return torch.ops.aten.convolution_backward.default(errors[None], values[None], weight, None, *settings)[1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        weight_gradient,
+        lambda a, b: torch.cat([a, b]),
+        lambda a, b: torch.ops.aten.slice_backward.default(a, [9, 6], 0, 1, 3, 1),
+        lambda a, b: torch.gather(a, 0, torch.zeros(1, 2, dtype=torch.int64)),
+    ],
+)
+def test_vmap_fixes_the_symbolic_sizes_of_some_ops(fn: Callable[..., Tensor]) -> None:
+    """``per_example.tails`` runs these without ``vmap``; where this fails, ``vmap`` may do."""
+    errors, values = torch.randn(5, 2, 6), torch.randn(5, 3, 7)
+    if fn is not weight_gradient:
+        values = values[:, :, :6]
+    traced = proxy_tensor.make_fx(torch.func.vmap(fn), tracing_mode="symbolic")(errors, values)
+    guards = [str(guard.expr) for guard in traced.shape_env.guards]
+    assert any(guard.startswith("Eq(") and guard.endswith(", 5)") for guard in guards)

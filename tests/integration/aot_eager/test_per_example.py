@@ -67,12 +67,13 @@ def clipped(terms: dict[str, Tensor], bound: float, reduction: str = "mean") -> 
     return {name: torch.einsum("b,b...->...", factors, own) for name, own in terms.items()}
 
 
-@pytest.mark.parametrize("name", ["linear 3-D", "recurrent", "conv 2-D", "attention"])
+@pytest.mark.parametrize("name", ["linear 3-D", "recurrent", "conv 1-D", "conv 2-D", "attention", "parts"])
 def test_the_batch_may_be_symbolic(name: str) -> None:
+    """One compilation serves every size of the batch above 1."""
     model, inputs = make(name)
     actions = [Keep("example_norms"), Keep("second_moment"), ClipPerExample(0.1)]
     rewritten = gr.transform(model, gr.on("gradient:*", actions), dynamic=True)
-    for number in (4, 3, 6):
+    for number in (4, 3, 6, 2):
         batch = [torch.cat([x, x])[:number].clone() for x in inputs]
         terms = example_gradients(model, *batch)
         model.zero_grad()
@@ -81,6 +82,21 @@ def test_the_batch_may_be_symbolic(name: str) -> None:
         for parameter, wanted in clipped(terms, 0.1).items():
             torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
             torch.testing.assert_close(moments[parameter], terms[parameter].square().mean(0), **EXACT)
+    assert len(rewritten.explain().graphs) == 1
+
+
+def test_the_length_may_be_symbolic() -> None:
+    """One compilation serves sequences of every length."""
+    model, (x, y) = make("attention")
+    rewritten = gr.transform(model, gr.on("gradient:*", [Keep("example_norms"), ClipPerExample(0.1)]), dynamic=True)
+    for number, length in ((4, 5), (3, 3), (2, 4)):
+        batch = x[:number, :length].clone(), y[:number, :length].clone()
+        wanted = clipped(example_gradients(model, *batch), 0.1)
+        model.zero_grad()
+        rewritten(*batch).backward()
+        for parameter, own in wanted.items():
+            torch.testing.assert_close(model.get_parameter(parameter).grad, own, **EXACT)
+    assert len(rewritten.explain().graphs) == 1
 
 
 class Summed(torch.nn.Module):

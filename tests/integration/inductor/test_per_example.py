@@ -35,6 +35,25 @@ def test_compiled(name: str) -> None:
         torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
 
 
+@pytest.mark.parametrize("name", ["conv 2-D", "parts"])
+def test_the_batch_may_be_symbolic(name: str) -> None:
+    """One compilation serves every size of the batch above 1."""
+    model, inputs = make(name)
+    rewritten = gr.transform(model, gr.on("gradient:*", ClipPerExample(0.1)), dynamic=True)
+    rewritten.compile()
+    for number in (4, 3, 6):
+        batch = [torch.cat([x, x])[:number].clone() for x in inputs]
+        terms = example_gradients(model, *batch)
+        total = torch.stack([own.flatten(1).square().sum(1) for own in terms.values()]).sum(0).sqrt()
+        factors = (0.1 / total).clamp(max=1) / number
+        model.zero_grad()
+        rewritten(*batch).backward()
+        for parameter, own in terms.items():
+            wanted = torch.einsum("b,b...->...", factors, own)
+            torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
+    assert len(rewritten.explain().graphs) == 1
+
+
 def test_noise_comes_anew_at_each_backward() -> None:
     model, inputs = make("linear")
     rewritten = gr.transform(model, gr.on("gradient:*", ClipPerExample(1.0, noise_multiplier=1.0)))
