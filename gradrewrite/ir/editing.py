@@ -85,6 +85,11 @@ def insert_copy(
     return copy
 
 
+def call_instead(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let a node compute the same value by another operator: its name and what is known of it remain."""
+    node.target, node.args, node.kwargs = target, args, kwargs
+
+
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Set an argument of a node that calls an operator, by its name in the schema."""
     names = list(operators.arguments_of(node))

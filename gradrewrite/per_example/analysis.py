@@ -91,7 +91,9 @@ class ExampleAnalysis:
         sums = [node for node, layout in call.layouts.items() if isinstance(layout, Sum)]
         if sums and call.node.target not in READ_SIZES:
             if not is_linear(call, sums):
-                raise MixesExamplesError("is computed of a sum over the batch")
+                raise MixesExamplesError(
+                    "is computed of a sum over the batch, and no rule says that it is linear in it"
+                )
             return self._everywhere(call.node, Sum())
         if not call.batched:
             return self._everywhere(call.node, Const())

@@ -105,8 +105,10 @@ def agree(layouts: Sequence[Batch]) -> Batch:
     """Return the one layout of several values that an op combines element by element.
 
     Raises:
-        MixesExamplesError: They differ, so elements of different examples meet.
+        MixesExamplesError: They differ, so elements of different examples meet; or there are none.
     """
+    if not layouts:
+        raise MixesExamplesError("has no rule for a batch in this argument alone")
     first = layouts[0]
     if not all(first.equals(other) for other in layouts[1:]):
         raise MixesExamplesError("combines different examples")

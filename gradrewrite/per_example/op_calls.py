@@ -12,11 +12,14 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import operators
 from gradrewrite._compat.fake_tensors import as_number
-from gradrewrite.per_example.layouts import Batch, Const, Layout, MixesExamplesError, Size, Sum, agree, same_size
+from gradrewrite.per_example.layouts import Batch, Const, Layout, Size, Sum, agree, same_size
 
 Layouts = Layout | tuple[Layout, ...]
 
 _aten = torch.ops.aten
+
+# Writes of values where indices say; by index arithmetic, with a mask of what counts.
+PUTS = frozenset(operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")))
 
 
 @dataclass(eq=False)
@@ -144,6 +147,23 @@ def counts_up(node: Any, length: Size) -> bool:
     return node.target is _aten.arange.default or (node.target is _aten.arange.start and given["start"] == 0)
 
 
+def is_count(node: Any) -> bool:
+    """Whether a node is made of yes and no: a mask, or the number of its elements that hold; integers may be data."""
+    if not isinstance(node, fx.Node) or not isinstance(value := node.meta["val"], Tensor):
+        return False
+    if value.dtype == torch.bool:
+        return True
+    is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
+    return is_whole and node.target in _COUNTS and is_count(node.args[0])
+
+
+_COUNTS = frozenset(
+    (
+        *operators.overloads(("sum", "view", "_to_copy", "unsqueeze", "squeeze", "expand", "clone")),
+        torch.ops.prims.convert_element_type.default,
+    )
+)
+
 _KEEP_ORDER = frozenset(
     (
         _aten.view.default,
@@ -160,6 +180,3 @@ _KEEP_ORDER = frozenset(
 def is_selection(node: fx.Node) -> bool:
     """Whether a node takes one result out of several."""
     return node.target is operator.getitem
-
-
-__all__ = ["Layouts", "MixesExamplesError", "OpCall", "counts_up", "is_selection", "is_zero", "size_of"]

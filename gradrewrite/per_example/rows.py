@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors, operators
 from gradrewrite.ir import ops
 from gradrewrite.per_example.layouts import Batch, Size, unflatten
-from gradrewrite.per_example.op_calls import size_of
+from gradrewrite.per_example.op_calls import PUTS, size_of
 from gradrewrite.per_example.tails import Tail, TensorsFunction
 
 _aten = torch.ops.aten
@@ -45,14 +45,16 @@ class Rows:
         left: Rows of as many elements as the gradient has rows; words, if these are one-hot.
         right: Rows of as many elements as the gradient has columns.
         is_one_hot: Whether ``left`` are words.
-        padding: The word that does not count; -1 if all do.
+        padding: The word that does not count; None if all do.
+        size: Number of words: negative ones count from the end. None where there are no negative ones.
         mask: Which rows count; None if all do.
     """
 
     left: Factor
     right: Factor
     is_one_hot: bool = False
-    padding: int = -1
+    padding: int | None = None
+    size: Size | None = None
     mask: Factor | None = None
 
     @property
@@ -104,20 +106,19 @@ def _rows_of(tail: Tail, node: fx.Node, is_turned: bool) -> Rows | None:
         return None
     if node.target is _aten.embedding_dense_backward.default:
         words, errors = given["indices"], given["grad_output"]
-        found = Rows(Factor(words, split[words]), Factor(errors, split[errors]), True, int(given["padding_idx"]))
-        return found
-    if node.target in _PUTS and len(given["indices"]) == 1:
+        padding = int(given["padding_idx"])
+        return Rows(Factor(words, split[words]), Factor(errors, split[errors]), True, None if padding < 0 else padding)
+    if node.target in PUTS and len(given["indices"]) == 1:
         (words,), errors, mask = given["indices"], given["values"], given.get("mask")
         if len(size_of(errors)) != len(size_of(words)) + 1 or (mask is not None and size_of(mask)[-1] != 1):
             return None
         if mask is not None and len(size_of(mask)) != len(size_of(errors)):
             return None
-        found = Rows(Factor(words, split[words]), Factor(errors, split[errors]), True)
+        found = Rows(Factor(words, split[words]), Factor(errors, split[errors]), True, size=size_of(node)[0])
         return found if mask is None else replace(found, mask=Factor(mask, split[mask]))
     return None
 
 
-_PUTS = frozenset(operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")))
 _TURNS = frozenset(operators.overloads(("t", "permute", "transpose")))
 _KEEPS = frozenset(
     (
@@ -139,9 +140,11 @@ def _read(rows: Rows, given: dict[fx.Node, Tensor], num_examples: Size, dtype: t
     if not rows.is_one_hot:
         return RowsOfExamples(left.to(dtype), right, False)
     words, right = left.flatten(1), right.flatten(1, -2)
-    counts = words != rows.padding
-    if rows.mask is not None:
-        counts = counts & split(rows.mask).flatten(1)
+    if rows.size is not None:
+        words = torch.where(words < 0, words + rows.size, words)
+    if rows.padding is None and rows.mask is None:
+        return RowsOfExamples(words, right, True)
+    counts = words != rows.padding if rows.mask is None else split(rows.mask).flatten(1)
     return RowsOfExamples(torch.where(counts, words, 0), torch.where(counts.unsqueeze(-1), right, 0), True)
 
 

@@ -25,7 +25,7 @@ from gradrewrite.per_example.layouts import (
     quotient,
     same_size,
 )
-from gradrewrite.per_example.op_calls import Layouts, OpCall, counts_up, is_zero, size_of
+from gradrewrite.per_example.op_calls import PUTS, Layouts, OpCall, counts_up, is_count, is_zero, size_of
 
 Rule = Callable[[OpCall], Layouts]
 
@@ -49,14 +49,11 @@ def _rule(*names: str, namespace: str = "aten") -> Callable[[Rule], Rule]:
     return register
 
 
-# --- element by element ---------------------------------------------------------------------------------------------
-
-
 @_rule(
     *("where", "masked_fill", "bernoulli", "_to_copy", "to", "lift_fresh_copy", "detach", "alias", "clone", "rsub"),
     *("hardtanh_backward", "elu_backward", "softplus_backward", "leaky_relu_backward", "hardswish_backward"),
     *("hardsigmoid_backward", "mish_backward", "softshrink_backward", "hardshrink_backward", "log_sigmoid_forward"),
-    *("log_sigmoid_backward", "native_dropout", "_prelu_kernel", "_prelu_kernel_backward", "isin", "bucketize"),
+    *("log_sigmoid_backward", "native_dropout", "_prelu_kernel", "_prelu_kernel_backward"),
     *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"),
     *("binary_cross_entropy_backward", "_conj", "complex", "tril", "triu", "native_dropout_backward"),
 )
@@ -65,6 +62,16 @@ def _pointwise(call: OpCall) -> Layouts:
     rank = max(v.dim() for v in call.results if v is not None)
     layouts = [layout.moved(layout.dim + rank - len(size_of(node))) for node, layout in call.batched]
     return call.all_results(agree(layouts))
+
+
+@_rule("isin", "bucketize")
+def _look_up(call: OpCall) -> Layouts:
+    """Look up each element of one tensor in another one."""
+    names = call.arguments
+    table = names.get("boundaries", names.get("test_elements", names.get("test_element")))
+    if call.batch_of(table) is not None:
+        raise MixesExamplesError("looks up in the elements of other examples")
+    return call.same_places()
 
 
 @_rule("copy")
@@ -106,9 +113,6 @@ def _nll_loss(call: OpCall) -> Layouts:
 @_rule("nll_loss_backward", "nll_loss2d_backward")
 def _nll_loss_backward(call: OpCall) -> Layouts:
     return call.same_places()
-
-
-# --- the same elements in another shape or order --------------------------------------------------------------------
 
 
 @_rule("view", "reshape", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "flatten", "view_copy")
@@ -176,9 +180,6 @@ def _pad(call: OpCall) -> Layouts:
     if any(call["pad"][2 * padded : 2 * padded + 2]):
         raise MixesExamplesError(SINGLE)
     return layout
-
-
-# --- parts and their inverse ----------------------------------------------------------------------------------------
 
 
 def _part(call: OpCall, layout: Batch, before: Any, after: Any, start: Any = 0, step: Any = 1) -> Batch:
@@ -304,11 +305,12 @@ def _slice_back(call: OpCall, part: str, whole: Any, dim: int) -> Layouts:
 
 @_rule("unfold", "index_fill", "index_copy", "index_add")
 def _along_others(call: OpCall) -> Layouts:
-    layout = call.same_places("self")
+    names = [name for name in ("self", "source") if name in call.arguments]
+    layout = call.same_places(*names)
     if call.dim("dimension" if "dimension" in call.arguments else "dim") == layout.dim:
         raise MixesExamplesError(ALONG_THE_BATCH)
-    if len(call.batched) > 1:
-        raise MixesExamplesError("has no rule for several arguments with the batch")
+    if any(node not in [call[name] for name in names] for node, _ in call.batched):
+        raise MixesExamplesError("has no rule for indices with the batch")
     return layout
 
 
@@ -328,7 +330,7 @@ _ADDS = frozenset(overloads(("sum", "mean")))
 
 @_rule(
     *("sum", "mean", "amax", "amin", "var_mean", "var", "std", "std_mean", "prod", "any", "all", "argmax", "argmin"),
-    *("max", "min", "linalg_vector_norm", "norm", "logsumexp", "count_nonzero"),
+    *("max", "min", "linalg_vector_norm", "norm", "logsumexp", "count_nonzero", "median", "kthvalue"),
 )
 def _reduce(call: OpCall) -> Layouts:
     (node, layout) = call.batched[0]
@@ -343,15 +345,17 @@ def _reduce(call: OpCall) -> Layouts:
     if call.node.target not in _ADDS:
         raise MixesExamplesError(OVER_THE_BATCH)
     value = node.meta["val"]
-    if not (value.dtype.is_floating_point or value.dtype.is_complex):
-        return Const()  # a count
-    return call.contract({node: layout})
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return call.contract({node: layout})
+    if not is_count(node):
+        raise MixesExamplesError("adds up integers over the batch, which may be data: of a mask take mask.bool().sum()")
+    return Const()
 
 
 @_rule(
     *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "cumsum", "cumprod", "sort"),
     *("topk", "logcumsumexp", "cummax", "cummin", "glu", "glu_backward", "gather", "scatter", "scatter_add"),
-    *("scatter_reduce", "softmax", "log_softmax", "argsort", "median", "kthvalue"),
+    *("scatter_reduce", "softmax", "log_softmax", "argsort"),
 )
 @_rule("prepare_softmax_online", namespace="prims")
 def _along(call: OpCall) -> Layouts:
@@ -363,24 +367,22 @@ def _along(call: OpCall) -> Layouts:
     return call.all_results(layout)
 
 
-# --- products -------------------------------------------------------------------------------------------------------
-
-
 @_rule("mm", "bmm", "addmm", "baddbmm")
 def _matmul(call: OpCall) -> Layouts:
     names = call.arguments
     left, right = (names["self"], names["mat2"]) if "batch1" not in names else (names["batch1"], names["batch2"])
     added = names["self"] if "mat1" in names or "batch1" in names else None
-    left = names.get("mat1", left)
-    result = _product(call, left, right, len(size_of(call.node)) - 2)
+    left, rank = names.get("mat1", left), len(size_of(call.node))
+    bias = None if added is None else call.batch_of(added)
+    found = [] if bias is None else [bias.moved(bias.dim + rank - len(size_of(added)))]
+    if call.batch_of(left) is None and call.batch_of(right) is None:
+        return agree(found)
+    result = _product(call, left, right, rank - 2)
     if added is None:
         return result
-    bias = call.batch_of(added)
     if isinstance(result, Sum):
         raise MixesExamplesError("adds a sum over the batch to something else")
-    if bias is not None:
-        agree([result, bias.moved(bias.dim + len(size_of(call.node)) - len(size_of(added)))])
-    return result
+    return agree([result, *found])
 
 
 def _product(call: OpCall, left: fx.Node, right: fx.Node, lead: int) -> Batch | Sum:
@@ -481,9 +483,6 @@ def _pool(call: OpCall, num_spatial: int) -> Layouts:
     return call.all_results(layout)
 
 
-# --- normalisation --------------------------------------------------------------------------------------------------
-
-
 @_rule("native_layer_norm", "_fused_rms_norm")
 def _layer_norm(call: OpCall) -> Layouts:
     layout = call.same_places("input")
@@ -551,9 +550,6 @@ def _first(call: OpCall, *names: str) -> Batch:
     if layout.dim != 0:
         raise MixesExamplesError(OVER_THE_BATCH)
     return layout
-
-
-# --- indices --------------------------------------------------------------------------------------------------------
 
 
 @_rule("embedding")
@@ -636,7 +632,6 @@ def _index(call: OpCall) -> Layouts:
     return layout.moved(layout.dim + indices.first)
 
 
-@_rule("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 def _index_put(call: OpCall) -> Layouts:
     indices, base, values = _Indices(call), call["self"], call["values"]
     rank = len(size_of(base))
@@ -673,6 +668,9 @@ def _index_put(call: OpCall) -> Layouts:
     if not all(same_size(size_of(node)[layout.dim], whole) for node, layout in split.items()):
         raise MixesExamplesError("has no rule for indices that are broadcast")
     return call.contract(split)
+
+
+RULES.update(dict.fromkeys(PUTS, _index_put))
 
 
 def check_sizes(call: OpCall, found: Layouts) -> None:

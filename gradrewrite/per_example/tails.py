@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors, operators
 from gradrewrite.ir import ops
-from gradrewrite.per_example.layouts import Batch, Size, Sum, unflatten
-from gradrewrite.per_example.op_calls import Layouts, is_selection, size_of
+from gradrewrite.per_example.layouts import Batch, MixesExamplesError, Size, Sum, unflatten
+from gradrewrite.per_example.op_calls import PUTS, Layouts, is_selection, size_of
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims
@@ -51,7 +51,11 @@ class Tail:
 def find_tail(
     gradient: fx.Node, layouts: Mapping[fx.Node, Layouts], splits: Mapping[fx.Node, Mapping[fx.Node, Batch]]
 ) -> Tail:
-    """Return the tail of a gradient that is a sum over examples."""
+    """Return the tail of a gradient that is a sum over examples.
+
+    Raises:
+        MixesExamplesError: A node of it adds up over examples, and its terms are not known: the value of a loss.
+    """
     todo, seen = [gradient], set[fx.Node]()
     while todo:
         node = todo.pop()
@@ -60,6 +64,11 @@ def find_tail(
         seen.add(node)
         todo += [a for a in node.all_input_nodes if layouts[a] == Sum() or (is_selection(node) and a in splits)]
     nodes = tuple(node for node in gradient.graph.nodes if node in seen)
+    for node in nodes:
+        if node not in splits and not any(a in seen for a in node.all_input_nodes):
+            raise MixesExamplesError(
+                f"its terms go through {operators.name_of(node)}, whose value is known as a sum only"
+            )
     own = {node: splits[node] for node in nodes if node in splits}
     pairs = [(node, a) for node in nodes for a in node.all_input_nodes if a not in seen and _is_tensor(a)]
     operands = dict.fromkeys((a, own.get(node, {}).get(a)) for node, a in pairs)
@@ -158,7 +167,7 @@ class _Terms:
         inputs = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
         values = [self._value(node, argument) for argument in inputs]
         dims = [0 if self._is_split(node, argument) else None for argument in inputs]
-        if node.target in _PUTS:
+        if node.target in PUTS | _EMBEDDINGS:
             # Each example has memory of its own: Inductor accumulates those of an expanded tensor in one (2.13, CPU).
             like = node.meta["val"]
             values.append(values[0].new_zeros((self.num_examples, *size_of(node)), dtype=like.dtype))
@@ -250,9 +259,6 @@ def _embedding(named: Mapping[str, Any], base: Tensor) -> Tensor:
 
 _MEANS = frozenset(operators.overloads(("mean",)))
 _EMBEDDINGS = frozenset(operators.overloads(("embedding_dense_backward",)))
-_PUTS = _EMBEDDINGS | frozenset(
-    operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate"))
-)
 # Ops on values with the examples in dimension 0: their arguments say how many examples there are, they give more than
 # is needed, or vmap does not know them.
 _ON_ALL: dict[Any, Callable[[Mapping[str, Any], fx.Node], Any]] = {
@@ -275,6 +281,6 @@ _ALONG = _ALONG_LISTS | frozenset(
 )
 # Ops on one example; what they write into is given.
 _ON_ONE: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_PUTS, _put),
+    **dict.fromkeys(PUTS, _put),
     **dict.fromkeys(_EMBEDDINGS, _embedding),
 }

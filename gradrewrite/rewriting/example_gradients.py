@@ -17,8 +17,8 @@ from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.per_example.analysis import ExampleAnalysis
-from gradrewrite.per_example.layouts import Batch, Mixed, Size, Sum, weighted
-from gradrewrite.per_example.op_calls import is_selection, is_zero, size_of
+from gradrewrite.per_example.layouts import Batch, Mixed, MixesExamplesError, Size, Sum, weighted
+from gradrewrite.per_example.op_calls import PUTS, is_selection, is_zero, size_of
 from gradrewrite.per_example.rows import (
     Rows,
     cheaper_way,
@@ -159,9 +159,12 @@ class ExampleGradients:
             return None
         found.analysis.update()
         layout = found.analysis.of(node)
-        if layout == Sum():
-            return find_tail(node, found.analysis.layouts, found.analysis.splits)
         start = f"{point.site}: {describe(action)} needs the gradient of each example"
+        if layout == Sum():
+            try:
+                return find_tail(node, found.analysis.layouts, found.analysis.splits)
+            except MixesExamplesError as err:
+                raise PolicyError(f"{start}: {err}. {_WAY_OUT}") from None
         if not isinstance(layout, Mixed):
             raise PolicyError(f"{start}, and this one does not depend on the examples of the batch")
         raise PolicyError(f"{start}: {layout.reason} ({layout.node}{self._source(layout.node)}). {_WAY_OUT}")
@@ -259,8 +262,7 @@ class ExampleGradients:
         """Let gradients whose terms are computed be the sums of these: one product instead of two."""
         for node, (tail, terms) in self._summed.items():
             if node.users:
-                node.target, node.args = _aten.sum.dim_IntList, (terms, [0])
-                node.kwargs = {"dtype": value_of(node).dtype}
+                editing.call_instead(node, _aten.sum.dim_IntList, (terms, [0]), {"dtype": value_of(node).dtype})
                 self.replaced += [other for other in tail.nodes if other is not node]
 
     def _small_terms(self, node: fx.Node, tail: Tail, action: Asked) -> fx.Node | None:
@@ -332,9 +334,7 @@ def _wide(value: Tensor) -> torch.dtype:
 _LINEAR = {
     _aten.mm.default: ("self", "mat2"),
     _aten.bmm.default: ("self", "mat2"),
-    **dict.fromkeys(
-        operators.overloads(("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")), ("values",)
-    ),
+    **dict.fromkeys(PUTS, ("values",)),
 }
 
 

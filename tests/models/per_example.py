@@ -126,6 +126,7 @@ class Parts(nn.Module):
         super().__init__()
         self.both, self.table = nn.Parameter(torch.randn(2 * 7, 7)), nn.Parameter(torch.randn(9, 7))
         self.scale, self.shift = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(7))
+        self.mixture = nn.Parameter(torch.randn(2))
         self.head = nn.Linear(7, WORDS)
         self.register_buffer("rows", torch.tensor([[3, 0, 3, 8, 1, 1, 2]]))
 
@@ -134,7 +135,19 @@ class Parts(nn.Module):
         h = (x @ first.t()).tanh() @ second.t() + self.table.gather(0, self.rows)
         scale, shift = torch.stack([self.scale, self.shift]).unbind()
         h = h * torch.cat([scale, shift])[3:10] + shift.flip(0)
-        return self.head(h.tanh() + self.table.index_select(0, self.rows[0, :2]).sum(0))
+        mixed = self.mixture.softmax(0) @ self.table[:2]
+        return self.head(h.tanh() + mixed + self.table.index_select(0, self.rows[0, :2]).sum(0))
+
+
+class Table(nn.Module):
+    """Rows of a parameter by index, some counted from its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(WORDS, WORDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows[torch.where(x % 2 == 0, x, x - WORDS)].sin().sum(1)
 
 
 class OneRow(nn.Module):
@@ -197,6 +210,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "recurrent": (Recurrent, lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
     "time-major": (lambda: Recurrent(time_major=True), lambda: (vectors(B, T, 3), labels(B)), cross_entropy),
     "frozen parts": (Frozen, lambda: (vectors(B, 7), labels(B)), cross_entropy),
+    "indices from the end": (Table, lambda: (labels(B, T), labels(B)), cross_entropy),
     "parts": (Parts, lambda: (vectors(B, 7), labels(B)), cross_entropy),
     "one row": (OneRow, lambda: (vectors(B, T, 3), labels(B)), None),
     "two batches": (TwoBatches, lambda: (vectors(B, 3), vectors(B, 3)), None),

@@ -45,6 +45,10 @@ def similarities(out: Tensor, y: Tensor, _: nn.Linear) -> Tensor:
     return F.cross_entropy(out @ out.t(), y.clamp(max=3))
 
 
+def centred(out: Tensor, y: Tensor, _: nn.Linear) -> Tensor:
+    return (out * (y - y.sum() / 4).unsqueeze(1)).sin().sum()
+
+
 def unknown_op(out: Tensor, y: Tensor, _: nn.Linear) -> Tensor:
     return torch.linalg.inv(torch.diag_embed(out.exp())).sum()
 
@@ -57,6 +61,10 @@ def of_weights_alone(out: Tensor, y: Tensor, layer: nn.Linear) -> Tensor:
     return layer.weight.square().sum()
 
 
+def loss_with_a_factor(out: Tensor, y: Tensor, layer: nn.Linear) -> Tensor:
+    return layer.bias[0] * F.mse_loss(out, torch.zeros_like(out)) + F.cross_entropy(out, y)
+
+
 HERE = r"test_per_example_refusals\.py:\d+ "
 REFUSED = {
     "BatchNorm": (lambda: Normalized(plain), "in training is computed over the batch"),
@@ -67,6 +75,7 @@ REFUSED = {
     "penalty": (lambda: Model(penalty), "add is computed of a sum over the batch"),
     "similarities": (lambda: Model(similarities), "mm multiplies different examples .*" + HERE + '"return F'),
     "unknown op": (lambda: Model(unknown_op), "has no rule, so nobody knows .*" + HERE + '"return torch.linalg'),
+    "centred by integers": (lambda: Model(centred), "adds up integers over the batch, which may be data"),
     "no example": (lambda: Model(of_weights_alone), "does not depend on the examples"),
 }
 
@@ -77,6 +86,14 @@ def test_mixing_is_refused(name: str, action: Any) -> None:
     make, text = REFUSED[name]
     model = gr.transform(make(), gr.on("gradient:layer.weight", action))
     with pytest.raises(gr.PolicyError, match=rf"gradient:layer\.weight: {type(action).__name__}\(.*{text}"):
+        model(X, Y)
+
+
+@pytest.mark.parametrize("action", [ClipPerExample(1.0), Keep("example_norms"), Keep("second_moment")], ids=repr)
+def test_a_parameter_that_multiplies_a_loss_is_refused(action: Any) -> None:
+    model = gr.transform(Model(loss_with_a_factor), gr.on("gradient:layer.bias", action))
+    text = r"gradient:layer\.bias: .* its terms go through mse_loss, whose value is known as a sum only"
+    with pytest.raises(gr.PolicyError, match=text):
         model(X, Y)
 
 

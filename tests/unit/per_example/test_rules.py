@@ -150,6 +150,20 @@ CASES: dict[str, tuple[Callable[..., Any], list[Given]]] = {
         lambda x: F.cross_entropy(x, x.argmax(1), reduction="none"),
         [((2 * B, 4), Batch(0, 2, 1))],
     ),
+    "median": (lambda x: x.median(0).values, [((B, B, B), Batch(1))]),
+    "kthvalue": (lambda x: x.kthvalue(2, 0).values, [((B, B, B), Batch(1))]),
+    "isin": (lambda x, w: torch.isin(x.round(), w.round()), [((B, 9), Batch(0)), ((2,), None)]),
+    "bucketize": (lambda x: torch.bucketize(x, torch.tensor([-0.5, 0.0, 0.5])), [((B, 9), Batch(0))]),
+    "index_select": (lambda x: x.index_select(1, torch.tensor([2, 0, 2])), [((B, B), Batch(0))]),
+    "index_add": (
+        lambda x: torch.zeros(B, B).index_add(1, torch.tensor([0, 2, 2]), x),
+        [((B, B), Batch(0))],
+    ),
+    "index_add to examples": (
+        lambda x, y: x.index_add(1, torch.tensor([0]), y),
+        [((B, 4), Batch(0)), ((B, 1), Batch(0))],
+    ),
+    "addmm of constants": (torch.addmm, [((B, 2), Batch(0)), ((B, 4), None), ((4, 2), None)]),
     "mse": (lambda x, y: F.mse_loss(x, y, reduction="none"), [((B, 4), Batch(0)), ((B, 4), Batch(0))]),
 }
 
@@ -199,6 +213,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[Given], str]] = {
         "in training is computed over the batch",
     ),
     "sum of floats as a factor": (lambda x: x / x.sum(), [((B,), Batch(0))], "div is computed of a sum"),
+    "isin": (lambda x: torch.isin(x, x), [((B, 4), Batch(0))], "isin looks up in the elements of other examples"),
+    "sum of integers": (lambda x: x - x.long().sum(0), [((B, 4), Batch(0))], "adds up integers over the batch"),
+    "median over examples": (lambda x: x.median(0).values, [((B, B), Batch(0))], "median is computed over the batch"),
+    "index_add of examples": (
+        lambda x: torch.zeros(2, 4).index_add(0, torch.zeros(B).long(), x),
+        [((B, 4), Batch(0))],
+        "index_add is computed along the batch",
+    ),
     "unknown": (lambda x: torch.linalg.inv(x), [((B, 4, 4), Batch(0))], "linalg_inv_ex has no rule"),
     "view": (lambda x: x.reshape(-1, 2 * B), [((B, 4), Batch(0))], "view puts examples and others into one dimension"),
 }
@@ -225,6 +247,9 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "several uses": lambda x, w: x.sum(0) + (x * x).sum(0),
     "slices": lambda x, w: aten.slice_backward.default(x.sum(0)[1:3], [6], 0, 2, 4, 1),
     "a common factor": lambda x, w: x.sum(0) / (x > 0).sum() * w[0],
+    "diagonal": lambda x, w: aten.diagonal_backward.default(x.sum(0), [4, 4], 0, 0, 1),
+    "softmax of a constant": lambda x, w: aten._softmax_backward_data.default(x.sum(0), w[0], 0, torch.float32),
+    "tanh of a constant": lambda x, w: aten.tanh_backward.default(x.sum(0), w[0].tanh()),
     "zeros": lambda x, w: torch.cat([x.sum(0), torch.zeros(2)]),
 }
 
@@ -235,6 +260,7 @@ def test_sums_of_terms(name: str) -> None:
     assert found == Sum()
 
 
-def test_counts_are_constants() -> None:
-    (found,) = analysed(lambda x: (x > 0).sum().float().rsqrt(), [torch.randn(B, 4)], [Batch(0)])
+@pytest.mark.parametrize("count", [lambda x: (x > 0).sum(), lambda x: (x > 0).long().sum(1).sum()])
+def test_counts_are_constants(count: Callable[[Tensor], Tensor]) -> None:
+    (found,) = analysed(lambda x: count(x).float().rsqrt(), [torch.randn(B, 4)], [Batch(0)])
     assert found == Const()
