@@ -375,8 +375,6 @@ def _matmul(call: OpCall) -> Layouts:
     left, rank = names.get("mat1", left), len(size_of(call.node))
     bias = None if added is None else call.batch_of(added)
     found = [] if bias is None else [bias.moved(bias.dim + rank - len(size_of(added)))]
-    if call.batch_of(left) is None and call.batch_of(right) is None:
-        return agree(found)
     result = _product(call, left, right, rank - 2)
     if added is None:
         return result

@@ -163,7 +163,6 @@ CASES: dict[str, tuple[Callable[..., Any], list[Given]]] = {
         lambda x, y: x.index_add(1, torch.tensor([0]), y),
         [((B, 4), Batch(0)), ((B, 1), Batch(0))],
     ),
-    "addmm of constants": (torch.addmm, [((B, 2), Batch(0)), ((B, 4), None), ((4, 2), None)]),
     "mse": (lambda x, y: F.mse_loss(x, y, reduction="none"), [((B, 4), Batch(0)), ((B, 4), Batch(0))]),
 }
 
@@ -221,6 +220,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[Given], str]] = {
         [((B, 4), Batch(0))],
         "index_add is computed along the batch",
     ),
+    "addmm of constants": (torch.addmm, [((B, 2), Batch(0)), ((B, 4), None), ((4, 2), None)], "addmm has no rule for"),
     "unknown": (lambda x: torch.linalg.inv(x), [((B, 4, 4), Batch(0))], "linalg_inv_ex has no rule"),
     "view": (lambda x: x.reshape(-1, 2 * B), [((B, 4), Batch(0))], "view puts examples and others into one dimension"),
 }
