@@ -33,7 +33,7 @@ class Keep:
     - ``"example_norms"``: their L2 norms, ``[B]``, at least in float32.
     - ``"second_moment"``: the mean over examples of their squares, in the shape of the parameter, at least in float32.
 
-    Both are NaN or inf where a gradient is.
+    Both are NaN or inf where a gradient is; the mean over no examples is NaN.
 
     Attributes:
         what: ``"tensor"``, ``"example_norms"`` or ``"second_moment"``.
