@@ -1,4 +1,4 @@
-"""Norms, second moments and clipped sums of per-example gradients against ``torch.func.grad`` of each example."""
+"""Norms, second moments and clipped sums of per-example gradients against the autograd of each example."""
 
 from __future__ import annotations
 
