@@ -267,7 +267,9 @@ class ExampleGradients:
             examples = self._found[action.batch_dim].num_examples
             found = products_of(rows, examples, _wide(value_of(node))) if rows else None
             nodes, run = terms_of(tail, examples) if found is None else found
-            self._terms[key] = self._insert(run, nodes, before=node)
+            # Inductor cannot lay out views of a symbolic batch that the forward would save (2.13).
+            in_backward = isinstance(examples, torch.SymInt)
+            self._terms[key] = self._insert(run, nodes, has_live=in_backward, before=node)
         return self._terms[key]
 
     def add_up_terms(self) -> None:
