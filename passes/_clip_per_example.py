@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite.ir.noise import NoiseSource
-from gradrewrite.ir.statistics import share_of
+from gradrewrite.ir.statistics import largest_of, share_of
 from gradrewrite.passes._settings import check_examples, check_norm, check_number, now, scalar, short_repr
 from gradrewrite.policy.actions import LossReduction
 from gradrewrite.policy.recording import current_recording, record
@@ -28,6 +28,7 @@ class ClipPerExample:
     parameters of the group as one vector. An example whose norm is at or below the bound is not changed; nor is one
     whose norm is not finite, so that nothing is hidden: add ``CheckFinite`` where private training needs the bound
     without exception. Norms are computed at least in float32, as sums of squares: beyond 1e19 they are inf in float32.
+    Of a batch without examples the sum is 0, plus the noise, with records of NaN and 0; a mean over none is refused.
     Shape, dtype and device are kept. The gradient without the clip is not computed, unless an action before reads it.
 
     Records ``example_norm_mean@group:<group>`` and ``example_norm_max@group:<group>`` (before clipping), and
@@ -50,7 +51,7 @@ class ClipPerExample:
             else, or ``batch_dim`` is negative.
         TypeError: A setting is no number.
         PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does; the graph is a part of the
-            model; one group has two bounds.
+            model; one group has two bounds; the loss is the mean over a batch without examples.
         UnsupportedGradientError: (at the rewrite) A gradient of the group is sparse.
 
     Example:
@@ -92,7 +93,7 @@ class ClipPerExample:
             bound = norms.new_full((), bound)
         acts = (norms > bound) & (norms < torch.inf)
         record("example_norm_mean", norms.mean())
-        record("example_norm_max", norms.amax())
+        record("example_norm_max", largest_of(norms))
         record("clipped_share", share_of(acts))
         return [torch.where(acts, bound / norms, 1.0)]
 

@@ -34,7 +34,7 @@ class Keep:
     - ``"second_moment"``: the mean over examples of their squares, in the shape of the parameter, at least in float32.
       Where that needs the gradients of all examples the gradient itself is their sum: equal up to rounding.
 
-    Both are NaN or inf where a gradient is.
+    Both are NaN or inf where a gradient is; the mean over no examples is NaN.
 
     Attributes:
         what: ``"tensor"``, ``"example_norms"`` or ``"second_moment"``.

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.ir.statistics import norm_of
+from gradrewrite.ir.statistics import largest_of, norm_of
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
@@ -35,8 +35,9 @@ class Observe:
     and ``example_norm_max``, the mean and the largest of their L2 norms; ``noise_scale``, the trace of their covariance
     over the squared norm of the true gradient, both estimated without bias from the norms of single gradients and of
     their mean (with a small batch the estimate of the latter may be negative). It is NaN for a batch of one; all three
-    are NaN or inf where a gradient is. The simple noise scale of McCandlish, Kaplan, Amodei and the OpenAI Dota team,
-    "An empirical model of large-batch training", 2018, https://arxiv.org/abs/1812.06162.
+    are NaN for a batch without examples, and NaN or inf where a gradient is. The simple noise scale of McCandlish,
+    Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch training", 2018,
+    https://arxiv.org/abs/1812.06162.
 
     Attributes:
         statistics: Names, in the order of the records; those of single examples come last.
@@ -156,7 +157,7 @@ class _ExampleObservation:
             if name == "noise_scale":
                 record(name, self._noise_scale(tensor, squares))
             else:
-                record(name, squares.sqrt().mean() if name == "example_norm_mean" else squares.amax().sqrt())
+                record(name, squares.sqrt().mean() if name == "example_norm_mean" else largest_of(squares).sqrt())
         return tensor
 
     def _noise_scale(self, gradient: Tensor, squares: Tensor) -> Tensor:

@@ -40,10 +40,15 @@ NeededTail: TypeAlias = "Tail | None"  # None of a gradient that is 0
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The examples of a graph: the analysis, or None where there is one example alone."""
+    """The examples of a graph: the analysis, or None where there is one example alone, or none."""
 
+    name: str  # of the first input that has them
     num_examples: Size
     analysis: ExampleAnalysis | None
+
+    @property
+    def is_empty(self) -> bool:
+        return isinstance(self.num_examples, int) and self.num_examples == 0
 
 
 class ExampleGradients:
@@ -128,7 +133,9 @@ class ExampleGradients:
         """Return the node of a gradient in which the terms of the examples have weights ``[B]``; and noise, if any."""
         tail = self._tail(point, node, action)
         found = self._found[action.batch_dim]
-        if found.analysis is None:
+        if found.is_empty:
+            result = self._insert(torch.zeros_like, [node])
+        elif found.analysis is None:
             result = self._insert(lambda g, w: g * w.to(g.device, g.dtype).reshape(()), [node, weights])
         elif tail is None:
             result = node
@@ -173,7 +180,14 @@ class ExampleGradients:
         dim = action.batch_dim
         if dim not in self._found:
             self._found[dim] = self._look(point, action)
-        return self._found[dim]
+        found = self._found[dim]
+        if found.is_empty and action.loss_reduction == "mean":
+            raise PolicyError(
+                f"{point.site}: {describe(action)}: the batch has no examples (dimension {dim} of input "
+                f"{found.name!r} is 0), and a mean over none is not defined. Leave out empty batches, or let the loss "
+                'be a sum over examples and say so (loss_reduction="sum"): that of none is 0'
+            )
+        return found
 
     def _look(self, point: InsertionPoint, action: Asked) -> _Found:
         start = f"{point.site}: {describe(action)}"
@@ -201,9 +215,9 @@ class ExampleGradients:
                     f"{start}: dimension {dim} of every input is the batch, and it is {size} in {batched[first]!r} and "
                     f"{value_of(node).shape[dim]} in {batched[node]!r}. Make what has no batch a buffer of the model"
                 )
-        if isinstance(size, int) and size == 1:
-            return _Found(size, None)
-        return _Found(size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
+        if isinstance(size, int) and size <= 1:
+            return _Found(batched[first], size, None)
+        return _Found(batched[first], size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
 
     def _source(self, name: str) -> str:
         """The user's line that made a node."""
@@ -225,7 +239,7 @@ class ExampleGradients:
         found = self._found[action.batch_dim]
         wide, examples = _wide(value_of(node)), found.num_examples
         if tail is None:
-            if found.analysis is None:
+            if found.analysis is None and not found.is_empty:
                 return self._insert(lambda g: g.to(wide).square().sum().reshape(1), [node])
             return self._insert(lambda g: g.new_zeros(examples, dtype=wide), [node])
         rows = find_rows(tail)
@@ -238,7 +252,7 @@ class ExampleGradients:
     def _moment(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
         """Return the node of the sum over examples of the squared terms, in the shape of the parameter."""
         wide, examples = _wide(value_of(node)), self._found[action.batch_dim].num_examples
-        if tail is None:
+        if tail is None:  # a gradient that is 0, or that of one example; of none it is divided by 0
             return self._insert(lambda g: g.to(wide).square(), [node])
         rows = find_rows(tail)
         found = sum_of_squares_of(rows, node, examples, wide) if rows else None
@@ -255,7 +269,9 @@ class ExampleGradients:
             examples = self._found[action.batch_dim].num_examples
             found = products_of(rows, examples, _wide(value_of(node))) if rows else None
             nodes, run = terms_of(tail, examples) if found is None else found
-            self._terms[key] = self._insert(run, nodes, before=node)
+            # Inductor cannot lay out views of a symbolic batch that the forward would save (2.13).
+            in_backward = isinstance(examples, torch.SymInt)
+            self._terms[key] = self._insert(run, nodes, has_live=in_backward, before=node)
         return self._terms[key]
 
     def add_up_terms(self) -> None:

@@ -1,4 +1,4 @@
-"""Models whose loss is a mean over examples, and their per-example gradients by torch.func."""
+"""Models whose loss is a mean over examples, and their per-example gradients by autograd and by torch.func."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from models.gpt import Gpt
 
-__all__ = ["MODELS", "WithLoss", "example_gradients", "make"]
+__all__ = ["MODELS", "WithLoss", "example_gradients", "make", "vmap_gradients"]
 
 B, T, WORDS = 4, 5, 11
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -235,3 +237,16 @@ def example_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
         loss = model(*(x.unsqueeze(0) for x in example))
         of.append(torch.autograd.grad(loss, list(trained.values())))
     return {name: torch.stack(own) for name, own in zip(trained, zip(*of, strict=True), strict=True)}
+
+
+def vmap_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """The same by ``torch.func.vmap(torch.func.grad(...))``: all examples at once, without autograd's graph."""
+
+    def loss(trained: dict[str, Tensor], *example: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, trained, tuple(x.unsqueeze(0) for x in example))
+        return found
+
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the others, and warns
+        found: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, *[0] * len(inputs)))(trained, *inputs)
+    return found

@@ -1,7 +1,8 @@
-"""Norms, second moments and clipped sums of per-example gradients against ``torch.func.grad`` of each example."""
+"""Norms, second moments and clipped sums of per-example gradients against the autograd of each example."""
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import Counter
 from typing import Any
@@ -313,3 +314,38 @@ def test_noise_goes_on_after_a_checkpoint() -> None:
         assert not first or not torch.equal(first[0], got[0])
     assert all(torch.equal(a, b) for a, b in zip(gradients(copied, inputs, 2), wanted, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(gradients(model, inputs, 1), wanted, strict=False))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_no_examples_give_the_noise_alone(dynamic: bool | None) -> None:
+    """A batch that was drawn empty is one step of private training as any other, if the loss is a sum."""
+    torch.manual_seed(3)
+    model = Sum(torch.nn.Linear(40, 50)).double()
+    options: dict[str, Any] = {"loss_reduction": "sum"}
+    statistics = Observe("example_norm_mean", "example_norm_max", "noise_scale", **options)
+    kept = [Keep("example_norms", **options), Keep("second_moment", **options)]
+    clip = ClipPerExample(2.0, noise_multiplier=1.5, **options)
+    rewritten = gr.transform(model, gr.on("gradient:net.weight", [statistics, *kept, clip]), dynamic=dynamic)
+    for number in (0, 4, 0):
+        model.zero_grad()
+        rewritten(torch.zeros(number, 40, dtype=torch.float64)).backward()
+        assert model.net.bias.grad is not None
+        assert torch.equal(model.net.bias.grad, torch.full((50,), float(number), dtype=torch.float64))
+        assert float(model.net.weight.grad.std()) == pytest.approx(3.0, rel=0.05)
+    records = rewritten.monitor.latest()
+    assert records["clipped_share@group:default"] == 0
+    for name in ("example_norm_mean", "example_norm_max"):
+        assert math.isnan(records[f"{name}@group:default"])
+        assert math.isnan(records[f"{name}@gradient:net.weight"])
+    (norms,) = rewritten.monitor.kept("example_norms").values()
+    assert norms.shape == (0,)
+    (moment,) = rewritten.monitor.kept("second_moment").values()
+    assert moment.isnan().all()
+
+
+def test_a_clipped_sum_of_no_examples_is_zero() -> None:
+    """Even of a loss whose gradient is not."""
+    model = torch.nn.Linear(3, 2)
+    policy = gr.on("gradient:weight", ClipPerExample(1.0, loss_reduction="sum"))
+    (gr.transform(model, policy)(torch.zeros(0, 3)).sum() * torch.inf).backward()
+    assert torch.equal(model.weight.grad, torch.zeros(2, 3))

@@ -120,6 +120,13 @@ def test_inputs_have_one_batch(inputs: tuple[Tensor, Tensor], options: dict[str,
         model(*inputs)
 
 
+def test_no_examples_have_no_mean() -> None:
+    model = gr.transform(Model(plain), gr.on("gradient:layer.*", ClipPerExample(1.0)))
+    text = r"^gradient:layer.weight: ClipPerExample\(1.0\): .*\(dimension 0 of input 'x' is 0\).*loss_reduction=\"sum\""
+    with pytest.raises(gr.PolicyError, match=text):
+        model(X[:0], Y[:0])
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
