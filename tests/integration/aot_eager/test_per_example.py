@@ -159,7 +159,7 @@ def _product(node: torch.fx.Node) -> str:
     if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
         return "product"
     is_convolution = node.target is torch.ops.aten.convolution_backward.default
-    return "convolution" if is_convolution and node.args[-1][1] else ""  # type: ignore[index]
+    return "convolution" if is_convolution and node.args[-1][1] else ""
 
 
 @pytest.mark.parametrize(
