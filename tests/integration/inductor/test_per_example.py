@@ -35,7 +35,7 @@ def test_compiled(name: str) -> None:
         torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
 
 
-@pytest.mark.parametrize(("name", "number_of_graphs"), [("parts", 1), ("conv 2-D", 2)])
+@pytest.mark.parametrize(("name", "number_of_graphs"), [("parts", 1), ("conv 1-D", 2)])
 def test_the_batch_may_be_symbolic(name: str, number_of_graphs: int) -> None:
     """One compilation for every size above 1; of convolutions one for each, as Inductor fixes the number of groups."""
     model, inputs = make(name)
