@@ -141,10 +141,14 @@ def _read(rows: Rows, given: dict[fx.Node, Tensor], num_examples: Size, dtype: t
         return RowsOfExamples(left.to(dtype), right, False)
     words, right = left.flatten(1), right.flatten(1, -2)
     if rows.size is not None:
-        words = torch.where(words < 0, words + rows.size, words)
-    if rows.padding is None and rows.mask is None:
+        size: Any = rows.size
+        words = torch.where(words < 0, words + size, words)
+    if rows.mask is not None:
+        counts = split(rows.mask).flatten(1)
+    elif rows.padding is not None:
+        counts = words.ne(rows.padding)
+    else:
         return RowsOfExamples(words, right, True)
-    counts = words != rows.padding if rows.mask is None else split(rows.mask).flatten(1)
     return RowsOfExamples(torch.where(counts, words, 0), torch.where(counts.unsqueeze(-1), right, 0), True)
 
 
