@@ -406,3 +406,27 @@ def test_states_that_are_not_among_the_loaded_begin_anew() -> None:
     model(example(1.0)).sum().backward()
     gr.load_state_dict(model, fresh)
     assert float(states_of(model)["gradient:weight/0"]) == 5.0
+
+
+def test_a_guard_that_comes_later_goes_on_counting() -> None:
+    steps: list[int] = []
+    schedule = gr.Schedule(lambda step: steps.append(step) or 1.0)  # type: ignore[func-returns-value]
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:*", ClipByNorm(schedule)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(times: int = 1) -> None:
+        for _ in range(times):
+            model(example(1.0).float()).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    gr.guard(optimizer, model)
+    assert gr.state_dict(model)["step"] == 3
+    for _ in range(2):
+        step(times=2)
+    gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    step()
+    assert sorted(set(steps)) == [0, 1, 2, 3, 4, 5]
+    assert steps == sorted(steps)
+    assert gr.state_dict(model)["step"] == 6
