@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -115,3 +116,29 @@ def test_equal_actions_are_one_group_and_a_copy_draws_other_numbers() -> None:
     assert list(gr.state_dict(model)["states"]) == ["group:default/ClipPerExample.noise.cpu"]
     copied = copy.deepcopy(model)
     assert_all_differ([noise_of(None, (4,), copied)[0], noise_of(None, (4,), model)[0]])
+
+
+def test_noise_of_several_backwards_adds_up_and_a_warning_says_so() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(100, 100, bias=False)
+    model = gr.transform(net, gr.on("gradient:*", noisy()))
+    model(torch.ones(ROWS, 100)).sum().backward()
+    with pytest.warns(
+        gr.RewriteWarning, match=r"default \(noise\): .* still in \.grad; noise is added in each backward"
+    ):
+        model(torch.ones(ROWS, 100)).sum().backward()
+    assert float(net.weight.grad.square().mean()) == pytest.approx(2.0, rel=0.1)
+    net.zero_grad()
+    with pytest.warns(gr.RewriteWarning, match=r"default \(noise\): .* several times before this backward; noise is"):
+        (model(torch.ones(ROWS, 100)).sum() + model(torch.ones(ROWS, 100)).sum()).backward()
+
+
+def test_clips_of_examples_without_noise_may_add_up() -> None:
+    net = nn.Linear(3, 1, bias=False)
+    model = gr.transform(net, gr.on("gradient:*", ClipPerExample(1.0, loss_reduction="sum")))
+    x = torch.tensor([[0.0, 3.0, 4.0], [0.0, 0.3, 0.4]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for row in x:
+            model(row[None]).sum().backward()
+    torch.testing.assert_close(net.weight.grad, torch.tensor([[0.0, 0.9, 1.2]]))

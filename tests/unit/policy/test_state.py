@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -430,3 +432,44 @@ def test_a_guard_that_comes_later_goes_on_counting() -> None:
     assert sorted(set(steps)) == [0, 1, 2, 3, 4, 5]
     assert steps == sorted(steps)
     assert gr.state_dict(model)["step"] == 6
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1](x)
+
+
+class Unbroken(Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(Broken, {"fullgraph": False}), (Unbroken, {"regions": "layers.*"})], ids=["break", "regions"]
+)
+@pytest.mark.parametrize("action", [AutoClip(50.0), ZClip(warmup=2)], ids=repr)
+def test_a_group_that_remembers_norms_needs_all_gradients(make: Any, options: Any, action: Any) -> None:
+    model = gr.transform(make(), gr.on("gradient:*", action), **options)
+    text = rf"{re.escape(repr(action))} at gradient:layers.*group 'default'.*a part of the gradients.*step:"
+    with pytest.raises(gr.PolicyError, match=text):
+        model(example(1.0).float()).sum().backward()
+    model = gr.transform(make(), gr.on("step:*", action), **options)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gr.RewriteWarning)  # of the break
+        model(example(1.0).float()).sum().backward()
+    optimizer.step()
+    assert int(states_of(model)[f"step:group:default/{type(action).__name__}.count"]) == 1
+
+
+def test_two_groups_of_one_name_are_refused() -> None:
+    policy = [gr.on("gradient:weight", AutoClip(50.0, group=1)), gr.on("gradient:bias", AutoClip(50.0, group="1"))]
+    model = gr.transform(nn.Linear(3, 1), policy)
+    with pytest.raises(gr.PolicyError, match=r"the groups 1 and '1' are two, .* one name, group:1; give one"):
+        model(example(1.0).float())
