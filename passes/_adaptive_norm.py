@@ -73,6 +73,8 @@ class AutoClip(_ClipByFollowedNorm):
         ValueError: ``percentile`` or ``history`` is out of range.
         TypeError: A setting is no number.
         UnsupportedGradientError: (at the rewrite) A gradient of the group is sparse.
+        PolicyError: (at the rewrite) A graph break or ``regions=`` splits the model, at gradient sites: each part would
+            have a norm of its own.
 
     Example:
         >>> AutoClip(25.0)
@@ -145,6 +147,8 @@ class ZClip(_ClipByFollowedNorm):
         ValueError: A setting is out of range.
         TypeError: A setting is no number.
         UnsupportedGradientError: (at the rewrite) A gradient of the group is sparse.
+        PolicyError: (at the rewrite) A graph break or ``regions=`` splits the model, at gradient sites: each part would
+            have a norm of its own.
 
     Example:
         >>> ZClip(3.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
@@ -10,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.noise import NoiseSource
+from gradrewrite.ir.noise import NoiseSource, draw_seed
 from gradrewrite.ir.statistics import largest_of, share_of
 from gradrewrite.passes._settings import check_examples, check_norm, check_number, now, scalar, short_repr
 from gradrewrite.policy.actions import LossReduction
@@ -32,9 +31,15 @@ class ClipPerExample:
     Shape, dtype and device are kept. The gradient without the clip is not computed, unless an action before reads it.
 
     Records ``example_norm_mean@group:<group>`` and ``example_norm_max@group:<group>`` (before clipping), and
-    ``clipped_share@group:<group>``, the share of the examples that were clipped. The noise comes from generators of its
-    own, seeded with ``torch.initial_seed()`` and the name of the group when the action is made: the random numbers of
-    the model stay as they are. Their state is part of ``gr.state_dict``. DP-SGD of Abadi, Chu, Goodfellow, McMahan,
+    ``clipped_share@group:<group>``, the share of the examples that were clipped.
+
+    The noise comes from generators of its own: no backward moves those of torch. Their seed is drawn from torch's
+    default generator when an action with noise is made, so that ``torch.manual_seed`` before it decides the noise, and
+    no two actions draw the same. An action that a policy makes while graphs are compiled goes on with the noise of the
+    first one of its group. Their state is part of ``gr.state_dict``. Noise is added in every backward: where ``k`` of
+    them add up to one gradient, the variance of its noise is ``k`` times as large, which a warning says.
+
+    DP-SGD of Abadi, Chu, Goodfellow, McMahan,
     Mironov, Talwar and Zhang, "Deep learning with differential privacy", 2016, https://arxiv.org/abs/1607.00133;
     ``docs/per-example.md`` says which losses have such gradients.
 
@@ -65,7 +70,7 @@ class ClipPerExample:
     loss_reduction: LossReduction = "mean"
     group: Hashable = "default"
     batch_dim: int = 0
-    _source: NoiseSource = field(init=False, repr=False, compare=False)
+    _source: NoiseSource | None = field(init=False, repr=False, compare=False)
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
     has_units: ClassVar[bool] = True
@@ -81,8 +86,7 @@ class ClipPerExample:
         if not 0 <= self.noise_multiplier < float("inf"):
             raise ValueError(f"ClipPerExample: noise_multiplier must be >= 0 and finite, got {self.noise_multiplier!r}")
         check_examples("ClipPerExample", self.loss_reduction, self.batch_dim)
-        seed = torch.initial_seed() ^ zlib.crc32(repr(self.group).encode())
-        object.__setattr__(self, "_source", NoiseSource(seed & 0x7FFF_FFFF_FFFF_FFFF))
+        object.__setattr__(self, "_source", NoiseSource(draw_seed()) if self.has_noise else None)
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the weights of the examples, from their squared norms; see ``policy.actions.ExampleClip``."""
@@ -104,8 +108,9 @@ class ClipPerExample:
 
     def noise(self, tensor: Tensor) -> Tensor:
         """Return what is added to the sum of the clipped gradients of one parameter."""
-        recording = current_recording()
+        source, recording = self._source, current_recording()
+        assert source is not None  # asked for where there is noise
         if recording is not None and recording.states is not None:
-            recording.states.note_noise(self._source, "ClipPerExample.noise")
+            source = recording.states.noise_source("ClipPerExample.noise", source)
         bound = scalar(now(self.max_norm, tensor.device, least=0.0), tensor)
-        return self._source.normal_like(tensor) * bound * self.noise_multiplier
+        return source.normal_like(tensor) * bound * self.noise_multiplier

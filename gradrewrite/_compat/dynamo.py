@@ -45,6 +45,14 @@ def current_frame() -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
     return tx.f_locals, tx.f_globals, tx.f_code.co_name
 
 
+def is_compiling() -> bool:
+    """Whether Dynamo compiles a frame on this thread; it takes back the random numbers that are drawn meanwhile."""
+    try:
+        return InstructionTranslator.current_tx() is not None
+    except AttributeError:
+        return False
+
+
 def user_stack(err: Exception) -> Sequence[Any]:
     """Frames of the code that the tracer could not follow; empty if the error has none."""
     return tuple(getattr(err, "real_stack", None) or ())

@@ -81,6 +81,25 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a node writes to, by the schema of its operator."""
+    schema, given = schema_of(node.target), arguments_of(node)
+    aliases = [] if schema is None else [(a.name, a.alias_info) for a in schema.arguments]
+    written = [given[name] for name, alias in aliases if alias is not None and alias.is_write]
+    return [n for value in written for n in (value if isinstance(value, list | tuple) else [value])]
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the memory of a node's result, behind views and operators that write in place."""
+    while node.op == "call_function" and (schema := schema_of(node.target)) is not None:
+        shared = [a.name for a in schema.arguments if a.alias_info is not None]
+        source = arguments_of(node)[shared[0]] if shared else None
+        if not isinstance(source, fx.Node) or not any(r.alias_info is not None for r in schema.returns):
+            break
+        node = source
+    return node
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """Whether an operator computes each element of its result from the elements at the same place."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

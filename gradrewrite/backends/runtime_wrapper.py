@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,15 @@ _ACCUMULATED = (
 _AGAIN = (
     "{}: the model was called several times before this backward; the global clip acts on the gradients of each call "
     "by itself, not on their sum"
+)
+_NOISE_ACCUMULATED = (
+    "{}: gradients of an earlier backward were still in .grad; noise is added in each backward, so that the variance "
+    "of the noise in their sum is as many times larger. Compute each step in one backward, and clear the gradients "
+    "after it"
+)
+_NOISE_AGAIN = (
+    "{}: the model was called several times before this backward; noise is added for each call, so that the variance "
+    "of the noise in the gradients is as many times larger. Call the model once for each backward"
 )
 
 
@@ -59,7 +68,7 @@ class RewrittenBackward:
             session.warnings.flush_warnings()
         session.note_backward(autograd.backward_id())
         if outputs.groups and use.accumulation.is_accumulating():
-            self._warn("accumulated", _ACCUMULATED, outputs.groups)
+            self._warn("accumulated", (_ACCUMULATED, _NOISE_ACCUMULATED), outputs.groups, outputs.noisy)
         snapshot = None if use.forwards is None else use.forwards.snapshot(args)
         session.config.states.note_backward(autograd.backward_id())
         if session.config.loss_scale is not None:
@@ -79,12 +88,15 @@ class RewrittenBackward:
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and self.is_whole:
-            self._warn("again", _AGAIN, again)
+            self._warn("again", (_AGAIN, _NOISE_AGAIN), again, outputs.noisy)
         use.accumulation.note_at_end()
         return results
 
-    def _warn(self, key: str, text: str, groups: Sequence[str]) -> None:
-        self.session.warnings.warn_once(key, text.format(", ".join(groups)))
+    def _warn(self, key: str, texts: tuple[str, str], groups: Sequence[str], noisy: Collection[str]) -> None:
+        """Warn of groups that act on a part of a step; of those with noise in other words."""
+        for number, text in enumerate(texts):
+            if named := [group for group in groups if (group in noisy) == bool(number)]:
+                self.session.warnings.warn_once(f"{key} {number}", text.format(", ".join(named)))
         self.session.warnings.flush_warnings()
 
 

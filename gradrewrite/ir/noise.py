@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradrewrite._compat import dynamo, fake_tensors
+
 _LIBRARY = torch.library.Library("gradrewrite", "FRAGMENT")
 _LIBRARY.define("normal_like(Tensor like, Tensor source) -> Tensor")
+_IN_COMPILATIONS = itertools.count(1)
+
+
+def draw_seed() -> int:
+    """Draw a seed from torch's default generator on the CPU, which moves on by one number.
+
+    So it follows from ``torch.manual_seed``, and no two are equal. While a graph is compiled the generator does not
+    move: torch takes back what is drawn there, and a count is added instead.
+    """
+    with fake_tensors.outside_of_transforms():
+        drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    return drawn + next(_IN_COMPILATIONS) if dynamo.is_compiling() else drawn
 
 
 class NoiseSource:
@@ -24,13 +39,14 @@ class NoiseSource:
     def __init__(self, seed: int) -> None:
         """Seed the generators."""
         self.seed = seed
-        self.number = torch.tensor([id(self)])  # on the CPU, so that reading it waits for nothing
+        with fake_tensors.outside_of_transforms():  # a policy may make it while a graph is traced
+            self.number = torch.tensor([id(self)], device="cpu")  # so that reading it waits for nothing
         self._generators: dict[torch.device, torch.Generator] = {}
         _SOURCES[id(self)] = self
 
     def __repr__(self) -> str:
-        """The same for all sources of one seed."""
-        return f"NoiseSource({self.seed})"
+        """The same for all sources: they differ in numbers, and not in what is compiled for them."""
+        return "NoiseSource()"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy goes on with the numbers that come next."""

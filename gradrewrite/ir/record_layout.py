@@ -116,7 +116,8 @@ class BackwardOutputs:
         kept: Sites whose tensors are kept.
         kept_as: What each of these tensors is (``Keep.what``).
         logs: The lines of clips that log.
-        groups: Names of groups that are clipped together.
+        groups: Names of groups that are clipped together, or whose noise is drawn together.
+        noisy: Those with noise.
         checks: The finite checks, in the order of execution.
         clips: The clips of which a factor is known.
         group_logs: Clips by norm of groups that log.
@@ -141,6 +142,7 @@ class BackwardOutputs:
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
     states: tuple[tuple[str, Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()
+    noisy: frozenset[str] = frozenset()
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -20,6 +20,8 @@ class State:
     as ``state.value``) and writes it with ``state.set``. Each site at which the function acts has a value of its own,
     and so has each group of a group action. Values are on the device of the gradient; they are read and written by
     the compiled graph, which is not compiled again and does not wait. They are part of ``gr.state_dict(model)``.
+    ``==`` and ``!=`` compare elements, as those of a tensor do. Methods that work in place (``state.add_(1)``),
+    ``state[0] = 1`` and ``state += 1`` are errors, and so is what writes into a tensor that was read out of it.
 
     What a run of the graph sets is read by the next one; within one call of the function ``set`` is seen at once. A
     function acts on every gradient, bad ones too: one that is to remember nothing of them keeps its value there
@@ -37,6 +39,7 @@ class State:
 
     Raises:
         TypeError: ``shape`` has something that is no whole number, or ``init`` is no number.
+        CallbackError: (from the function) It is written in place.
 
     Example:
         >>> import gradrewrite as gr
@@ -120,6 +123,8 @@ class State:
         """Return an attribute of the value."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.endswith("_"):
+            raise _in_place(name)
         return getattr(self.value, name)
 
     def __repr__(self) -> str:
@@ -127,6 +132,18 @@ class State:
         kind = self._kind
         name = f", name={kind.name!r}" if kind.name else ""
         return f"State({tuple(kind.shape)}, {kind.init!r}, {kind.dtype}{name})"
+
+
+def _in_place(name: str) -> CallbackError:
+    return CallbackError(f"gr.State: {name} would write in place; write the new value with state.set(...)")
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: State, *others: Any) -> Any:
+        raise _in_place(name)
+
+    refuse.__name__ = name
+    return refuse
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -141,6 +158,11 @@ def _operator(name: str) -> Callable[..., Any]:
 for _name in (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
     *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul"),
-    *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "len"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem", "len"),
 ):
-    setattr(State, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(State, f"__{_name}__", _operator(f"__{_name}__"))  # its hash stays that of its identity
+for _name in (
+    *("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor"),
+):
+    setattr(State, f"__{_name}__", _refused(f"__{_name}__"))

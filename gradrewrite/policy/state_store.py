@@ -70,9 +70,9 @@ class StateScope:
         key = self._key(state)
         self.updates[key] = self._store.tensor(key, state, device), new
 
-    def note_noise(self, source: NoiseSource, name: str) -> None:
-        """Let the generators of an action here be part of the state of the model."""
-        self._store.note_noise(f"{self._where}/{name}", source)
+    def noise_source(self, name: str, own: NoiseSource) -> NoiseSource:
+        """Return the source that an action draws from here: the first one of this name, or its own."""
+        return self._store.noise_source(f"{self._where}/{name}", own)
 
     def write(self) -> None:
         """Write what was set by an action that ran by itself, outside of a graph."""
@@ -103,7 +103,7 @@ class StateStore:
         self._noise: dict[str, NoiseSource] = {}
         self._loaded: dict[str, Tensor] = {}  # until an action asks for it
         self._schedules: dict[tuple[Schedule, torch.device], _Scheduled] = {}
-        self._loaded_step = 0
+        self._first_step = 0
         self._steps: dict[int, int] = {}  # by the number of the guard
         self._backwards = 0
         self._backward = -1
@@ -111,7 +111,7 @@ class StateStore:
     @property
     def step(self) -> int:
         """The number of the step that the next backward is part of."""
-        return self._loaded_step + max(self._steps.values(), default=self._backwards)
+        return self._first_step + max(self._steps.values(), default=self._backwards)
 
     @property
     def is_used(self) -> bool:
@@ -147,9 +147,17 @@ class StateStore:
         self._loaded.pop(key, None)
         return made
 
-    def note_noise(self, key: str, source: NoiseSource) -> None:
-        """Let generators be part of the state; they go on from what was loaded."""
-        self._noise[key] = source
+    def noise_source(self, key: str, own: NoiseSource) -> NoiseSource:
+        """Return the source under a key, which is part of the state; it goes on from what was loaded.
+
+        It is the first one that was given: a policy may answer with another action when a graph is compiled again, and
+        the noise of that would begin anew.
+        """
+        source = self._noise.setdefault(key, own)
+        self._load_noise(key, source)
+        return source
+
+    def _load_noise(self, key: str, source: NoiseSource) -> None:
         prefix = f"{key}."
         own = {name.removeprefix(prefix): self._loaded.pop(name) for name in [*self._loaded] if name.startswith(prefix)}
         with fake_tensors.outside_of_transforms():
@@ -181,6 +189,8 @@ class StateStore:
 
     def add_guard(self, guard: int) -> None:
         """From now on the steps of optimizers with guards count; this one has a guard of this number."""
+        if not self._steps:  # the backwards so far were steps
+            self._first_step, self._backwards = self.step, 0
         self._steps.setdefault(guard, 0)
 
     def note_step(self, guard: int) -> None:
@@ -229,7 +239,7 @@ class StateStore:
                     f"{key}: the state is {tuple(known.shape)}, {known.dtype}, and what is loaded is "
                     f"{tuple(tensor.shape)}, {tensor.dtype}; was the policy another one when it was saved?"
                 )
-        self._loaded_step, self._backwards, self._steps = int(state["step"]), 0, dict.fromkeys(self._steps, 0)
+        self._first_step, self._backwards, self._steps = int(state["step"]), 0, dict.fromkeys(self._steps, 0)
         self._loaded = {}
         with torch.no_grad():
             for key, tensor in self._tensors.items():
@@ -241,7 +251,7 @@ class StateStore:
                 if key not in self._tensors:
                     self._loaded[key] = tensor.detach().clone()
         for key, source in self._noise.items():
-            self.note_noise(key, source)
+            self._load_noise(key, source)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle values; what is compiled for them stays behind, and noise is copied with its action."""

@@ -226,7 +226,8 @@ def _part(result: Tensor, given: Tensor, part: Tensor, layout: Layout | None) ->
 def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
     """Return the errors for a function that changes what it closes over, or takes a tensor out of torch."""
     refused = CallbackError(
-        f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead"
+        f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead, and "
+        "remember values in a gr.State, which state.set(...) writes"
     )
     leaving = CallbackError(
         f"{site}: {describe(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
@@ -307,9 +308,32 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
                 f"{site}: {describe(action)} reads a value on the host (.item(), float(), bool()), which would make "
                 "every backward wait for the device; compute with tensors"
             )
-        if node.target is torch.ops.aten.copy_.default:  # the argument was changed in place: what counts is returned
-            node.replace_all_uses_with(node.args[1])
+        if node.target is torch.ops.aten.copy_.default and _is_argument(node.args[0]):
+            node.replace_all_uses_with(node.args[1])  # the argument was changed in place: what counts is returned
             graph.erase_node(node)
+        elif (lost := _lost_write(node)) is not None:
+            raise CallbackError(
+                f"{site}: {describe(action)} writes in place ({operators.name_of(node)}) into {lost}, which is lost or "
+                "seen too late. Write a gr.State with state.set(...), report figures with gr.record, and compute new "
+                "tensors (torch.where, torch.cat) instead of changing others"
+            )
+
+
+def _is_argument(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "placeholder"
+
+
+def _lost_write(node: fx.Node) -> str | None:
+    """Return what a node writes to where that is no argument of the function and nothing that it made.
+
+    Tensors that it closes over, and what is computed from them alone, are not made functional by the tracer.
+    """
+    for written in operators.written_by(node):
+        if operators.memory_of(written).op == "get_attr":
+            return "a tensor that it closes over or a state"
+        if node.target is torch.ops.aten.copy_.default:
+            return "a tensor that it computed from what it closes over"
+    return None
 
 
 def _same_shape(got: torch.Size, wanted: torch.Size) -> bool:

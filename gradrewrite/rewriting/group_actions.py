@@ -22,7 +22,7 @@ def groups_of(
     Groups come in the order in which the policy list names them; those of one callback in the order of its sites.
 
     Raises:
-        PolicyError: Two actions of one group differ.
+        PolicyError: Two actions of one group differ; or two groups have one name in records and states.
     """
     groups: dict[tuple[type, Hashable], dict[int, tuple[InsertionPoint, GroupAction]]] = defaultdict(dict)
     named_at: dict[tuple[type, Hashable], tuple[int, ...]] = {}
@@ -34,9 +34,21 @@ def groups_of(
                 groups[key].setdefault(id(point), (point, action))
                 _check_same(next(iter(groups[key].values())), (point, action))
                 named_at[key] = min(named_at.get(key, answered.position), answered.position)
+    _check_names([group for _, group in groups])
     ordered = sorted(groups, key=named_at.__getitem__)  # stable: equal positions stay in the order of sites
     members = [list(groups[key].values()) for key in ordered]
     return [(first[1], [point for point, _ in (first, *rest)]) for first, *rest in members]
+
+
+def _check_names(groups: Iterable[Hashable]) -> None:
+    by_name: dict[str, Hashable] = {}
+    for group in groups:
+        other = by_name.setdefault(str(group), group)
+        if other != group:
+            raise PolicyError(
+                f"the groups {other!r} and {group!r} are two, and their records and states would have one name, "
+                f"group:{group}; give one of them another name"
+            )
 
 
 def _check_same(first: tuple[InsertionPoint, GroupAction], other: tuple[InsertionPoint, GroupAction]) -> None:

@@ -51,6 +51,7 @@ class RecordPacking:
     kept_as: list[str] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    noisy: set[str] = field(default_factory=set)
     clips: list[NormClip | ValueClip] = field(default_factory=list)
     group_logs: list[NormClip] = field(default_factory=list)
     shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
@@ -168,6 +169,7 @@ class RecordPacking:
             bounds=tuple(self.bounds),
             states=tuple((key, tensor) for key, (tensor, _) in self.states.items()),
             counts=frozenset(self.numbering.counts),
+            noisy=frozenset(self.noisy),
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
 from gradrewrite._progress import current_progress
 from gradrewrite.distributed.layouts import Layout
-from gradrewrite.errors import CallbackError
+from gradrewrite.errors import CallbackError, PolicyError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -212,6 +212,7 @@ class Rewriter:
         self.graph = graph
         self.examples = None if marked is None else ExampleGradients(marked)
         self.num_measured = 0
+        self._is_whole = marked is None or marked.is_whole
         self._scale = scale
         self.edits: list[Edit] = []
         self.packing = RecordPacking()
@@ -385,6 +386,13 @@ class Rewriter:
         layouts = [point.layout for point in points]
         values = [value_of(n) for n in nodes]
         traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
+        if traced.has_states and not self._is_whole:
+            raise PolicyError(
+                f"{action!r} at {sites[0]} remembers norms of group {action.group!r}, and this graph computes only a "
+                "part of the gradients of the model: each graph would add the norm of its part to one memory. Take "
+                'step sites (gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break '
+                "(fullgraph=True finds it) or regions="
+            )
         outputs, new = self._splice(traced, nodes, points[0])
         results, extras = outputs[: len(points)], outputs[len(points) :]
         keys = self.packing.add(where, sites[0], traced, extras, sites)
@@ -415,7 +423,10 @@ class Rewriter:
             self.edits.append(Edit(point.site, action, tuple(made), tuple(keys)))
             self._replace(point, result)
             shared = ()
-        self.packing.groups.append(str(action.group))
+        if action.has_noise:  # without it, clips of several backwards add up to that of all their examples
+            name = f"{action.group} (noise)"  # a global clip may have a group of the same name
+            self.packing.groups.append(name)
+            self.packing.noisy.add(name)
 
     def _splice(
         self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -104,6 +106,100 @@ def test_a_state_reads_like_a_tensor() -> None:
     assert torch.equal(state.value, torch.full((3,), 2.0))
     with pytest.raises(AttributeError, match="_nothing"):
         _ = state._nothing
+
+
+def test_equality_is_that_of_elements() -> None:
+    first: Any = gr.State(name="calls")
+
+    def only_first(g: Tensor) -> Tensor:
+        factor = torch.where(first == 0, 1.0, 0.0) + torch.where(first != 0, 3.0, 0.0)
+        first.set(first + 1)
+        return g * factor
+
+    model = gr.transform(nn.Linear(3, 1, bias=False), gr.on("gradient:weight", only_first))
+    for wanted in (1.0, 3.0, 3.0):
+        model.zero_grad()
+        model(example(1.0).float()).sum().backward()
+        assert torch.equal(model.weight.grad, example(wanted).float())
+    other: Any = gr.State((2,), 1.0)
+    assert torch.equal(other == torch.tensor([1.0, 2.0]), torch.tensor([True, False]))
+    assert torch.equal(other != torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
+    assert len({first, other, first}) == 2  # a key by its identity
+
+
+def set_first(s: Any) -> None:
+    s[0] = 1.0
+
+
+def add_to(s: Any) -> None:
+    s += 1.0
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        (lambda s: s.add_(1), "add_ would write in place; write the new value with state.set"),
+        (lambda s: s.copy_(s + 1), "copy_ would write in place"),
+        (lambda s: s.zero_, "zero_ would write in place"),
+        (set_first, "__setitem__ would write in place"),
+        (add_to, "__iadd__ would write in place"),
+    ],
+    ids=["add", "copy", "zero", "item", "iadd"],
+)
+def test_writes_in_place_are_refused(write: Any, text: str) -> None:
+    state = gr.State((2,))
+    with pytest.raises(gr.CallbackError, match=text):
+        write(state)
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:weight", lambda g: (write(state), g)[1]))
+    with pytest.raises(gr.CallbackError, match=f"gradient:weight.*{text}"):
+        model(example(1.0).float())
+
+
+LIVE = torch.zeros(2)
+
+
+def of_temporary(s: gr.State) -> None:
+    twice = LIVE * 2
+    twice[0].fill_(7.0)
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        (lambda s: s[0].fill_(7.0), r"\(copy_\) into a tensor that it closes over or a state"),
+        (lambda s: s.value.add_(1), r"\(add_\) into a tensor that it closes over or a state"),
+        (lambda s: s.value.view(2, 1).select(0, 1).mul_(2), r"\(mul_\) into a tensor that it closes over or a state"),
+        (lambda s: LIVE[0].add_(1), r"\(add_\) into a tensor that it closes over or a state"),
+        (of_temporary, r"\(copy_\) into a tensor that it computed"),
+    ],
+    ids=["index", "value", "view", "closed over", "temporary"],
+)
+def test_writes_into_what_is_not_the_functions_own_are_refused(write: Any, text: str) -> None:
+    state = gr.State((2,))
+
+    def fn(g: Tensor) -> Tensor:
+        write(state)
+        return g + state.sum() + LIVE.sum()
+
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:weight", fn))
+    with pytest.raises(gr.CallbackError, match=f"gradient:weight.*{text}"):
+        model(example(1.0).float())
+    assert torch.equal(LIVE, torch.zeros(2))
+
+
+def test_what_a_function_made_may_be_changed_in_place() -> None:
+    state = gr.State((2,), 3.0)
+
+    def fn(g: Tensor) -> Tensor:
+        own = torch.zeros(2, dtype=g.dtype)
+        own[0] = state[0]
+        own[1:].add_(1)
+        g[0, 0] = own.sum()
+        return g.mul_(2)
+
+    model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", fn))
+    model(example(1.0)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.tensor([[8.0, 2.0, 2.0]], dtype=torch.float64))
 
 
 def test_shapes_and_dtypes() -> None:
@@ -312,3 +408,68 @@ def test_states_that_are_not_among_the_loaded_begin_anew() -> None:
     model(example(1.0)).sum().backward()
     gr.load_state_dict(model, fresh)
     assert float(states_of(model)["gradient:weight/0"]) == 5.0
+
+
+def test_a_guard_that_comes_later_goes_on_counting() -> None:
+    steps: list[int] = []
+    schedule = gr.Schedule(lambda step: steps.append(step) or 1.0)  # type: ignore[func-returns-value]
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:*", ClipByNorm(schedule)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(times: int = 1) -> None:
+        for _ in range(times):
+            model(example(1.0).float()).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    gr.guard(optimizer, model)
+    assert gr.state_dict(model)["step"] == 3
+    for _ in range(2):
+        step(times=2)
+    gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    step()
+    assert sorted(set(steps)) == [0, 1, 2, 3, 4, 5]
+    assert steps == sorted(steps)
+    assert gr.state_dict(model)["step"] == 6
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1](x)
+
+
+class Unbroken(Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(Broken, {"fullgraph": False}), (Unbroken, {"regions": "layers.*"})], ids=["break", "regions"]
+)
+@pytest.mark.parametrize("action", [AutoClip(50.0), ZClip(warmup=2)], ids=repr)
+def test_a_group_that_remembers_norms_needs_all_gradients(make: Any, options: Any, action: Any) -> None:
+    model = gr.transform(make(), gr.on("gradient:*", action), **options)
+    text = rf"{re.escape(repr(action))} at gradient:layers.*group 'default'.*a part of the gradients.*step:"
+    with pytest.raises(gr.PolicyError, match=text):
+        model(example(1.0).float()).sum().backward()
+    model = gr.transform(make(), gr.on("step:*", action), **options)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gr.RewriteWarning)  # of the break
+        model(example(1.0).float()).sum().backward()
+    optimizer.step()
+    assert int(states_of(model)[f"step:group:default/{type(action).__name__}.count"]) == 1
+
+
+def test_two_groups_of_one_name_are_refused() -> None:
+    policy = [gr.on("gradient:weight", AutoClip(50.0, group=1)), gr.on("gradient:bias", AutoClip(50.0, group="1"))]
+    model = gr.transform(nn.Linear(3, 1), policy)
+    with pytest.raises(gr.PolicyError, match=r"the groups 1 and '1' are two, .* one name, group:1; give one"):
+        model(example(1.0).float())
