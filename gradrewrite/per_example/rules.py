@@ -50,7 +50,19 @@ def _rule(*names: str, namespace: str = "aten") -> Callable[[Rule], Rule]:
 
 
 @_rule(
-    *("where", "masked_fill", "bernoulli", "_to_copy", "to", "lift_fresh_copy", "detach", "alias", "clone", "rsub"),
+    *(
+        "hardswish",
+        "where",
+        "masked_fill",
+        "bernoulli",
+        "_to_copy",
+        "to",
+        "lift_fresh_copy",
+        "detach",
+        "alias",
+        "clone",
+        "rsub",
+    ),
     *("hardtanh_backward", "elu_backward", "softplus_backward", "leaky_relu_backward", "hardswish_backward"),
     *("hardsigmoid_backward", "mish_backward", "softshrink_backward", "hardshrink_backward", "log_sigmoid_forward"),
     *("log_sigmoid_backward", "native_dropout", "_prelu_kernel", "_prelu_kernel_backward"),
@@ -150,6 +162,19 @@ def _repeat(call: OpCall) -> Layouts:
     dim = layout.dim + len(call["repeats"]) - len(size_of(node))
     times = size_of(call.node)[dim] // size_of(node)[layout.dim]
     return Batch(dim, layout.pre * times, layout.post)
+
+
+@_rule("view_as_real", "view_as_complex")
+def _parts_of_complex(call: OpCall) -> Layouts:
+    return call.same_places()
+
+
+@_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+def _shuffle(call: OpCall) -> Layouts:
+    layout = call.same_places()
+    if layout.dim >= len(call.size("self")) - (3 if "channel" not in str(call.node.target) else 1):
+        raise MixesExamplesError(SINGLE)
+    return layout
 
 
 @_rule("as_strided")
@@ -312,6 +337,24 @@ def _along_others(call: OpCall) -> Layouts:
     if any(node not in [call[name] for name in names] for node, _ in call.batched):
         raise MixesExamplesError("has no rule for indices with the batch")
     return layout
+
+
+@_rule("unfold_backward")
+def _unfold_backward(call: OpCall) -> Layouts:
+    layout = call.same_places("grad_in")
+    if layout.dim == int(call["dim"]) % len(call["input_sizes"]):
+        raise MixesExamplesError(ALONG_THE_BATCH)
+    return layout
+
+
+@_rule("diagonal_backward")
+def _diagonal_backward(call: OpCall) -> Layouts:
+    layout, rank = call.same_places("grad_output"), len(call["input_sizes"])
+    taken = {int(call[name]) % rank for name in ("dim1", "dim2")}
+    others = [d for d in range(rank) if d not in taken]
+    if layout.dim >= len(others):
+        raise MixesExamplesError(SINGLE)
+    return layout.moved(others[layout.dim])
 
 
 @_rule("diagonal")

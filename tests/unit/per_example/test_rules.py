@@ -33,7 +33,7 @@ def labels(size: Sequence[int], layout: Batch) -> Tensor:
 def analysed(fn: Callable[..., Any], given: Sequence[Tensor], layouts: Sequence[Batch | None]) -> list[Any]:
     """The layouts of the results of a function."""
     with FakeTensorMode() as mode, torch.no_grad():
-        gm = make_fx(lambda *args: results(fn(*args)))(*map(mode.from_tensor, given))
+        gm = make_fx(torch.func.functionalize(lambda *args: results(fn(*args))))(*map(mode.from_tensor, given))
     placeholders = gm.graph.find_nodes(op="placeholder")
     known = {node: layout for node, layout in zip(placeholders, layouts, strict=True) if layout is not None}
     analysis = ExampleAnalysis(gm.graph, known, B)
@@ -109,6 +109,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Given]]] = {
     "logsumexp": (lambda x: x.logsumexp(1), [((B, 4), Batch(0))]),
     "softmax": (lambda x: x.softmax(-1), [((2 * B, 4), Batch(0, 1, 2))]),
     "cumsum": (lambda x: x.cumsum(1), [((B, 4), Batch(0))]),
+    "cumprod": (lambda x: x.cumprod(1), [((B, B), Batch(0))]),
     "sort": (lambda x: x.sort(1), [((B, 4), Batch(0))]),
     "topk": (lambda x: x.topk(2, 1), [((B, 4), Batch(0))]),
     "glu": (lambda x: F.glu(x, 1), [((B, 4), Batch(0))]),
@@ -169,7 +170,11 @@ CASES: dict[str, tuple[Callable[..., Any], list[Given]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_depend_on_the_example_that_the_layout_says(name: str) -> None:
-    fn, given = CASES[name]
+    check_layouts(*CASES[name])
+
+
+def check_layouts(fn: Callable[..., Any], given: list[Given]) -> None:
+    """Check what changes with each example against the layouts of the results; those of sums are not looked at."""
     torch.manual_seed(0)
     tensors = [torch.randn(size) for size, _ in given]
     layouts = [layout for _, layout in given]
@@ -182,11 +187,116 @@ def test_results_depend_on_the_example_that_the_layout_says(name: str) -> None:
             for t, layout in zip(tensors, layouts, strict=True)
         ]
         for number, (now, before, layout) in enumerate(zip(results(fn(*other)), plain, found, strict=True)):
-            assert isinstance(layout, Batch), layout
             differs = now != before
-            assert not differs[labels(now.shape, layout) != example].any()
             changed[number] |= differs
-    assert all(c.any() for c in changed)  # what never changes would be anywhere
+            if layout == Const():
+                assert not differs.any()
+            elif layout != Sum():
+                assert isinstance(layout, Batch), layout
+                assert not differs[labels(now.shape, layout) != example].any()
+    assert all(c.any() or a == Const() for c, a in zip(changed, found, strict=True))  # or it would be anywhere
+    assert isinstance(found[0], Batch)
+
+
+ROWS: Given = ((B, B), Batch(0))
+IMAGES: Given = ((B, B, 6, 6), Batch(0))
+WITH_BACKWARDS: dict[str, tuple[Callable[..., Tensor], list[Given]]] = {
+    **{
+        function.__name__: (function, [ROWS])
+        for function in (
+            *(
+                F.hardtanh,
+                F.elu,
+                F.softplus,
+                F.leaky_relu,
+                F.hardswish,
+                F.hardsigmoid,
+                F.mish,
+                F.softshrink,
+                F.hardshrink,
+            ),
+            *(F.logsigmoid, F.gelu, F.silu, F.selu, F.celu, F.relu6, F.tanhshrink, F.softsign),
+        )
+    },
+    **{
+        loss.__name__: (lambda x, y, loss=loss: loss(x.sigmoid(), y.sigmoid(), reduction="none"), [ROWS, ROWS])
+        for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.binary_cross_entropy, F.kl_div)
+    },
+    "soft_margin_loss": (lambda x, y: F.soft_margin_loss(x, y.detach().sign(), reduction="none"), [ROWS, ROWS]),
+    "bce with logits": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"),
+        [ROWS, ROWS],
+    ),
+    "nll_loss2d": (lambda x: F.cross_entropy(x, x.argmax(1), reduction="none"), [IMAGES]),
+    "label smoothing": (lambda x: F.cross_entropy(x, x.argmax(1), label_smoothing=0.1, reduction="none"), [ROWS]),
+    "prelu": (F.prelu, [IMAGES, ((B,), None)]),
+    "glu": (lambda x: F.glu(x, 1), [((B, 4), Batch(0))]),
+    "softmax": (lambda x: x.softmax(0), [((B, B), Batch(1))]),
+    "log_softmax": (lambda x: x.log_softmax(-1), [ROWS]),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), [ROWS]),
+    "cummax": (lambda x: x.cummax(1).values, [ROWS]),
+    "cummin": (lambda x: x.cummin(0).values, [((B, B), Batch(1))]),
+    "prod": (lambda x: x.prod(1), [ROWS]),
+    "std": (lambda x: x.std(0), [((B, B), Batch(1))]),
+    "var": (lambda x: x.var(1, keepdim=True), [ROWS]),
+    "norm": (lambda x: x.norm(dim=0), [((B, B, B), Batch(1))]),
+    "max": (lambda x: x.max(0).values, [((B, B, B), Batch(1))]),
+    "min": (lambda x: x.min(1).values, [((B, B, B), Batch(0))]),
+    "amin": (lambda x: x.amin((0, 2)), [((B, B, B), Batch(1))]),
+    "median": (lambda x: x.median(0).values, [((B, B, B), Batch(1))]),
+    "kthvalue": (lambda x: x.kthvalue(2, 2).values, [((B, B, B), Batch(1))]),
+    "topk": (lambda x: x.topk(2, 1).values, [ROWS]),
+    "sort": (lambda x: x.sort(0).values, [((B, B), Batch(1))]),
+    "scatter": (lambda x, y: x.scatter(1, x.argsort(1)[:, :2], y), [ROWS, ((B, 2), Batch(0))]),
+    "scatter_reduce": (lambda x, y: x.scatter_reduce(1, x.argsort(1), y, "amax"), [ROWS, ROWS]),
+    "index_copy": (lambda x, y: x.index_copy(1, torch.tensor([0]), y), [ROWS, ((B, 1), Batch(0))]),
+    "index_fill": (lambda x: x.index_fill(1, torch.tensor([0]), 2.0), [ROWS]),
+    "index_add": (lambda x, y: x.index_add(1, torch.tensor([0]), y), [ROWS, ((B, 1), Batch(0))]),
+    "slice_scatter": (lambda x, y: x.slice_scatter(y, 1, 1, 2), [ROWS, ((B, 1), Batch(0))]),
+    "unfold": (lambda x: x.unfold(1, 2, 1), [ROWS]),
+    "diagonal": (lambda x: x.diagonal(0, 0, 2), [((B, B, B), Batch(1))]),
+    "roll": (lambda x: x.roll(1, 1).flip(1), [ROWS]),
+    "triu": (lambda x: x.triu(), [((B, B, B), Batch(0))]),
+    "complex": (lambda x, y: torch.complex(x, y).abs(), [ROWS, ROWS]),
+    "baddbmm": (torch.baddbmm, [((B, B, B), Batch(0)), ((B, B, B), Batch(0)), ((B, B, B), Batch(0))]),
+    "bmm of rows": (torch.bmm, [((2, B, 4), Batch(1)), ((2, 4, B), None)]),
+    "mv": (torch.mv, [ROWS, ((B,), None)]),
+    "conv2d": (lambda x, w: F.conv2d(x, w, padding=1), [IMAGES, ((B, B, 3, 3), None)]),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), [IMAGES]),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), [IMAGES]),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), [((B, B, 6), Batch(0))]),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), [IMAGES]),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), [IMAGES]),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 4), [IMAGES]),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 4), [IMAGES]),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), [IMAGES]),
+    "nearest 1-D": (lambda x: F.interpolate(x, scale_factor=2), [((B, B, 4), Batch(0))]),
+    "linear": (lambda x: F.interpolate(x, scale_factor=2, mode="linear"), [((B, B, 4), Batch(0))]),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [IMAGES]),
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), [((B, 4, B, B), Batch(0))]),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (B,), w), [((B, B, B), Batch(1)), ((B,), None)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (B,), w), [((B, B, B), Batch(1)), ((B,), None)]),
+    "group_norm": (lambda x, w: F.group_norm(x, 3, w), [IMAGES, ((B,), None)]),
+    "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), [IMAGES, ((B,), None)]),
+    "embedding": (lambda x, w: F.embedding(x.argsort(1)[:, :2], w), [ROWS, ((B, B), None)]),
+    "gather": (lambda x: x.gather(1, x.argsort(1)), [ROWS]),
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [((B, B, B, 8), Batch(0)), ((B, B, B, 8), Batch(0)), ((B, B, B, 8), Batch(0))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BACKWARDS)
+def test_gradients_depend_on_the_example_that_the_layout_says(name: str) -> None:
+    """Sizes that are no batch are mostly equal to it."""
+    fn, given = WITH_BACKWARDS[name]
+
+    def with_gradients(*tensors: Tensor) -> list[Tensor]:
+        result, back = torch.func.vjp(fn, *tensors)
+        return [result, *back(result.cos())]
+
+    check_layouts(with_gradients, given)
 
 
 def results(value: Any) -> list[Tensor]:
