@@ -44,6 +44,13 @@ def _chooses(call: OpCall, sums: Sums) -> bool:
     return call["condition"] not in sums and all(n in sums or is_zero(n) for n in (call["self"], call["other"]))
 
 
+def _multiplies_and_adds(call: OpCall, sums: Sums) -> bool:
+    """``a * b + c``: one factor is a sum, and so is what is added; or that alone, to 0."""
+    factors = [call[name] for name in ("a", "b")]
+    number = sum(factor in sums for factor in factors)
+    return (number == 1 or any(map(is_zero, factors))) and (call["c"] in sums or is_zero(call["c"]))
+
+
 # What moves elements, or adds them up; all other arguments are sizes.
 _MOVES = (
     *("view", "reshape", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "permute", "transpose", "t"),
@@ -81,6 +88,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[OpCall, Sums], bool]]] = [
 ]
 _LINEAR: dict[Any, Callable[[OpCall, Sums], bool]] = {op: rule for names, rule in _RULES for op in overloads(names)}
 _LINEAR |= dict.fromkeys(overloads(("convert_element_type", "device_put", "rev"), "prims"), lambda call, sums: True)
+_LINEAR |= dict.fromkeys(overloads(("fma",), "prims"), _multiplies_and_adds)
 _LINEAR[ops.mark_error] = lambda call, sums: True
 
 

@@ -257,6 +257,12 @@ def _embedding(named: Mapping[str, Any], base: Tensor) -> Tensor:
     return result
 
 
+def _multiply_and_add(named: Mapping[str, Any]) -> Tensor:
+    """``vmap`` has no rule of ``prims.fma``, and would run it example by example."""
+    result: Tensor = named["a"] * named["b"] + named["c"]
+    return result
+
+
 _MEANS = frozenset(operators.overloads(("mean",)))
 _EMBEDDINGS = frozenset(operators.overloads(("embedding_dense_backward",)))
 # Ops on values with the examples in dimension 0: their arguments say how many examples there are, they give more than
@@ -281,6 +287,7 @@ _ALONG = _ALONG_LISTS | frozenset(
 )
 # Ops on one example; what they write into is given.
 _ON_ONE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(operators.overloads(("fma",), "prims"), _multiply_and_add),
     **dict.fromkeys(PUTS, _put),
     **dict.fromkeys(_EMBEDDINGS, _embedding),
 }
