@@ -48,7 +48,7 @@ class Opened:
         self.page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
 
     def seconds(self) -> float:
-        """How long the page's thread has worked, by the clock of its figures."""
+        """Working time of the page's thread, by the clock of its figures."""
         metrics = self._figures.send("Performance.getMetrics")["metrics"]
         return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
 

@@ -53,7 +53,7 @@ class Mutant:
         return source.replace(self.old, self.new)
 
     def _place(self) -> tuple[Any, str]:
-        """What has the function, and its name there."""
+        """The owner of the function, and its name there."""
         module_name, _, path = self.function.partition(":")
         *owners, name = path.split(".")
         owner: Any = importlib.import_module(module_name)

@@ -160,7 +160,7 @@ def test_norms_change_no_bit(name: str) -> None:
 
 
 def products_of(model: torch.nn.Module, policy: Any, *inputs: Any) -> Counter[str]:
-    """How many products and weight gradients of convolutions a rewritten graph has; see ``_product``."""
+    """Count the products and the weight gradients of convolutions of a rewritten graph."""
     graph = gr.transform(model, policy).trace(*inputs).graph_module.graph
     return Counter(found for node in graph.nodes if (found := _product(node)))
 
