@@ -9,7 +9,7 @@ once: under ``vmap``, but for the ops whose rule there reads sizes as numbers (2
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,15 +208,38 @@ def _cast(named: Mapping[str, Any], node: fx.Node) -> Tensor:
 
 
 def _convolution(named: Mapping[str, Any], node: fx.Node) -> tuple[Tensor | None, ...]:
-    """One convolution that has the examples as further groups; what is not read of it is removed later."""
+    """The terms of the weight and of the bias of a convolution; what is not read of them is removed later."""
     errors, values, size = named["grad_output"], named["input"], size_of(operators.arguments_of(node)["weight"])
+    # Inductor (2.13) fixes the number of groups.
+    is_symbolic = isinstance(fake_tensors.as_number(errors.shape[0]), torch.SymInt) and len(size) <= 4
+    terms = (_product_of_columns if is_symbolic else _grouped_convolution)(errors, values, size, named)
+    return None, terms, errors.sum([1, *range(3, errors.dim())])
+
+
+def _grouped_convolution(errors: Tensor, values: Tensor, size: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """One convolution that has the examples as further groups."""
     number = errors.shape[0]
     wide = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (errors, values)]
     weight = values.new_empty(()).expand(number * size[0], *size[1:])  # only its sizes are read
     names = ("stride", "padding", "dilation", "transposed", "output_padding")
     settings = [*(named[name] for name in names), named["groups"] * number, [False, True, False]]
-    _, found, _ = _aten.convolution_backward.default(*wide, weight, None, *settings)
-    return None, found.unflatten(0, (number, size[0])), errors.sum([1, *range(3, errors.dim())])
+    found = _aten.convolution_backward.default(*wide, weight, None, *settings)[1]
+    return found.unflatten(0, (number, size[0]))
+
+
+def _product_of_columns(errors: Tensor, values: Tensor, size: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Products with the windows of what the kernel moves over, written as columns: as many times larger as it is."""
+    rows, moved = (values, errors) if named["transposed"] else (errors, values)
+    kernel = list(size[2:])
+    settings = [kernel, *(list(named[name]) for name in ("dilation", "padding", "stride"))]
+    images = moved.flatten(0, 1)
+    if len(kernel) == 1:
+        images = images.unsqueeze(2)
+        settings = [[least, *setting] for least, setting in zip((1, 1, 0, 1), settings, strict=True)]
+    columns = _aten.im2col.default(images, *settings)
+    left, right = (t.unflatten(1, (named["groups"], -1)) for t in (rows.flatten(0, 1).flatten(2), columns))
+    products = left @ right.transpose(-1, -2)  # [B * n, groups, ...]
+    return products.unflatten(0, rows.shape[:2]).sum(1).reshape(rows.shape[0], *size)
 
 
 def _layer_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor | None, ...]:
