@@ -223,8 +223,9 @@ def _grouped_convolution(errors: Tensor, values: Tensor, size: Sequence[Any], na
     weight = values.new_empty(()).expand(number * size[0], *size[1:])  # only its sizes are read
     names = ("stride", "padding", "dilation", "transposed", "output_padding")
     settings = [*(named[name] for name in names), named["groups"] * number, [False, True, False]]
-    found = _aten.convolution_backward.default(*wide, weight, None, *settings)[1]
-    return found.unflatten(0, (number, size[0]))
+    _, found, _ = _aten.convolution_backward.default(*wide, weight, None, *settings)
+    terms: Tensor = found.unflatten(0, (number, size[0]))
+    return terms
 
 
 def _product_of_columns(errors: Tensor, values: Tensor, size: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
@@ -239,7 +240,8 @@ def _product_of_columns(errors: Tensor, values: Tensor, size: Sequence[Any], nam
     columns = _aten.im2col.default(images, *settings)
     left, right = (t.unflatten(1, (named["groups"], -1)) for t in (rows.flatten(0, 1).flatten(2), columns))
     products = left @ right.transpose(-1, -2)  # [B * n, groups, ...]
-    return products.unflatten(0, rows.shape[:2]).sum(1).reshape(rows.shape[0], *size)
+    terms: Tensor = products.unflatten(0, rows.shape[:2]).sum(1).reshape(rows.shape[0], *size)
+    return terms
 
 
 def _layer_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor | None, ...]:
