@@ -56,19 +56,8 @@ _MOVES = (
     *("view", "reshape", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "permute", "transpose", "t"),
     *("expand", "clone", "alias", "detach", "select", "slice", "as_strided", "flip", "roll", "repeat", "split"),
     *("split_with_sizes", "unsafe_split", "unbind", "chunk", "unfold", "diagonal", "select_backward"),
-    *(
-        "slice_backward",
-        "diagonal_backward",
-        "unfold_backward",
-        "_to_copy",
-        "lift_fresh_copy",
-        "sum",
-        "mean",
-        "neg",
-        "tril",
-        "triu",
-        "cumsum",
-    ),
+    *("slice_backward", "diagonal_backward", "unfold_backward", "_to_copy", "lift_fresh_copy", "sum", "mean", "neg"),
+    *("tril", "triu", "cumsum"),
 )
 _RULES: list[tuple[tuple[str, ...], Callable[[OpCall, Sums], bool]]] = [
     (_MOVES, lambda call, sums: True),
