@@ -7,7 +7,7 @@ RewriteError
  +-- NoSuchSiteError              (LookupError) a rule matches nothing
  +-- GraphBreakError              (RuntimeError) the tracer cannot see the whole model
  +-- NotRewrittenError            (RuntimeError) torch would run the plain model
- +-- TraceError                   (RuntimeError) there is no backward to show
+ +-- TraceError                   (RuntimeError) the model fails while it is traced, or has no backward
  +-- NonFiniteError               (ArithmeticError) a finite check failed
 
 RewriteWarning (UserWarning)      something differs from what the policy says, and is said once
@@ -71,7 +71,7 @@ class NotRewrittenError(RewriteError, RuntimeError):
 
 
 class TraceError(RewriteError, RuntimeError):
-    """There is no backward graph to rewrite or to show."""
+    """The model cannot be traced as it is called, or there is no backward graph to rewrite or to show."""
 
 
 @dataclass(frozen=True, slots=True)

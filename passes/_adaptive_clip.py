@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from gradrewrite.ir.statistics import largest_of, norms_of_units, share_of
-from gradrewrite.passes._settings import check_positive, now, scalar, short_repr
+from gradrewrite.passes._settings import (
+    bound_of,
+    check_not_negative,
+    check_positive,
+    now,
+    short_repr,
+    store_python_numbers,
+)
 from gradrewrite.policy.recording import record
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
@@ -33,7 +40,8 @@ class AdaptiveClip:
 
     Attributes:
         clipping: The largest ratio of the norms, > 0: a number, a tensor with one element (read at every backward
-            or step), or a ``gr.Schedule``. The paper has 0.01 for batches of 4096, and larger ones for smaller batches.
+            or step; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``. The paper has 0.01 for
+            batches of 4096, and larger ones for smaller batches.
         eps: The least norm of a parameter, > 0, so that one of zeros can be trained.
 
     Raises:
@@ -57,15 +65,20 @@ class AdaptiveClip:
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
+        store_python_numbers(self)
         check_positive("AdaptiveClip", "clipping", self.clipping)
         if isinstance(self.eps, Tensor | Schedule):
             raise TypeError(f"AdaptiveClip: eps is a number, got {self.eps!r}")
         check_positive("AdaptiveClip", "eps", self.eps)
 
+    def check_bounds(self) -> None:
+        """Raise ValueError if the bound is a tensor, and negative now."""
+        check_not_negative("AdaptiveClip", "clipping", self.clipping)
+
     def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
         """Clip; see the class."""
         norms, floors = norms_of_units(tensor), norms_of_units(value).clamp(min=self.eps)
-        bounds = floors * scalar(now(self.clipping, tensor.device, least=0.0), floors)
+        bounds = floors * bound_of(now(self.clipping, tensor.device, least=0.0), floors)
         acts = (norms > bounds) & (norms < torch.inf) & (floors < torch.inf)
         record("unit_ratio", largest_of(norms / floors))
         record("unit_share", share_of(acts))

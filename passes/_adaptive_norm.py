@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradrewrite.ir.statistics import norm_of, norms_of
 from gradrewrite.passes._clip_by_norm import bound_and_verdict, scale_down, widest
-from gradrewrite.passes._settings import check_number, short_repr
+from gradrewrite.passes._settings import check_number, short_repr, store_python_numbers
 from gradrewrite.policy.recording import record_norm
 from gradrewrite.policy.state import State
 from gradrewrite.sites import Kind
@@ -90,6 +90,7 @@ class AutoClip(_ClipByFollowedNorm):
 
     def __post_init__(self) -> None:
         """Refuse settings out of range."""
+        store_python_numbers(self)
         if isinstance(self.percentile, bool) or not isinstance(self.percentile, int | float):
             raise TypeError(f"AutoClip: percentile is a number, got {self.percentile!r}")
         if not 0 <= self.percentile <= 100:
@@ -165,6 +166,7 @@ class ZClip(_ClipByFollowedNorm):
 
     def __post_init__(self) -> None:
         """Refuse settings out of range."""
+        store_python_numbers(self)
         for name in ("z", "alpha", "warmup"):
             if isinstance(getattr(self, name), Tensor):
                 raise TypeError(f"ZClip: {name} is a number, got a tensor")

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite._compat import collectives
 from gradrewrite.distributed.buckets import flatten, unflatten
 from gradrewrite.distributed.groups import check_group, resolve_group
-from gradrewrite.passes._settings import short_repr
+from gradrewrite.passes._settings import short_repr, store_python_numbers
 from gradrewrite.sites import Kind
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         """Refuse sizes that are not positive, and what is no process group."""
+        store_python_numbers(self)
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float):
             raise TypeError(f"AllReduce: bucket_mb is a number, got {self.bucket_mb!r}")
         if math.isnan(self.bucket_mb) or self.bucket_mb <= 0:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradrewrite.ir.statistics import norm_of, norms_of
-from gradrewrite.passes._settings import check_norm, now, scalar, short_repr
+from gradrewrite.passes._settings import (
+    bound_of,
+    check_norm,
+    check_not_negative,
+    now,
+    scalar,
+    short_repr,
+    store_python_numbers,
+)
 from gradrewrite.policy.actions import BACKWARD
 from gradrewrite.policy.recording import record_clip, record_norm, record_shares
 from gradrewrite.policy.schedules import Schedule
@@ -29,7 +37,7 @@ class ClipByNorm:
 
     Attributes:
         max_norm: The bound, > 0, in units of the gradient; a number (baked in), a tensor with one element
-            (read at every backward; NaN clips nothing), or a ``gr.Schedule``.
+            (read at every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
         log: Report a log line at every backward in which an element changed.
 
@@ -55,13 +63,18 @@ class ClipByNorm:
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
+        store_python_numbers(self)
         check_norm("ClipByNorm", self.max_norm, self.norm_type)
+
+    def check_bounds(self) -> None:
+        """Raise ValueError if the bound is a tensor, and negative now."""
+        check_not_negative("ClipByNorm", "max_norm", self.max_norm)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
         norm, bound = norm_of(tensor, self.norm_type), now(self.max_norm, tensor.device, least=0.0)
         record_norm("norm", norm, bound)
-        clipped = scale_down(tensor, norm, bound)
+        clipped = scale_down(tensor, norm, bound_of(bound, norm))
         if self.log:
             record_clip(tensor, clipped)
         return clipped
@@ -78,7 +91,8 @@ class ClipByGlobalNorm:
     the clip acts, else 1. After Pascanu, Mikolov and Bengio (2013), https://arxiv.org/abs/1211.5063.
 
     Attributes:
-        max_norm: The bound, > 0; a number, a tensor with one element (read at every backward), or a ``gr.Schedule``.
+        max_norm: The bound, > 0; a number, a tensor with one element (read at every backward; acts as
+            ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
         group: Gradients of one group are scaled together; one group has one bound, one norm type and one ``log``.
         log: Report one log line for the group at every backward in which the clip acted, and record ``norm_share`` at
@@ -110,7 +124,12 @@ class ClipByGlobalNorm:
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
+        store_python_numbers(self)
         check_norm("ClipByGlobalNorm", self.max_norm, self.norm_type)
+
+    def check_bounds(self) -> None:
+        """Raise ValueError if the bound is a tensor, and negative now."""
+        check_not_negative("ClipByGlobalNorm", "max_norm", self.max_norm)
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
@@ -130,7 +149,7 @@ class ClipByGlobalNorm:
         record_norm("total_norm", total, bound)
         if self.log:
             record_shares(norms, self.norm_type)
-        return total, bound
+        return total, bound_of(bound, total)
 
 
 def widest(norms: Sequence[Tensor]) -> torch.dtype:
@@ -145,8 +164,9 @@ def scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor
 
 
 def bound_and_verdict(norm: Tensor, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The bound as a 0-d tensor, and whether the clip acts."""
-    bound = scalar(max_norm, norm)
-    if not isinstance(bound, Tensor):
-        bound = norm.new_full((), bound)  # a number divided by a tensor would be rounded twice
+    """The bound, a number or a 0-d tensor of the norm's dtype, as a 0-d tensor, and whether the clip acts."""
+    if isinstance(max_norm, Tensor):
+        bound = max_norm.to(norm.device)
+    else:
+        bound = norm.new_full((), float(scalar(max_norm, norm)))  # a number divided by a tensor would be rounded twice
     return bound, (norm > bound) & (norm < torch.inf)

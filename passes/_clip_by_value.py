@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.passes._settings import check_number, now, scalar, short_repr
+from gradrewrite.passes._settings import (
+    bound_of,
+    check_not_negative,
+    check_number,
+    now,
+    scalar,
+    short_repr,
+    store_python_numbers,
+)
 from gradrewrite.policy.actions import BACKWARD
 from gradrewrite.policy.recording import record_clip, record_limit
 from gradrewrite.policy.schedules import Schedule
@@ -27,8 +35,8 @@ class ClipByValue:
 
     Attributes:
         max: Upper bound, in units of the gradient; a number (baked in), or a tensor with one element (read at
-            every backward; change it in place), or a ``gr.Schedule``.
-        min: Lower bound; ``-max`` if None.
+            every backward; change it in place), or a ``gr.Schedule``. A tensor that is NaN bounds nothing.
+        min: Lower bound; ``-max`` if None, and ``max`` is then not negative: a tensor acts as ``max(bound, 0)``.
         log: Report a log line at every backward in which an element changed, and record what the line says
             (``max_abs``, ``mean_abs``, ``clipped``), ``factor`` and ``share``. ``factor`` is the ratio of the L2 norms
             after and before: 1 where no element changed or the norm was 0, 0 where infinities were bounded, NaN where
@@ -36,7 +44,7 @@ class ClipByValue:
             an empty tensor.
 
     Raises:
-        ValueError: A bound is NaN, or min > max. Tensors are not looked into: min > max gives max.
+        ValueError: A bound is NaN, or min > max; of tensors at ``transform``. Later min > max gives max.
         TypeError: A bound is neither number nor tensor.
         UnsupportedGradientError: (a TypeError, at the rewrite) The gradient is complex or sparse.
 
@@ -57,12 +65,20 @@ class ClipByValue:
 
     def __post_init__(self) -> None:
         """Refuse bounds that bound nothing."""
+        store_python_numbers(self)
         check_number("ClipByValue", "max", self.max)
         if self.min is not None:
             check_number("ClipByValue", "min", self.min)
-        high = self.max.at(0) if isinstance(self.max, Schedule) else self.max
-        low = -high if self.min is None else self.min.at(0) if isinstance(self.min, Schedule) else self.min
-        if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
+        if not isinstance(self.max, Tensor) and not isinstance(self.min, Tensor):
+            self.check_bounds()
+
+    def check_bounds(self) -> None:
+        """Raise ValueError if the bounds bound nothing now."""
+        if self.min is None:
+            check_not_negative("ClipByValue", "max", self.max)
+        high = _first(self.max)
+        low = -high if self.min is None else _first(self.min)
+        if low > high:
             raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={high!r}")
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -72,12 +88,31 @@ class ClipByValue:
                 f"ClipByValue bounds real numbers and the gradient is {tensor.dtype}; use ClipByNorm"
             )
         limit = now(self.max, tensor.device, least=0.0 if self.min is None else -math.inf)
-        high = scalar(limit, tensor)
-        low = -high if self.min is None else scalar(now(self.min, tensor.device), tensor)
-        # A tensor and a number cannot be given to one clamp, so each bound has its own.
-        clipped = torch.clamp(torch.clamp(tensor, min=low), max=high)
+        if self.min is None:
+            high = bound_of(limit, tensor)
+            low = -high
+        else:
+            high, low = scalar(limit, tensor), scalar(now(self.min, tensor.device), tensor)
+        clipped = _at_most(_at_least(tensor, low), high)
         if self.log:
             if self.min is None:
                 record_limit(limit, tensor.device)
             record_clip(tensor, clipped, strength=True)
         return clipped
+
+
+def _first(bound: float | Tensor | Schedule) -> float:
+    """A bound as it is now; a schedule's at step 0."""
+    if isinstance(bound, Schedule):
+        return bound.at(0)
+    return bound.item() if isinstance(bound, Tensor) else bound
+
+
+def _at_least(tensor: Tensor, low: float | Tensor) -> Tensor:
+    """Raise elements to a bound; a clamp would make all of them NaN where a tensor is NaN."""
+    return torch.where(tensor < low, low, tensor) if isinstance(low, Tensor) else torch.clamp(tensor, min=low)
+
+
+def _at_most(tensor: Tensor, high: float | Tensor) -> Tensor:
+    """Lower elements to a bound; see ``_at_least``."""
+    return torch.where(tensor > high, high, tensor) if isinstance(high, Tensor) else torch.clamp(tensor, max=high)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from gradrewrite.ir.noise import NoiseSource, draw_seed
 from gradrewrite.ir.statistics import largest_of, share_of
-from gradrewrite.passes._settings import check_examples, check_norm, check_number, now, scalar, short_repr
+from gradrewrite.passes._settings import (
+    bound_of,
+    check_examples,
+    check_norm,
+    check_not_negative,
+    check_number,
+    now,
+    short_repr,
+    store_python_numbers,
+)
 from gradrewrite.policy.actions import LossReduction
 from gradrewrite.policy.recording import current_recording, record
 from gradrewrite.policy.schedules import Schedule
@@ -39,13 +48,16 @@ class ClipPerExample:
     first one of its group. Their state is part of ``gr.state_dict``. Noise is added in every backward: where ``k`` of
     them add up to one gradient, the variance of its noise is ``k`` times as large, which a warning says.
 
+    On several processes that average gradients (``DistributedDataParallel``, ``AllReduce`` at the same sites), each
+    clips its own examples before the average, and the first rank draws the noise of the whole sum.
+
     DP-SGD of Abadi, Chu, Goodfellow, McMahan,
     Mironov, Talwar and Zhang, "Deep learning with differential privacy", 2016, https://arxiv.org/abs/1607.00133;
     ``docs/per-example.md`` says which losses have such gradients.
 
     Attributes:
         max_norm: The bound, > 0, in units of the gradient of one example: a number, a tensor with one element (read
-            at every backward; NaN clips nothing), or a ``gr.Schedule``.
+            at every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
         noise_multiplier: Standard deviation of the noise over ``max_norm``, >= 0.
         loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
         group: Parameters of one group have one norm for each example; one group has one bound and one noise.
@@ -79,6 +91,7 @@ class ClipPerExample:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
+        store_python_numbers(self)
         check_norm("ClipPerExample", self.max_norm, 2.0)
         if isinstance(self.noise_multiplier, Tensor):
             raise TypeError("ClipPerExample: noise_multiplier is a number, got a tensor")
@@ -88,11 +101,15 @@ class ClipPerExample:
         check_examples("ClipPerExample", self.loss_reduction, self.batch_dim)
         object.__setattr__(self, "_source", NoiseSource(draw_seed()) if self.has_noise else None)
 
+    def check_bounds(self) -> None:
+        """Raise ValueError if the bound is a tensor, and negative now."""
+        check_not_negative("ClipPerExample", "max_norm", self.max_norm)
+
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the weights of the examples, from their squared norms; see ``policy.actions.ExampleClip``."""
         (squares,) = tensors
         norms = squares.sqrt()
-        bound = scalar(now(self.max_norm, norms.device, least=0.0), norms)
+        bound = bound_of(now(self.max_norm, norms.device, least=0.0), norms)
         if not isinstance(bound, Tensor):
             bound = norms.new_full((), bound)
         acts = (norms > bound) & (norms < torch.inf)
@@ -112,5 +129,5 @@ class ClipPerExample:
         assert source is not None  # asked for where there is noise
         if recording is not None and recording.states is not None:
             source = recording.states.noise_source("ClipPerExample.noise", source)
-        bound = scalar(now(self.max_norm, tensor.device, least=0.0), tensor)
+        bound = bound_of(now(self.max_norm, tensor.device, least=0.0), tensor)
         return source.normal_like(tensor) * bound * self.noise_multiplier

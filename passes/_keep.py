@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_examples, short_repr
+from gradrewrite.passes._settings import check_examples, short_repr, store_python_numbers
 from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import keep
 from gradrewrite.sites import Kind
@@ -61,6 +61,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         """Refuse what is not kept."""
+        store_python_numbers(self)
         if self.what not in _QUANTITIES:
             raise ValueError(f"Keep(what) is one of {', '.join(map(repr, _QUANTITIES))}, got {self.what!r}")
         check_examples("Keep", self.loss_reduction, self.batch_dim)

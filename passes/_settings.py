@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.recording import current_recording
 from gradrewrite.policy.schedules import Schedule
+
+
+def store_python_numbers(action: Any) -> None:
+    """Store the numbers among the settings of a frozen action, such as numpy's scalars, as Python numbers."""
+    for field in fields(action):
+        if field.init:
+            object.__setattr__(action, field.name, python_number(getattr(action, field.name)))
 
 
 def check_number(action: str, name: str, value: float | Tensor | Schedule) -> None:
@@ -38,6 +46,14 @@ def check_positive(action: str, name: str, value: float | Tensor | Schedule) -> 
         value.at(0, least=0.0)
     elif not isinstance(value, Tensor) and not value > 0:
         raise ValueError(f"{action}: {name} must be > 0, got {value!r}")
+
+
+def check_not_negative(action: str, name: str, value: float | Tensor | Schedule) -> None:
+    """A bound that is a tensor is not negative now; later it acts as ``max(bound, 0)``."""
+    if isinstance(value, Tensor) and value.device.type != "meta" and bool(value < 0):
+        raise ValueError(
+            f"{action}: {name} must not be negative, and the tensor is {value.item():g}; write a bound > 0 into it"
+        )
 
 
 def check_norm(action: str, max_norm: float | Tensor | Schedule, norm_type: float) -> None:
@@ -97,3 +113,11 @@ def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
         return math.copysign(math.inf, value) if abs(value) > torch.finfo(like.dtype).max else value
     value = value.detach().reshape(()).to(like.dtype)
     return value if value.device.type == "cpu" else value.to(like.device)
+
+
+def bound_of(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A bound as an operand for a real ``like``, as ``scalar``: of a tensor ``max(bound, 0)``, and NaN stays NaN."""
+    operand = scalar(value, like)
+    if not isinstance(operand, Tensor):
+        return operand
+    return torch.maximum(operand, torch.zeros((), dtype=like.dtype, device=like.device))

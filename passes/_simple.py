@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_number, scalar, short_repr
+from gradrewrite.passes._settings import check_number, scalar, short_repr, store_python_numbers
 from gradrewrite.sites import Kind
 
 _KINDS: frozenset[Kind] = frozenset(("error", "gradient", "step"))
@@ -43,6 +43,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         """Refuse factors that are not finite."""
+        store_python_numbers(self)
         check_number("Scale", "factor", self.factor)
         if not isinstance(self.factor, Tensor) and math.isinf(self.factor):
             raise ValueError(f"Scale: factor must be finite, got {self.factor!r}")

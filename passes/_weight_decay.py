@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_number, scalar, short_repr
+from gradrewrite.passes._settings import check_number, scalar, short_repr, store_python_numbers
 from gradrewrite.sites import Kind
 
 
@@ -42,6 +42,7 @@ class DecayWeights:
 
     def __post_init__(self) -> None:
         """Refuse rates that are none."""
+        store_python_numbers(self)
         check_number("DecayWeights", "rate", self.rate)
         if not isinstance(self.rate, Tensor) and not 0 <= self.rate <= 1:
             raise ValueError(f"DecayWeights: rate must be from 0 to 1, got {self.rate!r}")
@@ -86,6 +87,7 @@ class L2:
 
     def __post_init__(self) -> None:
         """Refuse rates that are not finite."""
+        store_python_numbers(self)
         check_number("L2", "rate", self.rate)
         if not isinstance(self.rate, Tensor) and math.isinf(self.rate):
             raise ValueError(f"L2: rate must be finite, got {self.rate!r}")

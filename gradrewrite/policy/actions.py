@@ -208,6 +208,15 @@ class NormScaling(GroupAction, Protocol):
 
 
 @runtime_checkable
+class LiveBounds(Protocol):
+    """An action whose bounds may be tensors, which are read where a policy is given (internal until 1.0)."""
+
+    def check_bounds(self) -> None:
+        """Raise ValueError if a bound cannot be one now."""
+        ...
+
+
+@runtime_checkable
 class ParameterScaling(Action, Protocol):
     """An action that multiplies the parameter by a factor after the optimizer's update (internal until 1.0)."""
 

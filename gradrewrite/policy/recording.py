@@ -216,7 +216,8 @@ def record_norm(name: str, norm: Tensor, bound: float | Tensor, *, is_computed: 
     if recording is not None:
         recording.norm_dtype = norm.dtype
     if isinstance(bound, Tensor) and (is_computed or _is_on_device(bound)):
-        record("bound", bound.detach().to(norm.device))
+        own = bound.detach().to(norm.device)
+        record("bound", own if is_computed else own.clamp(min=0))
     elif recording is not None:
         recording.bound = ("bound", bound)
 
@@ -239,7 +240,7 @@ def record_limit(limit: float | Tensor, device: torch.device) -> None:
     """Report the largest absolute value that a clip lets pass: from inside the graph if it is a tensor on a device."""
     recording = _recording.get()
     if _is_on_device(limit):
-        record("limit", limit.detach().to(device).abs())
+        record("limit", limit.detach().to(device).clamp(min=0))
     elif recording is not None:
         recording.bound = ("limit", limit)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite._formatting import nearest
 from gradrewrite.errors import NoSuchSiteError, PolicyError, RewriteError
-from gradrewrite.policy.actions import Action, Answer, GroupAction, Policy, actions_of, kinds_of
+from gradrewrite.policy.actions import Action, Answer, GroupAction, LiveBounds, Policy, actions_of, kinds_of
 from gradrewrite.sites import Pattern, Site
 
 
@@ -69,7 +69,12 @@ def on(pattern: str, action: Answer) -> Rule:
 
 
 def check_policy(policy: Any) -> None:
-    """Raise PolicyError unless ``policy`` is one: a callable, or nested sequences of them."""
+    """Look at a policy where it is given.
+
+    Raises:
+        PolicyError: It is none: neither a callable, nor nested sequences of them.
+        ValueError: A tensor in a rule is no bound now: it is negative.
+    """
     if isinstance(policy, Action | GroupAction):
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('error:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
@@ -77,6 +82,19 @@ def check_policy(policy: Any) -> None:
             check_policy(item)
     elif not callable(policy) or isinstance(policy, type):
         raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
+    elif isinstance(policy, Rule):
+        check_bounds(policy)
+
+
+def check_bounds(policy: Policy) -> None:
+    """Raise ValueError where a tensor in a rule is no bound now; other callables cannot be looked into."""
+    for rule in rules_of(policy):
+        for action in _flat(rule.action):
+            if isinstance(action, LiveBounds):
+                try:
+                    action.check_bounds()
+                except ValueError as err:
+                    raise ValueError(f"gr.on({rule.pattern!r}, ...): {err}") from None
 
 
 def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
@@ -131,6 +149,16 @@ def rules_of(policy: Policy) -> tuple[Rule, ...]:
     if callable(policy):
         return ()
     return tuple(rule for item in policy for rule in rules_of(item))
+
+
+def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[int, ...], Callable[[Site], Answer]]:
+    """Return all callables in a policy that are no rules, by their position in its nested lists."""
+    if isinstance(policy, Rule):
+        return {}
+    if callable(policy):
+        return {position: policy}
+    found = (callbacks_of(item, (*position, number)) for number, item in enumerate(policy))
+    return {key: callback for one in found for key, callback in one.items()}
 
 
 def may_answer_at_steps(policy: Policy) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradrewrite.errors import PolicyError
+from gradrewrite.policy.numbers import python_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +16,10 @@ class Schedule:
 
     The function runs on the host, once for each step, and the graph reads what it returned from a tensor on the
     device: nothing is compiled again and nothing waits. The step is the number of ``step`` calls of a guarded
-    optimizer before, skipped ones too (of several optimizers that of the one with most), or of backwards where the
-    optimizer has no guard; it is 0 at first, and part of ``gr.state_dict(model)``.
+    optimizer before, skipped ones too (of several optimizers that of the one with most), or of backwards where no
+    optimizer has a guard; it is 0 at first, and part of ``gr.state_dict(model)``. It never goes back: where an
+    optimizer is guarded, unguarded or deleted (a new phase of training), those that have a guard then go on from the
+    step that was reached, each by its own ``step`` calls from there.
 
     Attributes:
         fn: ``fn(step) -> number``. Infinity bounds nothing; where a bound has to be > 0, 0 scales to 0 and a negative
@@ -64,7 +67,7 @@ class Schedule:
         Raises:
             PolicyError: It returned no such number.
         """
-        number = self.fn(step)
+        number = python_number(self.fn(step))
         if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number) or number < least:
             wanted = "a number" if least == -math.inf else f"a number >= {least:g}"
             raise PolicyError(f"{self!r} returned {number!r} at step {step}, and {wanted} is wanted")
@@ -86,6 +89,8 @@ class _Between:
 
     def __post_init__(self) -> None:
         """Refuse numbers that are none."""
+        for name in ("start", "end", "steps"):
+            object.__setattr__(self, name, python_number(getattr(self, name)))
         for number in (self.start, self.end):
             if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
                 raise TypeError(f"gr.Schedule.{self.kind} takes numbers, got {number!r}")

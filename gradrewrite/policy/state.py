@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import CallbackError
+from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.recording import current_recording
 from gradrewrite.policy.state_store import StateKind
 
@@ -63,6 +64,8 @@ class State:
         *,
         name: str = "",
     ) -> None:
+        init, shape = python_number(init), python_number(shape)
+        shape = shape if isinstance(shape, int) else tuple(map(python_number, shape))
         if isinstance(shape, int) or not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
             raise TypeError(f"gr.State: shape is a tuple of whole numbers, got {shape!r}")
         if not isinstance(init, int | float):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +101,11 @@ class StateStore:
         self._tensors: dict[str, Tensor] = {}
         self._first: dict[str, float] = {}
         self._noise: dict[str, NoiseSource] = {}
+        self._adds_noise = True
         self._loaded: dict[str, Tensor] = {}  # until an action asks for it
         self._schedules: dict[tuple[Schedule, torch.device], _Scheduled] = {}
         self._first_step = 0
-        self._steps: dict[int, int] = {}  # by the number of the guard
+        self._steps: dict[int, int] = {}  # by the identity of the guard
         self._backwards = 0
         self._backward = -1
 
@@ -154,8 +155,15 @@ class StateStore:
         the noise of that would begin anew.
         """
         source = self._noise.setdefault(key, own)
+        source.is_silent = not self._adds_noise
         self._load_noise(key, source)
         return source
+
+    def add_noise(self, adds: bool) -> None:
+        """Let all noise be drawn by this process, or by another one with which gradients are averaged."""
+        self._adds_noise = adds
+        for source in self._noise.values():
+            source.is_silent = not adds
 
     def _load_noise(self, key: str, source: NoiseSource) -> None:
         prefix = f"{key}."
@@ -188,14 +196,24 @@ class StateStore:
             self._backwards += 1
 
     def add_guard(self, guard: int) -> None:
-        """From now on the steps of optimizers with guards count; this one has a guard of this number."""
-        if not self._steps:  # the backwards so far were steps
-            self._first_step, self._backwards = self.step, 0
-        self._steps.setdefault(guard, 0)
+        """From now on the steps of optimizers with guards count, those of this one too."""
+        if guard not in self._steps:
+            self._count_anew({*self._steps, guard})
+
+    def remove_guard(self, guard: int) -> None:
+        """From now on the steps of other guards count, or backwards where there is none."""
+        if guard in self._steps:
+            self._count_anew(self._steps.keys() - {guard})
+
+    def _count_anew(self, guards: Collection[int]) -> None:
+        """Go on from the step that is reached with these guards."""
+        self._first_step, self._backwards, self._steps = self.step, 0, dict.fromkeys(guards, 0)
 
     def note_step(self, guard: int) -> None:
-        """The optimizer with a guard of this number has made a step, or skipped one."""
-        self._steps[guard] = self._steps.get(guard, 0) + 1
+        """The optimizer with this guard has made a step, or skipped one."""
+        if guard not in self._steps:  # the model was rewritten since, with the same monitor
+            self.add_guard(guard)
+        self._steps[guard] += 1
 
     def _update(self) -> None:
         step = self.step

@@ -58,6 +58,7 @@ def test_bounds_follow_the_number_of_backwards(make: Any, name: str) -> None:
     assert gr.state_dict(model)["step"] == 5
 
 
+@pytest.mark.filterwarnings("ignore:bound@gradient.weight was 0 or negative:gradrewrite.RewriteWarning")
 def test_infinity_bounds_nothing_and_zero_scales_to_zero() -> None:
     model = model_with(ClipByNorm(gr.Schedule(lambda step: INF if step == 0 else 0.0)))
     bounds_of(model, 1)
@@ -118,6 +119,7 @@ def test_the_function_runs_once_a_step() -> None:
     assert asked.count(1) == asked.count(2) == 1
 
 
+@pytest.mark.filterwarnings("ignore:bound@gradient.weight was 0 or negative:gradrewrite.RewriteWarning")
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
