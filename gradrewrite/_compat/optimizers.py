@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("it can be asked whether a GradScaler has unscaled gradients"):
     from torch.amp.grad_scaler import OptState
+with needed_for("the hooks that run before the update of an optimizer can be listed"):
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+_OWN = ("torch.optim.", "gradrewrite.")  # modules whose wrappers of ``step`` read no gradient
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -59,6 +64,19 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the kernels of an optimizer read ``grad_scale`` and ``found_inf``."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
+    """Whether code other than torch's runs before the kernels of ``step``: an overridden method, or a step pre-hook."""
+    if _global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks:
+        return True
+    function: Any = step
+    while function is not None:
+        function = function.__func__ if isinstance(function, MethodType) else function
+        if not isinstance(function, FunctionType) or not function.__globals__["__name__"].startswith(_OWN):
+            return True
+        function = vars(function).get("__wrapped__")
+    return False
 
 
 def check_unmixed(optimizer: torch.optim.Optimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import weakref
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from gradrewrite._compat import dynamo, optimizers
+from gradrewrite._compat import data_parallel, dynamo, optimizers
 from gradrewrite._warnings import warn
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
@@ -25,18 +26,22 @@ from gradrewrite.ir.record_layout import OnFailure
 from gradrewrite.monitoring.failed_checks import failure_of
 from gradrewrite.monitoring.host_copy import floats_of, number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
+from gradrewrite.monitoring.step_recorder import Seat, StepRecorder, let_guards_follow
 from gradrewrite.optimizer._target import Target, targets_of
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, packs_of
 from gradrewrite.policy.actions import Action, GroupAction
+from gradrewrite.policy.numbers import python_number
+from gradrewrite.policy.rules import check_bounds
 from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.optim")
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_METHODS = "_gradrewrite_methods"  # those of the guard among the attributes of its optimizer, and what was there
 _REPORT_EVERY = 100
+_UPDATES_BY_OTHERS = 3
 _SKIP: tuple[OnFailure, ...] = ("skip",)
 _SCALED = "scaled by a GradScaler"
 _NOT_ALL_AGREE = (
@@ -44,6 +49,15 @@ _NOT_ALL_AGREE = (
     "parameters have the ranks {1}, and gradients are averaged over the ranks {2}. Give a group that has all ranks of "
     "the model: gr.guard(optimizer, model, process_group=torch.distributed.group.WORLD). Or let it check averages, "
     'behind AllReduce() or at "step:*"'
+)
+_JOINS = (
+    "gr.guard: the DistributedDataParallel around the model has a join context, model.join(), in which ranks that are "
+    "out of inputs take part in its collectives alone; the guards of all ranks agree on each step by an all-reduce, "
+    "which would wait for them until the timeout. Give all ranks equally many batches (DistributedSampler pads or "
+    "drops), or end with the first rank: model.join(throw_on_early_termination=True). If nothing skips, or all of it "
+    "follows from averaged gradients, let each rank decide alone: gr.guard(optimizer, model, process_group="
+    "torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)). torch keeps the "
+    "setting after the context; model.join(enable=False) ends it"
 )
 _BAD = 0  # among the votes: checks; then what a GradScaler found
 
@@ -68,7 +82,8 @@ def guard(
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
     own; the quotient may differ from ``gradient * (max_norm / total norm)`` in the last bit. Otherwise gradients of a
-    group are multiplied in place.
+    group are multiplied in place before the step; so they are where the optimizer's ``step`` is overridden or it has
+    step pre-hooks, which may read ``.grad``.
 
     A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
     device, through ``found_inf``, and nothing waits; any other costs one host read a step. A failed micro-batch spoils
@@ -115,9 +130,10 @@ def guard(
             monitor.
         ValueError: ``max_consecutive_skips`` is not a whole number >= 1; ``update_ratios`` with a bare monitor,
             which knows no names, or (from ``step``) with sharded parameters; or this process is not in
-            ``process_group``.
+            ``process_group``; or a bound in a rule is a tensor that is negative.
         NoSuchSiteError: A rule for step sites matches no parameter of its model (of a backend: from ``step``).
-        PolicyError: (from ``step``) ``process_group`` is needed.
+        PolicyError: (from ``step``) ``process_group`` is needed; or ranks of a DistributedDataParallel may join
+            (``model.join()``), and the others would wait for them.
         UnsupportedGradientError: (from ``step``) There is an action at a sparse gradient.
 
     Example:
@@ -135,7 +151,7 @@ def guard(
     if GUARD in inner.__dict__:
         raise TypeError("gr.guard: this optimizer has a guard already")
     targets = targets_of(model)
-    number = max_consecutive_skips
+    number = python_number(max_consecutive_skips)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"gr.guard: max_consecutive_skips is a whole number >= 1, got {number!r}")
     if update_ratios and any(isinstance(item, Monitor) for item in (model if isinstance(model, Sequence) else [model])):
@@ -144,11 +160,18 @@ def guard(
             "gr.guard(optimizer, model, update_ratios=True)"
         )
     check_group(process_group)
+    for target in targets:
+        if target.session is not None:
+            check_bounds(target.session.config.policy)
     ratios = UpdateRatios(lambda: _names_of(targets)) if update_ratios else None
+    if any(recorder.live_guards for recorder in _recorders_of(targets)):
+        gc.collect()  # an optimizer in a cycle may be gone, and the new one is to have its number
     watching = Guard(inner, targets, number, ratios, process_group)
     inner.__dict__[GUARD] = watching
-    _replace(inner, "step", watching, watching.step)
-    _replace(inner, "zero_grad", watching, watching.zero_grad)
+    inner.__dict__[_METHODS] = {
+        "step": _replace(inner, "step", watching, watching.step),
+        "zero_grad": _replace(inner, "zero_grad", watching, watching.zero_grad),
+    }
     optimizers.use_methods_of(inner, outer)
     return optimizer
 
@@ -164,20 +187,36 @@ def unguard(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(watching, Guard):
         return
     watching.remove()
-    for name, (method, own) in watching.methods.items():
+    for name, (method, own) in inner.__dict__.pop(_METHODS).items():
         if inner.__dict__.get(name) is method:
             del inner.__dict__[name]
             if own is not None:
                 inner.__dict__[name] = own
 
 
-def _replace(optimizer: torch.optim.Optimizer, name: str, watching: Guard, run: Callable[..., Any]) -> None:
-    """Put a method on the object; learning-rate schedulers expect a bound method there."""
-    inner = getattr(optimizer, name)
+def _replace(
+    optimizer: torch.optim.Optimizer, name: str, watching: Guard, run: Callable[..., Any]
+) -> tuple[MethodType, Any]:
+    """Put a method on the object, and return it with what the object had in its place.
 
-    @functools.wraps(inner, updated=())
+    Learning-rate schedulers expect a bound method there. It is bound to a weak proxy, and holds no method that is bound
+    to the optimizer: in a cycle the optimizer would not be freed when it is deleted.
+    """
+    inner = getattr(optimizer, name)
+    is_bound = isinstance(inner, MethodType) and inner.__self__ is optimizer
+    function = inner.__func__ if is_bound else inner
+    ref = weakref.ref(optimizer)
+
+    @functools.wraps(function, updated=())
     def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs) if watching.is_removed else run(self, inner, *args, **kwargs)
+        own = ref()
+        if own is None:  # ``self`` is a proxy for it
+            raise RuntimeError(
+                f"gr.guard: the optimizer of this {name} method is gone: methods of a guarded optimizer do not keep "
+                "it alive. Keep the optimizer itself: self.optimizer = gr.guard(optimizer, model)"
+            )
+        update = MethodType(function, own) if is_bound else function
+        return update(*args, **kwargs) if watching.is_removed else run(own, update, *args, **kwargs)
 
     # GradScaler looks for a parameter ``grad_scaler``; the signature of a bound method lacks the first one. That of a
     # scheduler's function has a ``self`` which it does not take.
@@ -187,9 +226,9 @@ def _replace(optimizer: torch.optim.Optimizer, name: str, watching: Guard, run: 
     method.__signature__ = own.replace(parameters=[first, *taken])  # type: ignore[attr-defined]
     if "_wrapped_by_lr_sched" in vars(inner):  # so that a scheduler does not wrap it again
         method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    bound = MethodType(method, optimizer)
-    watching.methods[name] = bound, optimizer.__dict__.get(name)
-    optimizer.__dict__[name] = bound
+    replaced = MethodType(method, weakref.proxy(optimizer)), optimizer.__dict__.get(name)
+    optimizer.__dict__[name] = replaced[0]
+    return replaced
 
 
 class Guard:
@@ -197,7 +236,7 @@ class Guard:
 
     Attributes:
         is_removed: Whether it was taken off.
-        methods: Its methods on the optimizer by name, with what the object had in their place.
+        targets: What it was given.
     """
 
     def __init__(
@@ -215,14 +254,15 @@ class Guard:
         """
         self._optimizer = weakref.ref(optimizer)
         self.is_removed = False
-        self.methods: dict[str, tuple[MethodType, Any]] = {}
         self.targets = targets
         recorders = _recorders_of(targets)
-        self.number = recorders[0].num_guards
+        self._last_steps = [r.last_used_step() for r in recorders]  # which took records last
+        num_groups = len(optimizer.param_groups)
+        self._seats = [(recorder, recorder.add_guard(self, num_groups)) for recorder in recorders]
+        self._is_settled = False
         self._has_policy = any(target.session is not None for target in targets)
         self._groups = RankGroups()
         self._step_sites = StepSites(targets, self.number, self._groups) if self._has_policy else None
-        self._last_steps = [r.last_used_step() for r in recorders]  # which took records last
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._max_consecutive_skips = max_consecutive_skips
         self._ratios = ratios
@@ -232,14 +272,19 @@ class Guard:
         self._sharded_names = {name for name, p in named if id(p) in own} or ({""} if own else set())
         self._is_agreed = False  # whether other ranks have a say in the counts
         self._warned_of_no_step = False
+        # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
+        self._changes: tuple[tuple[int, ...], int] | None = ((), -1)
         self._verdicts: dict[torch.device, Tensor] = {}
         self._counts: Tensor | None = None  # [in all, in a row], float64
         self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
         self._reported = 0
         self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
-        # Each with the number of the optimizer's first group of parameters there.
-        self._recorders = [(recorder, recorder.add_guard(self, len(optimizer.param_groups))) for recorder in recorders]
         self._add_to_states()
+
+    @property
+    def number(self) -> int:
+        """Its number among the guards of its first monitor."""
+        return self._seats[0][1].number
 
     @property
     def is_alive(self) -> bool:
@@ -250,39 +295,63 @@ class Guard:
         """Go on with the recorders that the models have now: one may have been rewritten again in place."""
         optimizer = self._optimizer()
         recorders = _recorders_of(self.targets)
-        before = [recorder for recorder, _ in self._recorders]
+        before = [recorder for recorder, _ in self._seats]
         if recorders == before or optimizer is None or self.is_removed:
             return
         for recorder in before:
             if recorder not in recorders:
                 recorder.remove_guard(self)
-        if recorders[0] not in before:
-            self.number = recorders[0].num_guards
-            if self._step_sites is not None:
-                self._step_sites.set_number(self.number)
-        first = {id(recorder): number for recorder, number in self._recorders}
+        seats = {id(recorder): seat for recorder, seat in self._seats}
         last = dict(zip(map(id, before), self._last_steps, strict=True))
         self._last_steps = [last[id(r)] if id(r) in last else r.last_used_step() for r in recorders]
         for recorder in recorders:
             if recorder not in before:
-                first[id(recorder)] = recorder.add_guard(self, len(optimizer.param_groups))
+                seats[id(recorder)] = recorder.add_guard(self, len(optimizer.param_groups))
                 recorder.last_skip = recorder.last_skip or before[0].last_skip
-        self._recorders = [(recorder, first[id(recorder)]) for recorder in recorders]
+        self._take([(recorder, seats[id(recorder)]) for recorder in recorders])
         self._add_to_states()
+
+    def settle(self) -> None:
+        """Take the numbers of guards whose optimizers are gone, before the first use of its own.
+
+        An optimizer that is replaced is gone only after the new one has its guard: ``o = gr.guard(..., model)``.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if any(len(recorder.guards) > 1 for recorder, _ in self._seats):
+            gc.collect()  # the other optimizers may be in cycles
+            self._take([(recorder, recorder.move_up(self)) for recorder, _ in self._seats])
+
+    def _take(self, seats: Sequence[tuple[StepRecorder, Seat]]) -> None:
+        """Go on with these seats."""
+        self._seats = list(seats)
+        if self._step_sites is not None:
+            self._step_sites.set_number(self.number)
 
     def _add_to_states(self) -> None:
         for target in self.targets:
             if target.session is not None:
-                target.session.config.states.add_guard(self.number)
+                target.session.config.states.add_guard(id(self))
+
+    def _remove_from_states(self) -> None:
+        for target in self.targets:
+            if target.session is not None:
+                target.session.config.states.remove_guard(id(self))
+
+    def leave(self) -> None:
+        """The optimizer is gone: its steps do not count any more."""
+        self._remove_from_states()
 
     def _follow_all(self) -> None:
-        if _recorders_of(self.targets) != [recorder for recorder, _ in self._recorders]:
+        if _recorders_of(self.targets) != [recorder for recorder, _ in self._seats]:
             let_guards_follow()
 
     def remove(self) -> None:
         """Let the optimizer, and the monitors, be without it."""
         self.is_removed = True
-        for recorder, _ in self._recorders:
+        self._remove_from_states()
+        for recorder, _ in self._seats:
             recorder.remove_guard(self)
 
     @property
@@ -291,9 +360,9 @@ class Guard:
         return self._has_policy
 
     @property
-    def skipped(self) -> int:
-        """Number of updates that did not happen after a failed check; waits for the device."""
-        return int(self._counts[0]) if self._counts is not None else 0
+    def num_skipped(self) -> Tensor | None:
+        """Number of updates that did not happen after a failed check, on the device; None if none was checked."""
+        return None if self._counts is None else self._counts[0]
 
     def begin(self) -> None:
         """A backward begins: where none of the gradients is left, no verdict on them is left either."""
@@ -346,32 +415,58 @@ class Guard:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        outcome, bad, before = _prepare(self, optimizer, kwargs.get("grad_scaler"))
+        outcome, bad, before = _prepare(self, optimizer, inner, kwargs.get("grad_scaler"))
         with optimizers.attributes_set(optimizer, _attributes(outcome)):
             result = self._update(optimizer, inner, bad, kwargs, outcome)
         _finish(self, bad, before)
         return loss if closure is not None else result
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the optimizer has made a step, or was warned of for making none."""
+        return self._changes is None
+
+    def note_backward(self) -> None:
+        """Warn once where the parameters are updated again and again, and never by this optimizer."""
+        optimizer = self._optimizer() if self._changes is not None else None
+        if optimizer is None or self._changes is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_inference()]
+        ends = parameters[:1] + parameters[-1:]
+        versions, (before, times) = tuple(p._version for p in ends), self._changes
+        times += not before or all(v != b for v, b in zip(versions, before, strict=True))
+        self._changes = versions, times
+        if times == _UPDATES_BY_OTHERS and ends:
+            self._changes = None
+            warn(
+                f"gr.guard: this {type(optimizer).__name__} has made no step, while its parameters change between "
+                "backwards, as by another optimizer, whose updates have none of the guard's actions and skips. Guard "
+                "the optimizer whose step() is called: gr.guard(optimizer, model)"
+            )
+
     def prepare(
-        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+        self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], scaler: torch.amp.GradScaler | None
     ) -> tuple[StepOutcome | None, Tensor | None, Sequence[Before]]:
         """Run the actions at step sites and judge.
 
         Args:
             optimizer: The optimizer, before its update.
+            inner: The method that makes the update.
             scaler: A GradScaler that the optimizer itself is given, and asks whether its gradients are unscaled.
 
         Returns:
             The outcome of the actions, the verdict, and the parameters as they are.
         """
+        self._changes = None
         self._follow_all()
+        self.settle()
         self._warn_of_scaler()
         if scaler is not None and self._step_sites is not None and self._step_sites.may_act:
             optimizers.unscale_once(scaler, optimizer)
         scale = optimizer.__dict__.get("grad_scale")  # a GradScaler's
         bad = self._verdict(optimizer)
         ballot = self._ballot(optimizer, bad)
-        outcome = self._step_sites.run(optimizer, scale, ballot) if self._step_sites is not None else None
+        outcome = self._step_sites.run(optimizer, inner, scale, ballot) if self._step_sites is not None else None
         verdict = None if outcome is None else outcome.verdict
         if ballot is not None:
             if verdict is not None and not ballot.is_decided:
@@ -379,8 +474,8 @@ class Guard:
             ballot.start()
         if outcome is not None:
             self._report(outcome)
-        for recorder, first in self._recorders:
-            recorder.add_host_values(_learning_rates(optimizer, first))
+        for recorder, seat in self._seats:
+            recorder.add_host_values(_learning_rates(optimizer, seat.first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None else []
         if ballot is not None:
             bad = self._agreed(optimizer, ballot)
@@ -393,7 +488,7 @@ class Guard:
         """Record what is known after the update."""
         for target in self.targets:
             if target.session is not None:
-                target.session.config.states.note_step(self.number)
+                target.session.config.states.note_step(id(self))
         self._add_ratios(before)
         if bad is not None:
             self._look_at_counts()
@@ -424,7 +519,7 @@ class Guard:
         """Give the records of the step to the monitors."""
         if not outcome.outputs.packs and not outcome.outputs.kept:
             return
-        for number, (recorder, _) in enumerate(self._recorders):
+        for number, (recorder, _) in enumerate(self._seats):
             last = self._last_steps[number]
             self._last_steps[number] = recorder.collect_update(outcome.outputs, outcome.tensors, last)
 
@@ -433,19 +528,26 @@ class Guard:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         group = self._process_group
         if group is None:
-            around = next((r.process_group for r, _ in self._recorders if r.process_group is not None), None)
+            around = next((r.process_group for r, _ in self._seats if r.process_group is not None), None)
             group = self._groups.of_tensors(parameters, around)
             self._check_all_agree(group, around)
         if group is None or group.size() == 1:
             return None
+        self._check_no_join()
         device = parameters[0].device if self._counts is None else self._counts.device
         optimizers.check_unmixed(optimizer)
         found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
         return Ballot(group, [bad, found_inf], device)
 
+    def _check_no_join(self) -> None:
+        """Raise PolicyError where other ranks may have joined, and take no part in what the guards exchange."""
+        around = [module for r, _ in self._seats if r.data_parallel is not None and (module := r.data_parallel())]
+        if any(map(data_parallel.lets_ranks_join, around)):
+            raise PolicyError(_JOINS)
+
     def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
         """Raise PolicyError where a rank may skip what others with the same parameters do not."""
-        site = next((r.lone_skip for r, _ in self._recorders if r.lone_skip is not None), None)
+        site = next((r.lone_skip for r, _ in self._seats if r.lone_skip is not None), None)
         if site is None or around is None or group is None:
             return
         averaged, agreeing = self._groups.ranks_of(around), self._groups.ranks_of(group)
@@ -491,7 +593,7 @@ class Guard:
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
         for keys, ratios in packs_of(before):
-            added = [recorder.add_late(keys, ratios) for recorder, _ in self._recorders]
+            added = [recorder.add_late(keys, ratios) for recorder, _ in self._seats]
             if not any(added) and not self._warned_of_no_step:
                 self._warned_of_no_step = True
                 warn(
@@ -517,8 +619,8 @@ class Guard:
     def _count(self, bad: Tensor) -> None:
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
-        for recorder, first in self._recorders:
-            skipped = RecordKey("skipped", 1, f"optimizer:{first}")
+        for recorder, seat in self._seats:
+            skipped = RecordKey("skipped", 1, f"optimizer:{seat.first_group}")
             recorder.add_late((skipped,), bad.reshape(1), is_own=True)
         total, in_a_row = self._counts.unbind()
         self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
@@ -542,7 +644,7 @@ class Guard:
             logger.warning("%d updates skipped so far, because a finite check failed", total)
         if in_a_row >= self._max_consecutive_skips:
             reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
-            raise _skip_error(self._recorders[0][0], reason, is_agreed=self._is_agreed)
+            raise _skip_error(self._seats[0][0], reason, is_agreed=self._is_agreed)
 
 
 def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
@@ -604,7 +706,7 @@ def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[Record
     """Numbers, and tensors in host memory; reading one on a device would wait for it."""
     rates: dict[RecordKey, float] = {}
     for number, group in enumerate(optimizer.param_groups, first):
-        rate, key = group.get("lr"), RecordKey("lr", 1, f"optimizer:{number}")
+        rate, key = python_number(group.get("lr")), RecordKey("lr", 1, f"optimizer:{number}")
         if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu"):
             rates[key] = number_of(rate)
     return rates

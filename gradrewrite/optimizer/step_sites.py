@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradrewrite._compat import fake_tensors, optimizers
+from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._formatting import nearest
 from gradrewrite._warnings import warn
 from gradrewrite.backends.engines import AotEager
@@ -147,12 +147,17 @@ class StepSites:
         return any(t.session is not None and t.session.may_have_step_sites for t in self._targets)
 
     def run(
-        self, optimizer: torch.optim.Optimizer, scale: Tensor | None, ballot: Ballot | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Any],
+        scale: Tensor | None,
+        ballot: Ballot | None = None,
     ) -> StepOutcome | None:
         """Run the actions on the gradients, in place; None if there are none.
 
         Args:
             optimizer: The optimizer, before its update.
+            step: The method that makes the update.
             scale: What its gradients are still multiplied by (a GradScaler's scale); None if they are not.
             ballot: The verdicts that ranks exchange; decided here where figures of sharded gradients are exchanged too.
         """
@@ -166,9 +171,9 @@ class StepSites:
             if parameter.grad is not None and (whole := reduced(parameter.grad)) is not parameter.grad:
                 parameter.grad = whole
         gradients = [p.grad for p in parameters]
-        divides = optimizers.is_fused(optimizer)
+        divides = _may_divide(optimizer, step)
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
-        kinds = (p.requires_grad if g is None else _kind_of(g) for p, g in zip(parameters, gradients, strict=True))
+        kinds = (p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True))
         key = (divides, voters, *kinds)
         if key in self._plans:
             self._plans.move_to_end(key)
@@ -203,7 +208,7 @@ class StepSites:
         self._read_names(parameters)
         gradients = [p.detach() if p.requires_grad else None for p in parameters]
         asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
-        settings = StepSettings(optimizers.is_fused(optimizer), self._suffix, states=self._states())
+        settings = StepSettings(_may_divide(optimizer, optimizer.step), self._suffix, states=self._states())
         known = [n for n, (site, _) in asked.items() if site is not None]
         if not known:
             raise TraceError(
@@ -212,7 +217,8 @@ class StepSites:
             )
         shown = [n for n in known if asked[n][1]] or known
         settings = replace(settings, exchange=self._exchange(asked, shown, parameters, gradients, (), runs=False))
-        return _rewrite(asked, shown, parameters, gradients, settings).shown
+        with dynamo_cache.compiling():
+            return _rewrite(asked, shown, parameters, gradients, settings).shown
 
     def _exchange(
         self,
@@ -378,10 +384,11 @@ class StepSites:
         if not own:
             return None if exchange is None else exchange
         settings = StepSettings(divides, self._suffix, exchange, self._states())
-        rewrite = _rewrite(asked, own, parameters, gradients, settings)
-        gm, live = runnable(rewrite)
         engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
-        run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
+        with dynamo_cache.compiling():
+            rewrite = _rewrite(asked, own, parameters, gradients, settings)
+            gm, live = runnable(rewrite)
+            run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         factors: dict[ParameterScaling, list[int]] = {}
         for n in own:
             for answered in asked[n][1]:
@@ -442,6 +449,7 @@ def ask_at_step_sites(
                 "DTensors only"
             )
         asked[n] = (site, answers)
+        session.note_step_answers(answered.position[1:] for answered in answers)
     return asked
 
 
@@ -481,12 +489,22 @@ def _rewrite(
     return rewrite_step(given, settings, further)
 
 
-def _kind_of(gradient: Tensor) -> Hashable:
+def _may_divide(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
+    """Whether the kernels of an optimizer can divide the gradients, and nothing reads them before."""
+    return optimizers.is_fused(optimizer) and not optimizers.may_read_gradients(optimizer, step)
+
+
+def _kind_of(gradient: Tensor, parameter: Tensor) -> Hashable:
+    """Equal for tensors that one compiled graph takes: sizes change where a parameter is pruned (``p.data = ...``)."""
     if gradient.layout is not torch.strided:
         return gradient.layout
-    if is_sharded(gradient):
-        return (gradient.dtype, gradient.device, local_of(gradient).stride(), gradient.placements, gradient.device_mesh)
-    return (gradient.dtype, gradient.device, gradient.stride())
+    kind = (gradient.dtype, gradient.device, gradient.shape, _layout_of(gradient), _layout_of(parameter))
+    return (*kind, gradient.placements, gradient.device_mesh) if is_sharded(gradient) else kind
+
+
+def _layout_of(tensor: Tensor) -> Hashable:
+    local = local_of(tensor)
+    return local.dtype, local.shape, local.stride()
 
 
 def _spread_of(gradient: Tensor | None) -> Spread | None:

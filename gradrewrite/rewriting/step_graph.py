@@ -400,7 +400,7 @@ class _Builder:
         added = [*self.factors, *([] if self.votes is None else [self.votes])]
         if added:
             editing.add_outputs(graph, added)
-        outputs, record_nodes = rewriter.packing.pack_into(graph)
+        outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
         editing.release(graph)
         graph.eliminate_dead_code()
         graph.lint()

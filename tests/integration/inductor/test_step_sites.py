@@ -50,6 +50,7 @@ def policies(bound: Tensor) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:bound@step.* was 0 or negative at step 0:gradrewrite.RewriteWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["global", "mixed", "order 3"])

@@ -981,3 +981,22 @@ def test_the_step_graph_of_a_policy_without_actions_at_steps(policy: gr.Policy, 
         assert graph.diff() == "no edits: the graph is as it was"
         for view in ("overview", "ladder"):
             viz.draw(graph, view=view).render(str(tmp_path / view), format="svg")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.inductor, pytest.mark.slow])])
+@pytest.mark.parametrize("kind", ["gradient", "step"])
+def test_parameters_that_are_pruned(kind: str, compiled: bool) -> None:
+    """Fewer rows, with the strides that there were; an action reads the size, and another one the parameter."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 6, bias=False)
+    model = gr.transform(net, gr.on(f"{kind}:*", [lambda g: g / g.shape[0], L2(0.5), ClipByGlobalNorm(0.1)]))
+    if compiled:
+        model.compile()
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    for rows in (6, 4, 1):
+        net.weight.data = net.weight.data[:rows]
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        wanted = torch.full((rows, 3), 2.0 / rows) + 0.5 * net.weight.detach()
+        torch.testing.assert_close(net.weight.grad, wanted * (0.1 / wanted.norm()))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradrewrite as gr
 from gradrewrite.passes import L2, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, DecayWeights, Keep, Observe
@@ -185,3 +186,80 @@ def test_an_optimizer_that_takes_the_scaler(policy: gr.Policy, unscales: bool) -
     other.step()
     for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+class Reads(torch.optim.SGD):
+    """An optimizer whose ``step`` looks at the gradients before the kernels of torch run."""
+
+    seen: list[Tensor] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.seen is not None:
+            self.seen.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+def readers(way: str, model: Any, scheduled: bool) -> tuple[torch.optim.Optimizer, list[Tensor], Any]:
+    """A guarded fused optimizer, what is read before its update, and what makes the reading begin."""
+    seen: list[Tensor] = []
+    kind = Reads if way == "subclass" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 100)
+
+    def hook(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.extend(p.grad.clone() for group in own.param_groups for p in group["params"] if p.grad is not None)
+
+    def begin() -> Any:
+        if isinstance(optimizer, Reads):
+            optimizer.seen = seen
+            return None
+        if way == "hook":
+            return optimizer.register_step_pre_hook(hook)
+        return register_optimizer_step_pre_hook(hook)
+
+    return gr.guard(optimizer, model), seen, begin
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("way", ["subclass", "hook", "global hook"])
+def test_readers_before_the_update_see_the_gradient_that_is_used(
+    way: str, scheduled: bool, scale: float | None
+) -> None:
+    """What is read from the second step on is the clipped, unscaled gradient: the one that moves the parameters."""
+    torch.manual_seed(0)
+    model = gr.transform(Net(), gr.on("step:*", ClipByGlobalNorm(0.1)))
+    optimizer, seen, begin = readers(way, model, scheduled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    handle = None
+    for number, x in enumerate(inputs()):
+        if number == 1:
+            handle = begin()
+        optimizer.zero_grad()
+        scaler.scale(model(x)).backward()
+        total = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters())) / (scale or 1.0)
+        assert total > 0.1
+        wanted = [p.grad / (scale or 1.0) * (0.1 / total) for p in model.parameters()]
+        before = [p.detach().clone() for p in model.parameters()]
+        seen.clear()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(seen, wanted if number else [])
+        moved = [(old - p.detach()) / 0.1 for old, p in zip(before, model.parameters(), strict=True)]
+        torch.testing.assert_close(moved, wanted, rtol=1e-3, atol=1e-6)
+    if handle is not None:
+        handle.remove()
+
+
+def test_a_scheduler_alone_leaves_the_division_to_the_kernel() -> None:
+    model = gr.transform(Net(), gr.on("step:*", ClipByGlobalNorm(0.1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    gr.guard(optimizer, model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    assert "grad_scale" in model.trace_step(optimizer).provenance.outputs
+    with_hook = optimizer.register_step_pre_hook(lambda *given: None)
+    assert "grad_scale" not in model.trace_step(optimizer).provenance.outputs
+    with_hook.remove()
+    assert "grad_scale" in model.trace_step(optimizer).provenance.outputs
