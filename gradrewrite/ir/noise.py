@@ -34,11 +34,13 @@ class NoiseSource:
     Attributes:
         seed: Their seed.
         number: A live tensor with which a graph names the source at run time.
+        is_silent: Whether it draws zeros, because another process adds the noise to the gradient that both average.
     """
 
     def __init__(self, seed: int) -> None:
         """Seed the generators."""
         self.seed = seed
+        self.is_silent = False
         with fake_tensors.outside_of_transforms():  # a policy may make it while a graph is traced
             self.number = torch.tensor([id(self)], device="cpu")  # so that reading it waits for nothing
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -76,6 +78,8 @@ class NoiseSource:
 
     def draw(self, like: Tensor) -> Tensor:
         """Draw it now."""
+        if self.is_silent:
+            return torch.zeros_like(like)
         generator = self._on(like.device)
         dtype = torch.promote_types(like.dtype, torch.float32)
         return torch.randn(like.shape, generator=generator, dtype=dtype, device=like.device).to(like.dtype)

@@ -70,6 +70,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[OpCall, Sums], bool]]] = [
     (("index", "index_select", "gather", "_unsafe_index"), _only("self")),
     (("embedding_dense_backward", "_softmax_backward_data", "_log_softmax_backward_data"), _only("grad_output")),
     (("tanh_backward", "sigmoid_backward"), _only("grad_output")),
+    (("_weight_norm_interface_backward",), _only("grad_w")),
     (("scatter_add",), lambda call, sums: sums == [call["src"]] and is_zero(call["self"])),
     (("index_add",), lambda call, sums: sums == [call["source"]] and is_zero(call["self"])),
     (("where",), _chooses),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,18 +133,22 @@ def is_zero(node: Any) -> bool:
     return False
 
 
-def counts_up(node: Any, length: Size) -> bool:
-    """Whether a node is ``[0, 1, ..., length - 1]`` along its one dimension that is not 1."""
+def counts_up(node: Any, length: Size, step: Size = 1) -> bool:
+    """Whether a node is ``[0, step, ..., (length - 1) * step]`` along its one dimension that is not 1."""
     while isinstance(node, fx.Node) and node.target in _KEEP_ORDER:
         node = node.args[0]
     if not isinstance(node, fx.Node) or len(size_of(node)) != 1 or not same_size(size_of(node)[0], length):
         return False
-    given = operators.arguments_of(node)
-    if node.target is torch.ops.prims.iota.default:
-        return bool(given["start"] == 0 and given["step"] == 1)
-    if node.target is _aten.arange.start_step:
-        return bool(given["start"] == 0 and given["step"] == 1)
-    return node.target is _aten.arange.default or (node.target is _aten.arange.start and given["start"] == 0)
+    if node.target not in _COUNTS_UP:
+        return False
+    given = {"start": 0, "step": 1, **operators.arguments_of(node)}
+    start, own = fx.map_arg((given["start"], given["step"]), lambda size: size.meta["val"])
+    return bool(start == 0) and same_size(own, step)
+
+
+def kept_dims(rank: int, removed: Sequence[int]) -> list[int]:
+    """Return the dimensions of a tensor of some rank that are not among the removed ones, in order."""
+    return [d for d in range(rank) if d not in removed]
 
 
 def is_count(node: Any) -> bool:
@@ -164,6 +168,7 @@ _COUNTS = frozenset(
     )
 )
 
+_COUNTS_UP = frozenset((*operators.overloads(("arange",)), torch.ops.prims.iota.default))
 _KEEP_ORDER = frozenset(
     (
         _aten.view.default,

@@ -25,7 +25,7 @@ from gradrewrite.per_example.layouts import (
     quotient,
     same_size,
 )
-from gradrewrite.per_example.op_calls import PUTS, Layouts, OpCall, counts_up, is_count, is_zero, size_of
+from gradrewrite.per_example.op_calls import PUTS, Layouts, OpCall, counts_up, is_count, is_zero, kept_dims, size_of
 
 Rule = Callable[[OpCall], Layouts]
 
@@ -455,6 +455,20 @@ def _vector_product(call: OpCall) -> Layouts:
     raise MixesExamplesError("multiplies different examples")
 
 
+@_rule("_trilinear")
+def _trilinear(call: OpCall) -> Layouts:
+    """Multiply three tensors, each of which is broadcast along ``expand``, and add up along ``sumdim``."""
+    found: dict[fx.Node, Batch] = {}
+    for name, expand in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
+        layout, node = call.batch_of(call[name]), call[name]
+        if layout is not None:
+            found[node] = layout.moved(kept_dims(len(size_of(node)) + len(call[expand]), call[expand])[layout.dim])
+    layout, summed = agree(list(found.values())), list(call["sumdim"])
+    if layout.dim in summed:
+        return call.contract(dict(call.batched))
+    return layout.moved(layout.dim - sum(d < layout.dim for d in summed))
+
+
 @_rule("convolution")
 def _convolution(call: OpCall) -> Layouts:
     layout = call.same_places("input")
@@ -500,6 +514,7 @@ def _attention_backward(call: OpCall) -> Layouts:
     *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward"),
     *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward"),
     *("upsample_bilinear2d", "upsample_bilinear2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward"),
+    *("reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward"),
 )
 @_rule("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices", namespace="prims")
 def _pool_2d(call: OpCall) -> Layouts:
@@ -507,12 +522,14 @@ def _pool_2d(call: OpCall) -> Layouts:
 
 
 @_rule("max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward")
-@_rule("_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward")
+@_rule("_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward")
+@_rule("reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward")
 def _pool_3d(call: OpCall) -> Layouts:
     return _pool(call, 3)
 
 
 @_rule("upsample_nearest1d", "upsample_nearest1d_backward", "upsample_linear1d", "upsample_linear1d_backward")
+@_rule("reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward")
 def _pool_1d(call: OpCall) -> Layouts:
     return _pool(call, 1)
 
@@ -522,6 +539,15 @@ def _pool(call: OpCall, num_spatial: int) -> Layouts:
     if layout.dim >= len(size_of(call.batched[0][0])) - num_spatial:
         raise MixesExamplesError(ALONG_THE_BATCH)
     return call.all_results(layout)
+
+
+@_rule("im2col", "col2im")
+def _columns(call: OpCall) -> Layouts:
+    """Windows of images as columns, ``[N, C * k, L]``, and back."""
+    layout = call.same_places()
+    if layout.dim or len(size_of(call.node)) != (3 if "im2col" in str(call.node.target) else 4):
+        raise MixesExamplesError(ALONG_THE_BATCH)
+    return layout
 
 
 @_rule("native_layer_norm", "_fused_rms_norm")
@@ -606,6 +632,38 @@ def _embedding_backward(call: OpCall) -> Layouts:
         raise MixesExamplesError("counts words over the batch (scale_grad_by_freq)")
     layout = call.same_places("grad_output", "indices")
     return call.contract({call["grad_output"]: layout, call["indices"]: layout})
+
+
+@_rule("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(call: OpCall) -> Layouts:
+    if any(call.batch_of(call[name]) is not None for name in ("weight", "offsets")):
+        raise MixesExamplesError("has bags of sizes that depend on the examples")
+    words = call.same_places("indices")
+    bags = _bags_of(call, words)
+    _, _, _, largest = call.results
+    has_largest = isinstance(largest, Tensor) and largest.dim() == 2
+    return (bags, Const(), bags, bags if has_largest else Const())
+
+
+@_rule("_embedding_bag_backward", "_embedding_bag_dense_backward")
+def _embedding_bag_backward(call: OpCall) -> Layouts:
+    if call["scale_grad_by_freq"]:
+        raise MixesExamplesError("counts words over the batch (scale_grad_by_freq)")
+    names = ("grad", "indices", "bag_size", "maximum_indices", "per_sample_weights")
+    layouts = {name: call.batch_of(call[name]) for name in names}
+    return call.contract({call[name]: layout for name, layout in layouts.items() if layout is not None})
+
+
+def _bags_of(call: OpCall, words: Batch) -> Batch:
+    """Return the layout of bags of one size, which are what the rows of a matrix of words are."""
+    (number, *_), (total, *_) = call.size("offsets"), call.size("indices")
+    number = number - 1 if call["include_last_offset"] else number
+    each = quotient(total, number)
+    count = None if each is None else quotient(words.post, each)
+    has_one_size = each is not None and counts_up(call["offsets"], call.size("offsets")[0], each)
+    if count is None or not same_size(words.pre, 1) or not has_one_size:
+        raise MixesExamplesError("has bags of several sizes, or of words of several examples")
+    return Batch(0, 1, count)
 
 
 @_rule("index_select")

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors, operators
 from gradrewrite.ir import ops
 from gradrewrite.per_example.layouts import Batch, MixesExamplesError, Size, Sum, unflatten
-from gradrewrite.per_example.op_calls import PUTS, Layouts, is_selection, size_of
+from gradrewrite.per_example.op_calls import PUTS, Layouts, is_selection, kept_dims, size_of
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims
@@ -62,7 +62,7 @@ def find_tail(
         if node in seen:
             continue
         seen.add(node)
-        todo += [a for a in node.all_input_nodes if layouts[a] == Sum() or (is_selection(node) and a in splits)]
+        todo += [a for a in node.all_input_nodes if layouts[a] == Sum() or is_selection(node)]
     nodes = tuple(node for node in gradient.graph.nodes if node in seen)
     for node in nodes:
         if node not in splits and not any(a in seen for a in node.all_input_nodes):
@@ -167,7 +167,7 @@ class _Terms:
         inputs = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
         values = [self._value(node, argument) for argument in inputs]
         dims = [0 if self._is_split(node, argument) else None for argument in inputs]
-        if node.target in PUTS | _EMBEDDINGS:
+        if node.target in PUTS | _EMBEDDINGS | _BAGS:
             # Each example has memory of its own: Inductor accumulates those of an expanded tensor in one (2.13, CPU).
             like = node.meta["val"]
             values.append(values[0].new_zeros((self.num_examples, *size_of(node)), dtype=like.dtype))
@@ -266,6 +266,46 @@ def _batch_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor | None, ..
     return None, (error * (values - named["running_mean"].reshape(size)) * scale).sum(dims), error.sum(dims)
 
 
+def _weight_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor, Tensor]:
+    """Of ``w = v * g / |v|`` the terms of ``v`` and ``g``; norms are over all dimensions but ``dim``."""
+    error, direction, norms = named["grad_w"], named["saved_v"], named["saved_norms"]
+    kept = named["dim"] % direction.dim() + 1
+    along = (error * direction).sum([d for d in range(1, error.dim()) if d != kept], keepdim=True)
+    of_direction = named["saved_g"] / norms * (error - direction * along / norms.square())
+    return of_direction, along / norms
+
+
+def _trilinear(named: Mapping[str, Any], node: fx.Node) -> Tensor:
+    """The products of three tensors, those with examples ``[B, ...]``, added up along what each example has."""
+    rank = node.meta["val"].dim() + len(named["sumdim"])
+    terms: list[Any] = []
+    for number in "123":
+        value, own = named[f"i{number}"], kept_dims(rank, named[f"expand{number}"])
+        terms += [value, [rank, *own] if value.dim() > len(own) else own]
+    result: Tensor = torch.einsum(*terms, [rank, *kept_dims(rank, named["sumdim"])])
+    return result
+
+
+def _embedding_bag(named: Mapping[str, Any], base: Tensor) -> Tensor:
+    """The terms of the bags of one example."""
+    errors, words, mode = named["grad"], named["indices"], named["mode"]
+    if mode == _MAX:
+        largest = named["maximum_indices"]
+        columns = torch.arange(errors.shape[1], device=errors.device).expand_as(largest)
+        found: Tensor = _aten.index_put.default(
+            base, [largest.clamp(min=0), columns], torch.where(largest < 0, 0, errors), True
+        )
+        return found
+    if mode == _MEAN:
+        errors = errors / named["bag_size"].clamp(min=1).unsqueeze(-1)
+    rows = errors.unsqueeze(1).expand(-1, words.shape[0] // errors.shape[0], -1).flatten(0, 1)
+    if named["per_sample_weights"] is not None:
+        rows = rows * named["per_sample_weights"].unsqueeze(-1)
+    kept = torch.where((words == named["padding_idx"]).unsqueeze(-1), 0, rows)
+    found = _aten.index_put.default(base, [words], kept, True)
+    return found
+
+
 def _put(named: Mapping[str, Any], base: Tensor) -> Tensor:
     values, indices = named["values"], list(named["indices"])
     if "mask" in named:
@@ -289,6 +329,8 @@ def _multiply_and_add(named: Mapping[str, Any]) -> Tensor:
 
 
 _MEANS = frozenset(operators.overloads(("mean",)))
+_MEAN, _MAX = 1, 2  # modes of bags
+_BAGS = frozenset(operators.overloads(("_embedding_bag_backward", "_embedding_bag_dense_backward")))
 _EMBEDDINGS = frozenset(operators.overloads(("embedding_dense_backward",)))
 # Ops on values with the examples in dimension 0: their arguments say how many examples there are, they give more than
 # is needed, or vmap does not know them.
@@ -301,6 +343,8 @@ _ON_ALL: dict[Any, Callable[[Mapping[str, Any], fx.Node], Any]] = {
     _aten._fused_rms_norm_backward.default: _layer_norm,
     _aten.native_group_norm_backward.default: _group_norm,
     _aten.native_batch_norm_backward.default: _batch_norm,
+    _aten._trilinear.default: _trilinear,
+    _aten._weight_norm_interface_backward.default: _weight_norm,
 }
 # Ops along dimensions that are given by number; some take a list of rows, which is the same for all examples.
 _ALONG_LISTS = frozenset(operators.overloads(("index_select", "index_add")))
@@ -315,4 +359,5 @@ _ON_ONE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(operators.overloads(("fma",), "prims"), _multiply_and_add),
     **dict.fromkeys(PUTS, _put),
     **dict.fromkeys(_EMBEDDINGS, _embedding),
+    **dict.fromkeys(_BAGS, _embedding_bag),
 }

@@ -350,6 +350,7 @@ def _wide(value: Tensor) -> torch.dtype:
 _LINEAR = {
     _aten.mm.default: ("self", "mat2"),
     _aten.bmm.default: ("self", "mat2"),
+    _aten._trilinear.default: ("i1", "i2", "i3"),
     **dict.fromkeys(PUTS, ("values",)),
 }
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from models.gpt import Gpt
@@ -152,6 +153,40 @@ class Table(nn.Module):
         return self.rows[torch.where(x % 2 == 0, x, x - WORDS)].sin().sum(1)
 
 
+class Bags(nn.Module):
+    """Sums, means and maxima of the rows of tables, two bags for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = nn.EmbeddingBag(WORDS, 3, mode="sum")
+        self.mean = nn.EmbeddingBag(WORDS, 3, mode="mean", padding_idx=0)
+        self.largest = nn.EmbeddingBag(WORDS, 3, mode="max")
+        self.head = nn.Linear(9, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bags = x.reshape(2 * x.shape[0], -1)
+        weights = bags.double() / WORDS
+        h = torch.cat([self.total(bags, None, weights), self.mean(bags), self.largest(bags)], 1)
+        return self.head(h.tanh()).unflatten(0, (x.shape[0], 2)).sum(1)
+
+
+class Windows(nn.Module):
+    """Paddings of images, and products of weights that have a direction and a length with windows of the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.pool = nn.Conv2d(2, 3, 1), nn.AdaptiveMaxPool3d((3, 2, 2))
+        self.reflect, self.replicate = nn.ReflectionPad2d(1), nn.ReplicationPad2d((1, 0, 0, 1))
+        self.rows = weight_norm(nn.Linear(12, 4))
+        self.pairs = nn.Bilinear(4, 4, 5)
+        self.head = weight_norm(nn.Conv1d(5, WORDS, 1), dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = self.replicate(self.reflect(self.lift(x)))
+        windows = self.rows(F.unfold(self.pool(padded.unsqueeze(1)).squeeze(1), 2, padding=1).transpose(1, 2))
+        return self.head(self.pairs(windows, windows.sin()).transpose(1, 2)).sum(2)
+
+
 class OneRow(nn.Module):
     """Its loss sees one row of each example."""
 
@@ -214,6 +249,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "frozen parts": (Frozen, lambda: (vectors(B, 7), labels(B)), cross_entropy),
     "indices from the end": (Table, lambda: (labels(B, T), labels(B)), cross_entropy),
     "parts": (Parts, lambda: (vectors(B, 7), labels(B)), cross_entropy),
+    "bags": (Bags, lambda: (labels(B, 6), labels(B)), cross_entropy),
+    "windows": (Windows, lambda: (vectors(B, 2, 3, 4), labels(B)), cross_entropy),
     "one row": (OneRow, lambda: (vectors(B, T, 3), labels(B)), None),
     "two batches": (TwoBatches, lambda: (vectors(B, 3), vectors(B, 3)), None),
     "positions by arange": (lambda: Gpt(1, 8, 2, WORDS, T), lambda: (labels(B, T), labels(B, T)), None),

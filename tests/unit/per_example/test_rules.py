@@ -164,6 +164,16 @@ CASES: dict[str, tuple[Callable[..., Any], list[Given]]] = {
         lambda x, y: x.index_add(1, torch.tensor([0]), y),
         [((B, 4), Batch(0)), ((B, 1), Batch(0))],
     ),
+    "bags": (lambda x, w: F.embedding_bag(x.argsort(1)[:, :2], w), [((B, 4), Batch(0)), ((5, 2), None)]),
+    "bags of examples": (
+        lambda x, w: F.embedding_bag(x.argsort(2)[..., :2].flatten(0, 1), w, mode="max"),
+        [((B, 2, 4), Batch(0)), ((5, 2), None)],
+    ),
+    "padded bags": (
+        lambda x, w: F.embedding_bag(x.argsort(1)[:, :2], w, mode="sum", padding_idx=1),
+        [((B, 4), Batch(0)), ((5, 2), None)],
+    ),
+    "fold": (lambda x: F.fold(x, (B, B), 2), [((B, 4 * B, 4), Batch(0))]),
     "mse": (lambda x, y: F.mse_loss(x, y, reduction="none"), [((B, 4), Batch(0)), ((B, 4), Batch(0))]),
 }
 
@@ -269,6 +279,21 @@ WITH_BACKWARDS: dict[str, tuple[Callable[..., Tensor], list[Given]]] = {
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), [IMAGES]),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 4), [IMAGES]),
     "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 4), [IMAGES]),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), [((B, B, B, B, B), Batch(0))]),
+    "im2col": (lambda x: F.unfold(x, 2, stride=2), [IMAGES]),
+    "products of pairs": (F.bilinear, [ROWS, ROWS, ((B, B, B), None)]),
+    "products of pairs of rows": (
+        F.bilinear,
+        [((2, B, 4), Batch(1)), ((2, B, B), Batch(1)), ((B, 4, B), None), ((B,), None)],
+    ),
+    **{
+        f"{mode} {num_spatial}-D": (
+            lambda x, mode=mode, pad=(1, 2) * num_spatial: F.pad(x, pad, mode),
+            [((B, B, *[B] * num_spatial), Batch(0))],
+        )
+        for mode in ("reflect", "replicate")
+        for num_spatial in (1, 2, 3)
+    },
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), [IMAGES]),
     "nearest 1-D": (lambda x: F.interpolate(x, scale_factor=2), [((B, B, 4), Batch(0))]),
     "linear": (lambda x: F.interpolate(x, scale_factor=2, mode="linear"), [((B, B, 4), Batch(0))]),
@@ -336,6 +361,27 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[Given], str]] = {
         "index_add is computed along the batch",
     ),
     "addmm of constants": (torch.addmm, [((B, 2), Batch(0)), ((B, 4), None), ((4, 2), None)], "addmm has no rule for"),
+    "bags of several sizes": (
+        lambda x, w: F.embedding_bag(x.argsort(1).flatten(), w, torch.tensor([0, 1, 5]), mode="sum"),
+        [((B, 4), Batch(0)), W],
+        "_embedding_bag_forward_only has bags of several sizes",
+    ),
+    "bags over examples": (
+        lambda x, w: F.embedding_bag(x.argsort(1).t(), w, mode="sum"),
+        [((B, 4), Batch(0)), W],
+        "bags of several sizes, or of words of several examples",
+    ),
+    "bilinear of other examples": (
+        lambda x, w: F.bilinear(x[:, None].expand(B, B, 4), x[None].expand(B, B, 4), w[None]),
+        [((B, 4), Batch(0)), W],
+        "_trilinear combines different examples",
+    ),
+    "columns of one image": (lambda x: F.unfold(x, 2), [((B, 4, 4), Batch(0))], "im2col is computed along the batch"),
+    "padded examples": (
+        lambda x: F.pad(x[None], (1, 1), "reflect"),
+        [((4, B), Batch(1))],
+        "reflection_pad1d is computed along the batch",
+    ),
     "unknown": (lambda x: torch.linalg.inv(x), [((B, 4, 4), Batch(0))], "linalg_inv_ex has no rule"),
     "view": (lambda x: x.reshape(-1, 2 * B), [((B, 4), Batch(0))], "view puts examples and others into one dimension"),
 }
@@ -366,6 +412,8 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "diagonal": lambda x, w: aten.diagonal_backward.default(x.sum(0), [4, 4], 0, 0, 1),
     "softmax of a constant": lambda x, w: aten._softmax_backward_data.default(x.sum(0), w[0], 0, torch.float32),
     "tanh of a constant": lambda x, w: aten.tanh_backward.default(x.sum(0), w[0].tanh()),
+    "bilinear": lambda x, w: aten._trilinear.default(x, x, w, [2], [1], [0], [0]),
+    "weight norm": lambda x, w: aten._weight_norm_interface_backward.default(x.t() @ x, w, w[:, :1], w[:, 1:2], 0)[0],
     "zeros": lambda x, w: torch.cat([x.sum(0), torch.zeros(2)]),
 }
 
