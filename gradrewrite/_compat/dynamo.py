@@ -23,7 +23,9 @@ with needed_for("compilations of a code object can be counted against Dynamo's r
         innermost_backend,
     )
 with needed_for("the tracer's refusals have types of their own"):
+    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+    from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError
     from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.exc import UserError as UserError
 with needed_for("the frame that Dynamo compiles can be asked for"):
@@ -32,6 +34,8 @@ with needed_for("Dynamo counts the reasons of graph breaks"):
     from torch._dynamo.utils import counters
 with needed_for("texts can be added to the log of TORCH_TRACE"):
     from torch._logging._internal import trace_structured
+
+TRACING_ERRORS = (Unsupported, UserError, FailOnRecompileLimitHit, TorchRuntimeError, BackendCompilerFailed)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

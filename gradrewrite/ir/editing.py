@@ -5,7 +5,7 @@ Every verb takes graphs that are consistent and leaves them consistent; none lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,12 +144,52 @@ def write_back(graph: fx.Graph, count: int) -> None:
     graph.output_node().args = (tuple(others),)
 
 
-def hold(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
-    """Keep nodes alive in a graph whose outputs are counted by others."""
+def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.Node] = ()) -> fx.Node:
+    """Keep nodes alive in a graph whose outputs are counted by others.
+
+    Args:
+        graph: The graph.
+        nodes: The nodes.
+        of_forward: Those of them that the forward has to compute.
+    """
+    positions = [number for number, node in enumerate(nodes) if node in of_forward]
     with graph.inserting_before(graph.output_node()):
-        holder = graph.call_function(ops.hold, (list(nodes),))
+        holder = graph.call_function(ops.hold, (list(nodes), positions) if positions else (list(nodes),))
     holder.meta = {"val": None, "partitioner_tag": "is_backward"}
     return holder
+
+
+def nodes_for_forward(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that the forward has to compute for what is inserted in the backward."""
+    holders = graph.find_nodes(op="call_function", target=ops.hold)
+    held = [holder.args[0][number] for holder in holders for numbers in holder.args[1:] for number in numbers]
+    return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=ops.copy)])]
+
+
+def insert_outputs(graph: fx.Graph, position: int, nodes: Sequence[fx.Node]) -> None:
+    """Return further nodes, before the output at a position."""
+    output = graph.output_node()
+    outputs, descs = outputs_of(output), _descs(output)
+    outputs[position:position] = nodes
+    descs[position:position] = ["gradrewrite"] * len(nodes)
+    _set_outputs(output, outputs, descs)
+
+
+def drop_outputs(graph: fx.Graph, position: int, count: int) -> None:
+    """Do not return ``count`` outputs from a position on; the inverse of ``insert_outputs``."""
+    output = graph.output_node()
+    outputs, descs = outputs_of(output), _descs(output)
+    del outputs[position : position + count], descs[position : position + count]
+    _set_outputs(output, outputs, descs)
+
+
+def insert_saved_copy(node: fx.Node) -> fx.Node:
+    """Insert a copy of a value of the forward behind it, which is saved for the backward; see ``nodes_for_forward``."""
+    with node.graph.inserting_after(node):
+        copied = node.graph.call_function(ops.copy, (node,))
+    mode = fake_tensors.fake_mode_of([node.meta["val"]])
+    copied.meta = {"val": fake_tensors.fake_result(copied, mode), "partitioner_tag": "is_forward"}
+    return copied
 
 
 def release(graph: fx.Graph) -> int:
@@ -159,8 +199,7 @@ def release(graph: fx.Graph) -> int:
         return 0
     (holder,) = holders
     held = list(holder.args[0])
-    output = graph.output_node()
-    _set_outputs(output, [*outputs_of(output), *held], [*_descs(output), *["gradrewrite"] * len(held)])
+    insert_outputs(graph, len(outputs_of(graph.output_node())), held)
     graph.erase_node(holder)
     return len(held)
 

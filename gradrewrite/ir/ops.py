@@ -16,7 +16,8 @@ from gradrewrite.ir.statistics import STATISTICS, Statistic, _dtype, measure_sha
 _LIBRARY = torch.library.Library("gradrewrite", "DEF")
 _LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
 _LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
-_LIBRARY.define("hold(Tensor[] tensors) -> ()")
+_LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
+_LIBRARY.define("copy(Tensor x) -> Tensor")
 _LIBRARY.define("measure(Tensor[] xs, str statistics) -> Tensor")
 _LIBRARY.define("pack(Tensor[] xs, str statistics, int[] checks) -> Tensor")
 
@@ -37,9 +38,15 @@ for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _
 # A forward may differentiate inside itself, and then once more through that: the marker is an identity.
 torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=_LIBRARY)
 
+# The compiler drops a clone of an output of its graph, but not an operation that it does not know.
+_LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("gradrewrite::copy", torch.empty_like, lib=_LIBRARY)
+torch.library.register_autograd("gradrewrite::copy", lambda _, g: g, lib=_LIBRARY)
+
 mark_activation = torch.ops.gradrewrite.mark_activation.default
 mark_error = torch.ops.gradrewrite.mark_error.default
 hold = torch.ops.gradrewrite.hold.default
+copy = torch.ops.gradrewrite.copy.default
 fx.node.has_side_effect(mark_activation)
 fx.node.has_side_effect(hold)
 

@@ -19,6 +19,11 @@ OnFailure = Literal["raise", "skip", "warn", "record"]
 BOUNDS = frozenset(("bound", "limit"))
 
 
+def acting_bound(number: float) -> float:
+    """Return ``max(bound, 0)``, which a clip acts with; NaN, which bounds nothing, as it is."""
+    return max(number, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class LogLine:
     """The records of one log line of a clip.

@@ -21,6 +21,7 @@ class Value:
         source: The user's line that made it.
         fake: Its fake tensor.
         used_in: The module calls around each use.
+        stored_by: Those of ``calls`` that are known not to return it: they may store it.
         taps: Names given to it by ``gr.tap``.
         identities: Pass-through modules that returned it.
         is_returned: Whether the graph returns it.
@@ -34,6 +35,7 @@ class Value:
         is_part: Whether it is a plain tensor that is a part of a global one, and nobody knows of which.
         layout: The layout of a DTensor; None for a plain tensor.
         error_layout: That of its error.
+        has_error: Whether its error came by while the graph was traced, used or not.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Value:
     source: str
     fake: Tensor
     used_in: list[tuple[ModuleCall, ...]] = field(default_factory=list)
+    stored_by: set[ModuleCall] = field(default_factory=set)
     taps: list[str] = field(default_factory=list)
     identities: list[str] = field(default_factory=list)
     is_returned: bool = False
@@ -54,6 +57,7 @@ class Value:
     is_part: bool = False
     layout: Layout | None = None
     error_layout: Layout | None = None
+    has_error: bool = False
 
     @property
     def is_bypassed(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.policy.state_store import StateScope
+from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Site
 
 
@@ -169,7 +172,7 @@ def trace_function(
     """
     has_units = not isinstance(action, Action | GroupAction) or action.has_units
     given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
-    refused, leaving = _refusals(sites[0], action)
+    refused, *left = _refusals(sites[0], action)
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale, states=mode.states) as reported:
 
@@ -177,7 +180,7 @@ def trace_function(
             reported.clear()
             given = [_global(part, layout) for part, layout in zip_longest(parts, layouts)]
             tensors, more = given[: len(values)], given[len(values) :]
-            with make_fx.RefuseToChangeReal(refused), make_fx.RefuseToLeave(leaving):
+            with make_fx.RefuseToChangeReal(refused), make_fx.RefuseToLeave(*left):
                 seen = tensors if given_scale is None else [_unscale(t, given_scale) for t in tensors]
                 results = run(*seen, *more)
             for result, value, site in zip(results, seen, sites, strict=True):
@@ -194,14 +197,15 @@ def trace_function(
             inputs = [*values, *further]
             graph = make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
         except RewriteError as err:
-            if str(sites[0]) not in str(err):
-                raise type(err)(f"{sites[0]}: {err}") from err
+            line = _line_of(err)
+            if line or str(sites[0]) not in str(err):
+                named = str(err) if str(sites[0]) in str(err) else f"{sites[0]}: {err}"
+                raise type(err)(f"{line}{named}") from err
             raise
         except Exception as err:
             raise CallbackError(
-                f"{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: {_first_line(err)}. A "
-                "tensor function computes with torch operations alone: no branch on values (use torch.where), no "
-                ".item(), no state"
+                f"{_line_of(err)}{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: "
+                f"{_first_line(err)}. A tensor function computes with torch operations alone, without state"
             ) from err
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
@@ -223,8 +227,14 @@ def _part(result: Tensor, given: Tensor, part: Tensor, layout: Layout | None) ->
     return layout.unwrap(result)
 
 
-def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
-    """Return the errors for a function that changes what it closes over, or takes a tensor out of torch."""
+_READS = (
+    "{}: {} reads a value on the host (.item(), float(), or a branch on it), which would make every backward wait for "
+    "the device; compute with tensors, select with torch.where"
+)
+
+
+def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError, CallbackError]:
+    """Return the errors for a function that changes what it closes over, takes a tensor out of torch, or reads one."""
     refused = CallbackError(
         f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead, and "
         "remember values in a gr.State, which state.set(...) writes"
@@ -233,7 +243,8 @@ def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError]:
         f"{site}: {describe(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
         "there cannot become part of the graph. Compute with torch operations"
     )
-    return refused, leaving
+    reading = CallbackError(_READS.format(site, describe(action)))
+    return refused, leaving, reading
 
 
 def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:
@@ -296,6 +307,12 @@ def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
             )
 
 
+def _line_of(err: Exception) -> str:
+    """Return the user's line at which a traced function failed, as the begin of a message."""
+    line = user_line(traceback.extract_tb(err.__traceback__), only_user=True)
+    return f"{line}: " if line else ""
+
+
 def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
     for node in list(graph.nodes):
         if operators.is_random(node):
@@ -303,11 +320,8 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
                 f"{site}: {describe(action)} calls the random op {node.target}; random numbers in the backward would "
                 "change those of the forward. Draw them outside and let the function close over the tensor"
             )
-        if node.target is torch.ops.aten._local_scalar_dense.default:
-            raise CallbackError(
-                f"{site}: {describe(action)} reads a value on the host (.item(), float(), bool()), which would make "
-                "every backward wait for the device; compute with tensors"
-            )
+        if node.target is torch.ops.aten._local_scalar_dense.default:  # read by an operator, as the value of torch.full
+            raise CallbackError(_READS.format(site, describe(action)))
         if node.target is torch.ops.aten.copy_.default and _is_argument(node.args[0]):
             node.replace_all_uses_with(node.args[1])  # the argument was changed in place: what counts is returned
             graph.erase_node(node)
@@ -354,7 +368,12 @@ def describe(action: Any) -> str:
     """Return an action as text for a message."""
     if isinstance(action, Action) or not callable(action):
         return repr(action)
-    return f"the tensor function {getattr(action, '__qualname__', repr(action))}"
+    return f"the tensor function {describe_callable(action)}"
+
+
+def describe_callable(function: Callable[..., Any]) -> str:
+    """Return the name of a function or a class; of any other callable its representation."""
+    return function.__qualname__ if isinstance(function, FunctionType | type) else repr(function)
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from gradrewrite._compat import autograd, fake_tensors, operators
 
@@ -41,6 +42,22 @@ def op_name(node: fx.Node) -> str:
     return "apply" if name == "autograd_function_apply" else name
 
 
+def returns_its_input(node: fx.Node) -> bool:
+    """Whether an op hands on the tensor that it is given: a dropout that drops nothing (traced, it makes a copy)."""
+    if node.target not in _DROPOUTS or changed_in_place(node) or len(node.all_input_nodes) != 1:
+        return False
+    (given,) = node.all_input_nodes
+    fake = fake_of(given)
+    if fake is None:
+        return False
+    x = torch.empty([2] * fake.dim(), device="meta")  # asked of the op itself: it depends on its arguments alone
+    dropout: Any = node.target
+    mapped: Any = fx.map_arg((node.args, node.kwargs), lambda _: x)
+    with torch.random.fork_rng(devices=()):
+        result: Tensor = dropout(*mapped[0], **mapped[1])
+    return result is x
+
+
 def changed_in_place(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that an op changes in place; empty for any other op."""
     written = [given for given in _written(node) if isinstance(given, fx.Node)]
@@ -59,9 +76,25 @@ def _written(node: fx.Node) -> list[Any]:
         changed = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         return [given for name in changed for given in _listed(named.get(name))]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "autograd_function_apply":
+        written += _marked_dirty(node)
     if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or _asks_for_in_place(node):
         written += _listed(first)
     return written
+
+
+def _marked_dirty(node: fx.Node) -> list[Any]:
+    """Arguments that a custom ``autograd.Function`` returns and has marked as dirty."""
+    numbers: Any = node.kwargs.get("dirty_idx", ())
+    body, module = node.args[0], node.graph.owning_module
+    if not numbers or module is None:
+        return []
+    assert isinstance(body, fx.Node)
+    graph = module.get_submodule(str(body.target)).graph
+    assert isinstance(graph, fx.Graph)
+    returned: Any = graph.output_node().args[0]
+    (results, _), inputs = returned, graph.find_nodes(op="placeholder")  # and what is saved
+    return [node.args[2 + inputs.index(_listed(results)[number])] for number in numbers]  # behind the two bodies
 
 
 def _listed(value: Any) -> list[Any]:
@@ -128,6 +161,14 @@ _IN_PLACE = frozenset(
     for f in (
         operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
         operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+    )
+)  # fmt: skip
+
+
+_DROPOUTS = frozenset(
+    (
+        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+        torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
     )
 )  # fmt: skip
 

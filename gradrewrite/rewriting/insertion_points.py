@@ -63,7 +63,8 @@ def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint
     for number, site_at in name_values(marked.values, marked.call).items():
         value = marked.values[number]
         points += _points_of_activation(markers, order, number, site_at, value)
-        is_lost = value.is_returned and value.fake.requires_grad and number not in markers.errors
+        # Nothing reads the marker of an error that leads to zeros alone (of ``sgn``).
+        is_lost = value.is_returned and value.fake.requires_grad and not value.has_error
         is_lost |= value.is_bypassed and value.fake.requires_grad
         if is_lost or value.returned_through & regenerated:
             outside.append(site_at("error"))

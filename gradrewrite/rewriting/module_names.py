@@ -56,15 +56,21 @@ class ModuleNames:
         """Let go of the frame's variables, and so of the model; what was read stays."""
         self._scopes = {}
 
+    def is_function(self, key: str, path: str) -> bool:
+        """Whether an entry of ``nn_module_stack`` is no module of the model but a global of a file."""
+        return _steps(path)[0] == "G" and self._find(key, path) is None
+
     def module(self, key: str, path: str) -> str:
         """Name of the module behind one entry of ``nn_module_stack``; its path where it is unknown."""
+        found = self._find(key, path)
+        return ".".join(_steps(path)[1]) if found is None else found
+
+    def _find(self, key: str, path: str) -> str | None:
         identity = key.partition("@")[0]
         if identity.isdecimal() and int(identity) in self.modules:
             return self.modules[int(identity)]
         found = self._walk(path, through=True)
-        if found is not None and id(found[0]) in self.modules:
-            return self.modules[id(found[0])]
-        return ".".join(_steps(path)[1])
+        return None if found is None else self.modules.get(id(found[0]))
 
     def all_modules(self) -> Iterator[nn.Module]:
         """Every module that has a name."""
@@ -117,8 +123,8 @@ class ModuleNames:
         shares_frame = False
         for path in paths:
             found = self._walk(path, through=False)
-            if found is None:
-                continue
+            if found is None or (_steps(path)[0] == "G" and next(found[0].parameters(), None) is None):
+                continue  # also an activation function, which is a global of a file
             if id(found[0]) in self.modules:
                 shares_frame = True
             else:

@@ -21,9 +21,11 @@ def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Cal
         first = value.same_as
         if first is not None:
             first.used_in += value.used_in
+            first.stored_by -= set(value.calls) - value.stored_by
             first.returned_through |= value.returned_through
             first.is_returned |= value.is_returned
             first.is_overwritten |= value.is_overwritten
+            first.has_error |= value.has_error
             first.taps += value.taps
             first.identities += value.identities
     named = {n: value for n, value in enumerate(values) if value.same_as is None and not value.is_unused_selection}
@@ -47,7 +49,7 @@ class _Namer:
                 if call not in self._call_number:
                     self._call_number[call] = module_calls[call[0]]
                     module_calls[call[0]] += 1
-                if any(call not in use for use in value.used_in):
+                if call not in value.stored_by and any(call not in use for use in value.used_in):
                     self._outputs[call].append(value)
         taken: set[tuple[str, int]] = set()
         for value in values:

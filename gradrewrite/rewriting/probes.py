@@ -22,7 +22,14 @@ from gradrewrite.errors import PolicyError
 from gradrewrite.ir import ops
 from gradrewrite.ir.mask_infinities import propagates_infinity
 from gradrewrite.ir.values import ModuleCall, Value
-from gradrewrite.rewriting.dynamo_nodes import Aliases, changed_in_place, fake_of, is_checkpoint, op_name
+from gradrewrite.rewriting.dynamo_nodes import (
+    Aliases,
+    changed_in_place,
+    fake_of,
+    is_checkpoint,
+    op_name,
+    returns_its_input,
+)
 from gradrewrite.rewriting.module_names import ModuleNames
 from gradrewrite.rewriting.source_locations import source_of
 
@@ -70,6 +77,22 @@ def tap_module(x: Any) -> Any:
     return x
 
 
+def note_return(key: str, path: str, *returned: Any) -> None:
+    """Stand in a traced graph behind the call of a module, with the values that it returned."""
+
+
+def erase_notes(gm: fx.GraphModule) -> None:
+    """Take the notes of what modules returned out of a Dynamo graph and of the bodies in it."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        notes = module.graph.find_nodes(op="call_function", target=note_return)
+        for node in notes:
+            module.graph.erase_node(node)
+        if notes:
+            module.recompile()
+
+
 def _probe(x: Tensor, number: int) -> None:
     tracing = _tracing.get()
     if tracing is None or not make_fx.is_tracing() or autograd.is_transformed(x) or tracing.knows(x, number):
@@ -84,6 +107,7 @@ def _probe(x: Tensor, number: int) -> None:
 
         def mark(g: Tensor | None) -> Tensor | None:
             progress.advance()
+            value.has_error = True
             if g is None:  # of a gradient that autograd knows to be zero there may be none
                 return None
             layout = value.error_layout = Layout.of(g)
@@ -120,6 +144,7 @@ def _probe_outputs(*outputs: Any) -> None:
 
 torch.compiler.allow_in_graph(tap)
 torch.compiler.allow_in_graph(tap_module)
+fx.node.has_side_effect(note_return)
 fx.node.has_side_effect(_probe)
 fx.node.has_side_effect(_probe_outputs)
 fx.node.has_side_effect(_probe_gradient)
@@ -177,22 +202,30 @@ def tracing(values: Sequence[Value], layouts: InputLayouts) -> Iterator[None]:
 
 
 def insert_probes(
-    gm: fx.GraphModule, names: ModuleNames, infinite: Collection[fx.Node] = (), *, region: str = ""
+    gm: fx.GraphModule,
+    names: ModuleNames,
+    infinite: Collection[fx.Node] = (),
+    returned: Collection[Tensor] | None = None,
+    *,
+    region: str = "",
 ) -> list[Value]:
-    """Insert a probe behind every value of a Dynamo graph; taps are taken out.
+    """Insert a probe behind every value of a Dynamo graph; taps and notes of what modules returned are taken out.
 
     Args:
         gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
         names: The names of the frame's modules.
         infinite: Placeholders of buffers that hold infinities on purpose.
+        returned: The fake tensors that the frame returns; None if all outputs of the graph are.
         region: Name of the module whose forward the graph is, which Dynamo may not have seen called; ``""`` for any
             other graph.
 
     Returns:
         The values in execution order; a probe's number is the position of its value.
     """
-    reader = _Reader(names, infinite, region)
+    reader = _Reader(names, infinite, region, None if returned is None else set(map(id, returned)))
     reader.read(gm, {}, is_body=False)
+    reader.finish()
+    erase_notes(gm)
     _probe_gradients(gm.graph)
     return reader.values
 
@@ -209,8 +242,12 @@ def _probe_gradients(graph: fx.Graph) -> None:
 class _Reader:
     """Walks a Dynamo graph in execution order."""
 
-    def __init__(self, names: ModuleNames, infinite: Collection[fx.Node], region: str) -> None:
+    def __init__(
+        self, names: ModuleNames, infinite: Collection[fx.Node], region: str, returned: Collection[int] | None
+    ) -> None:
         self.names = names
+        self._returned = returned  # identities of fake tensors
+        self._returns: dict[ModuleCall, list[Value]] = {}  # of calls that are known to have returned
         self._region: tuple[ModuleCall, ...] = ((region, f"region {region}", region),) if region else ()
         self._infinite = set(infinite)
         self.values: list[Value] = []
@@ -222,7 +259,7 @@ class _Reader:
         aliases = Aliases(gm.graph)
         for node in list(gm.graph.nodes):
             if node.op == "output" and not is_body:  # what a body returns is used at the checkpoint
-                for value in self._use(node, (), outer):
+                for value in self._use(node, (), outer, self._returned):
                     value.is_returned = True
                 with gm.graph.inserting_before(node):
                     gm.graph.call_function(_probe_outputs, tuple(node.args[0]))
@@ -237,6 +274,12 @@ class _Reader:
             return  # the same tensor as the body's output, which has its probe
         if node.target in (tap, tap_module):
             self._tap(node, outer)
+            return
+        if node.target is note_return:
+            self._note_return(node, outer)
+            return
+        if returns_its_input(node):
+            self._pass_on(node, outer)
             return
         calls = self._calls(node)
         self._use(node, calls, outer)
@@ -289,6 +332,24 @@ class _Reader:
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
+    def _note_return(self, note: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        key, path = map(str, note.args[:2])
+        fakes = [fake_of(outer.get(node, node)) for node in note.all_input_nodes]
+        values = [self._current[id(fake)] for fake in fakes if fake is not None and id(fake) in self._current]
+        self._returns[self.names.module(key, path), key, path] = values
+
+    def finish(self) -> None:
+        """Note of each value which calls of modules it was made in did not return it."""
+        for value in self.values:
+            value.stored_by = {c for c in value.calls if c in self._returns and value not in self._returns[c]}
+
+    def _pass_on(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+        """Let the value of an op's input be that of its result too."""
+        self._use(node, self._calls(node), outer)
+        given, made = fake_of(outer.get(node.all_input_nodes[0], node.all_input_nodes[0])), fake_of(node)
+        if given is not None and made is not None and id(given) in self._current:
+            self._current[id(made)] = self._current[id(given)]
+
     def _is_part(self, node: fx.Node, fake: Tensor) -> bool:
         """Whether a plain value was taken out of a sharded DTensor, or computed from such a value."""
         if dtensors.is_dtensor(fake):
@@ -307,18 +368,27 @@ class _Reader:
         self.values.append(value)
         return probe
 
-    def _use(self, node: fx.Node, calls: tuple[ModuleCall, ...], outer: dict[fx.Node, fx.Node]) -> list[Value]:
+    def _use(
+        self,
+        node: fx.Node,
+        calls: tuple[ModuleCall, ...],
+        outer: dict[fx.Node, fx.Node],
+        among: Collection[int] | None = None,
+    ) -> list[Value]:
+        """Note uses of values, of these fake tensors if they are given, and return all values that are read."""
         used = []
         for read in node.all_input_nodes:
             fake = fake_of(outer.get(read, read))
             value = self._current.get(id(fake)) if fake is not None else None
             if value is not None:
-                value.used_in.append(calls)
+                if among is None or id(fake) in among:
+                    value.used_in.append(calls)
                 used.append(value)
         return used
 
     def _calls(self, node: fx.Node) -> tuple[ModuleCall, ...]:
         stack = node.meta.get("nn_module_stack", {})
-        calls = tuple((self.names.module(key, path), key, path) for key, (path, _) in stack.items())
+        entries = ((key, path) for key, (path, _) in stack.items() if not self.names.is_function(key, path))
+        calls = tuple((self.names.module(key, path), key, path) for key, path in entries)
         is_seen = not self._region or (calls and calls[0][0] == self._region[0][0])
         return calls if is_seen else (*self._region, *calls)

@@ -18,6 +18,7 @@ from gradrewrite.ir.ops import measure_all, pack
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, Check, LogLine, NormClip, ValueClip
 from gradrewrite.rewriting.action_tracing import TracedAction
+from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
 
@@ -125,7 +126,7 @@ class RecordPacking:
         self.states = {key: (tensor, current(node)) for key, (tensor, node) in self.states.items()}
         self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
 
-    def pack_into(self, graph: fx.Graph) -> tuple[BackwardOutputs, list[fx.Node]]:
+    def pack_into(self, graph: fx.Graph, forward: ForwardValues) -> tuple[BackwardOutputs, list[fx.Node]]:
         """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
         keys = [key for record in self.records for key in record.keys]
@@ -146,9 +147,12 @@ class RecordPacking:
             packed, added = _insert(run, graph, records, graph.output_node())
             packs.append(packed)
             new += added
-        held = [*packs, *(node for _, node in self.kept), *(node for _, node in self.states.values())]
+        kept = [node if site.kind != "activation" else forward.for_backward(node) for site, node in self.kept]
+        new += (node for node, (_, before) in zip(kept, self.kept, strict=True) if node is not before)
+        held = [*packs, *kept, *(node for _, node in self.states.values())]
         if held:
-            new.append(editing.hold(graph, held))
+            early = [packed for packed, (_, is_forward) in zip(packs, groups, strict=True) if is_forward]
+            new.append(editing.hold(graph, held, early))
         return self._layout(list(groups.values()), order), new
 
     def _layout(self, packs: Sequence[Sequence[RecordNode]], order: tuple[RecordKey, ...]) -> BackwardOutputs:

@@ -53,6 +53,7 @@ from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.bucketed_actions import buckets_of, rounds_of
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
+from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.group_actions import groups_of, share_nodes
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
 from gradrewrite.rewriting.loss_scale import LossScale
@@ -141,15 +142,19 @@ def rewrite_joint_graph(
         else:
             rewriter.insert(point, single)
         progress.advance()
-    rewriter.insert_bucketed(bucketed)
-    for action, members in groups_of(answers):
-        rewriter.insert_group(action, members)
+    groups = groups_of(answers)
+    averaged = {point for point, _ in bucketed}
+    early = [g for g in groups if isinstance(g[0], ExampleClip) and not averaged.isdisjoint(g[1])]
+    rewriter.insert_bucketed(bucketed, early)
+    for action, members in groups:
+        if all(members is not others for _, others in early):
+            rewriter.insert_group(action, members)
     if rewriter.examples is not None:
         rewriter.examples.add_up_terms()
     rewriter.packing.follow(rewriter.current, graph)
     replay_graph = rewriter.make_replay_graph(points, marked)
     of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])
-    outputs, record_nodes = rewriter.packing.pack_into(graph)
+    outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
     editing.erase_markers(graph)
     if rewriter.examples is not None:
         drop_replaced(graph, rewriter.examples.replaced)
@@ -197,6 +202,7 @@ class Rewriter:
         num_measured: Number of errors and activations that are measured.
         edits: The edits so far.
         packing: What leaves the graph beside the gradients.
+        forward: The values of the forward that inserted nodes read in the backward.
         counters: Names of the nodes of boundary counters.
         changed: Markers of errors that actions change.
         examples: The per-example gradients; None of a graph whose inputs are not known.
@@ -216,6 +222,7 @@ class Rewriter:
         self._scale = scale
         self.edits: list[Edit] = []
         self.packing = RecordPacking()
+        self.forward = ForwardValues(graph)
         self.counters: list[str] = []
         self.changed: set[fx.Node] = set()
         self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
@@ -265,7 +272,7 @@ class Rewriter:
                 f"{point.site}: {describe(action)} has two required parameters, the gradient and what it is the "
                 "gradient of, which this graph does not have; give the second one a default"
             )
-        return [point.value]
+        return [self.forward.for_backward(point.value)]
 
     def _split(self, point: InsertionPoint, actions: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Measurement]]]:
         """The actions before, and the last ones that only measure: several values are measured by one operation."""
@@ -320,11 +327,16 @@ class Rewriter:
     def _scale_on(self, device: torch.device) -> Tensor | None:
         return None if self._scale is None else self._scale.on(device)
 
-    def insert_bucketed(self, members: Sequence[tuple[InsertionPoint, Sequence[Any]]]) -> None:
+    def insert_bucketed(
+        self,
+        members: Sequence[tuple[InsertionPoint, Sequence[Any]]],
+        early: Sequence[tuple[GroupAction, Sequence[InsertionPoint]]] = (),
+    ) -> None:
         """Insert the actions of single sites that have bucketed actions among theirs.
 
         What comes before the last of these is inserted right behind the gradient, so that their operations begin as
-        soon as their gradients are there; what comes after it, at the end.
+        soon as their gradients are there; what comes after it, at the end. Before the first bucket come ``early``
+        groups, which act on the gradients of this process.
         """
         at_end = {point: point.before for point, _ in members}
         rounds = {point: rounds_of(actions) for point, actions in members}
@@ -340,6 +352,11 @@ class Rewriter:
                     self.edits.append(Edit(point.site, action, ()))
                 else:
                     begun.append((point, action))
+            for group, points in early:
+                for point in points:
+                    point.before = at_end.get(point, point.before)
+                self.insert_group(group, points)
+            early = ()
             nodes = {point: self.current(point.node) for point, _ in begun}
             for action, points in buckets_of(begun, nodes) if begun else ():
                 self._insert_bucket(action, points)

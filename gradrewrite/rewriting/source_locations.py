@@ -19,13 +19,19 @@ _EXAMPLES = f"{_PACKAGES[1] / 'examples'}{os.sep}"
 
 def source_of(node: fx.Node) -> str:
     """``file:line "code"`` of the user's innermost line that made a node of a Dynamo graph; ``""`` if none did."""
-    return _innermost([f for f in _FRAME.findall(node.stack_trace or "") if not _is_library(f[0])])
+    return last_line_in(node.stack_trace or "")
 
 
-def user_line(stack: Sequence[FrameSummary]) -> str:
-    """``file:line "code"`` of the user's innermost line in a stack; of a library's where there is no other."""
-    frames = [(f.filename, str(f.lineno), f.line or "") for f in stack]
-    return _innermost([f for f in frames if not _is_library(f[0])] or frames)
+def last_line_in(trace: str) -> str:
+    """``file:line "code"`` of the user's innermost line in the text of a traceback; ``""`` if there is none."""
+    return _innermost([f for f in _FRAME.findall(trace) if not _is_library(f[0])])
+
+
+def user_line(stack: Sequence[FrameSummary], *, only_user: bool = False) -> str:
+    """``file:line "code"`` of the user's innermost line in a stack; if there is none, ``""`` or a library's line."""
+    frames = [(f.filename, str(f.lineno), f.line or "") for f in stack if f.line or not f.filename.startswith("<")]
+    own = [f for f in frames if not _is_library(f[0])]
+    return _innermost(own if own or only_user else frames)
 
 
 def _innermost(frames: Sequence[tuple[str, str, str]]) -> str:

@@ -16,6 +16,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import GraphRecord
 from gradrewrite.rewriting.action_tracing import TracedAction
+from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Site
 
@@ -84,7 +85,7 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
         keys += got
         keys_of_reports.append(got)
         expected |= dict(zip(got, values, strict=True))
-    layout, _ = found.pack_into(graph)
+    layout, _ = found.pack_into(graph, ForwardValues(graph))
     editing.release(graph)
     graph.lint()
     outputs = fx.GraphModule({}, graph)(*inputs)

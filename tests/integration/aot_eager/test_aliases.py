@@ -241,6 +241,35 @@ def test_out_argument_is_changed_in_place() -> None:
     torch.testing.assert_close(grads(model), wanted)
 
 
+class _Doubles(torch.autograd.Function):
+    """Returns a sum, and its second argument, which it has doubled in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        ctx.mark_dirty(y)
+        y.mul_(2)
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, of_doubled: Tensor) -> tuple[Tensor, Tensor]:
+        return g, g + 2 * of_doubled
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Doubles.apply(x, x.clone())[1]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo takes no function that marks its arguments as dirty")
+def test_an_argument_that_a_custom_function_marks_as_dirty_is_a_new_value() -> None:
+    model = gr.transform(nn.Sequential(_Doubled(), nn.Flatten(0)), gr.on("error:0", CLIP))
+    x = torch.ones(3, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 2 * BOUND))
+
+
 def test_no_gradient_at_all_comes_to_a_hook() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:

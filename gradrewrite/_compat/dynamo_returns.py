@@ -1,0 +1,107 @@
+"""Return values of module calls and of frames, read from Dynamo's variables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("Dynamo represents what the traced program computes by variables"):
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.base import VariableTracker
+with needed_for("Dynamo traces a call of a module by a method, inside of an entry of the stack of modules"):
+    from torch._dynamo.variables import nn_module as traced_modules
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+
+@contextlib.contextmanager
+def returns_noted(note: Callable[..., None]) -> Iterator[None]:
+    """Insert a note of the returned tensors behind each module call.
+
+    No other thread may trace meanwhile.
+
+    Args:
+        note: Takes the key and the path of the call in ``nn_module_stack``, then the tensors that were made in the
+            graph of the call. It does nothing, and is allowed in graphs.
+    """
+    open_calls: list[tuple[str, str] | None] = []
+    plain_call = UnspecializedNNModuleVariable.call_function
+    plain_record = traced_modules.record_nn_module_stack
+
+    @contextlib.contextmanager
+    def record(key: str, source: Any, tx: Any, module: Any) -> Iterator[None]:
+        with plain_record(key, source, tx, module):
+            if open_calls and open_calls[-1] is None:
+                key, (path, _) = list(tx.nn_module_stack.items())[-1]
+                open_calls[-1] = key, path
+            yield
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        open_calls.append(None)
+        try:
+            returned = plain_call(self, tx, args, kwargs)
+            call = open_calls[-1]
+        finally:
+            open_calls.pop()
+        if call is not None:
+            tracer = tx.output.current_tracer
+            proxies = [p for v in _tensors_of(returned, tx) if (p := v.as_proxy()).tracer is tracer]
+            tx.output.create_proxy("call_function", note, (*call, *proxies), {})
+        return returned
+
+    UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
+    traced_modules.record_nn_module_stack = record  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        UnspecializedNNModuleVariable.call_function = plain_call  # type: ignore[method-assign]
+        traced_modules.record_nn_module_stack = plain_record
+
+
+def returned_tensors() -> list[Tensor] | None:
+    """Return the fake tensors of the compiled frame's return value.
+
+    At a graph break those are the ones on its stack and in its locals. None where the backend was called by hand.
+    Outputs of the graph that are not among them are side effects: values that the program stored.
+    """
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    given: list[Any] = list(tx.stack)
+    if tx.output.compile_subgraph_reason is None or tx.output.compile_subgraph_reason.graph_break:
+        given += tx.symbolic_locals.values()
+    nodes = (variable.as_proxy().node for variable in _tensors_of(given, tx))
+    return [value for node in nodes if isinstance(value := node.meta.get("example_value"), Tensor)]
+
+
+def _tensors_of(value: Any, tx: Any) -> list[Any]:
+    """Return the tensor variables in nested containers and objects; modules are not entered."""
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+
+    def visit(item: Any) -> None:
+        if id(item) in seen:
+            return
+        seen[id(item)] = item
+        if isinstance(item, (list, tuple)):
+            for inner in item:
+                visit(inner)
+        elif isinstance(item, dict):
+            for inner in item.values():
+                visit(inner)
+        elif isinstance(item, VariableTracker):
+            item = item.unwrap()
+            if isinstance(item, TensorVariable):
+                found.append(item)
+            elif not isinstance(item, UnspecializedNNModuleVariable):
+                visit({name: inner for name, inner in vars(item).items() if name not in item._nonvar_fields})
+                visit(tx.output.side_effects.store_attr_mutations.get(item, {}))
+
+    visit(value)
+    return found
