@@ -9,7 +9,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from gradrewrite._compat import operators
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("AOTAutograd's cache can be switched off, for on a hit no pass runs"):
@@ -60,6 +62,17 @@ def refuse_cached(backward: fx.GraphModule, refuse: Callable[[], fx.GraphModule]
         refuse: A function of a module; raises an error.
     """
     type(backward).__reduce__ = lambda self: (refuse, ())  # type: ignore[method-assign]
+
+
+def always_save(nodes: Sequence[fx.Node]) -> None:
+    """Let the partitioner save values that the forward computes, and never compute them again in the backward."""
+    for node in nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def is_computed_again(node: fx.Node) -> bool:
+    """Whether an activation checkpoint computes a value of the forward again in the backward."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -156,6 +169,8 @@ def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
 
 def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Run a graph op by op; the callable takes its inputs in one list and frees them early."""
+    for node in gm.graph.nodes:
+        node.target = operators.with_any_strides(node.target)
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward

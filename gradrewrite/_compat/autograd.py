@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -46,6 +47,14 @@ def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:
 def backward_id() -> int:
     """Number of the backward that autograd is running on this thread; -1 outside one."""
     return torch._C._current_graph_task_id()
+
+
+def is_called_by_python() -> bool:
+    """Whether Python code has begun a backward that runs on this thread: on that of a device one inside another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not runs_backward(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 def runs_backward(frame: FrameType) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,14 @@ def is_inside_ddp() -> bool:
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
+def is_inside_data_parallel() -> bool:
+    """Whether this runs in the forward of an ``nn.DataParallel``."""
+    code, frame = nn.DataParallel.forward.__code__, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame.f_code is code
+
+
 def whole_graphs() -> contextlib.AbstractContextManager[None]:
     """Keep the DistributedDataParallel in whose forward this runs from splitting graphs into its buckets.
 
@@ -33,6 +42,13 @@ def whole_graphs() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(optimize_ddp=False)
     return patch
+
+
+def lets_ranks_join(module: DistributedDataParallel) -> bool:
+    """Whether a rank without further inputs may take part in the collectives of this module alone (``join``)."""
+    with needed_for("a DistributedDataParallel knows how its join context was configured"):
+        config = module._join_config
+    return bool(config.enable and not config.throw_on_early_termination)
 
 
 def is_ddp_split(gm: fx.GraphModule) -> bool:
@@ -75,11 +91,13 @@ class DataParallelism:
         name: Its name; ``""`` if there is none.
         size: Number of its ranks.
         group: Their process group; None where the parameters tell (FSDP2), or there is none.
+        module: The DistributedDataParallel, if torch tells which.
     """
 
     name: str = ""
     size: int = 1
     group: distributed.ProcessGroup | None = None
+    module: weakref.ref[DistributedDataParallel] | None = None
 
 
 def parallelism_around(modules: Iterable[nn.Module]) -> DataParallelism:
@@ -88,7 +106,7 @@ def parallelism_around(modules: Iterable[nn.Module]) -> DataParallelism:
         return DataParallelism()
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None:
-        return DataParallelism("DistributedDataParallel", ddp.process_group.size(), ddp.process_group)
+        return DataParallelism("DistributedDataParallel", ddp.process_group.size(), ddp.process_group, weakref.ref(ddp))
     number = distributed.get_world_size()
     if str(dynamo_config.optimize_ddp).startswith("python_reducer"):  # then torch does not say whose forward runs
         return DataParallelism("DistributedDataParallel (python_reducer)", number, distributed.group.WORLD)

@@ -31,8 +31,26 @@ with needed_for("one thread compiles at a time, under a lock"):
     from torch._dynamo.convert_frame import compile_lock
 with needed_for("a dropped cache entry is one whose guards were replaced, and a finalizer holds its guards"):
     from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+with needed_for("it can be asked whether Dynamo skips a frame"):
+    from torch._dynamo import trace_rules
 with needed_for("Dynamo notes the Python stacks of compilations"):
     from torch._dynamo.utils import get_metrics_context
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Hold torch's compile lock inside the block, for compilations outside of Dynamo.
+
+    Tracers patch torch for the process. While Dynamo compiles, ``torch.compiler.is_compiling()`` holds, by which other
+    threads know that it is not they who are traced, and may run compiled functions; so it does inside the block.
+    """
+    with compile_lock:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 class CompiledFunction:
@@ -162,6 +180,8 @@ class _Frames:
         self.compiled = CompiledCode(self._backend)
 
     def __call__(self, frame: Any, *args: Any) -> Any:
+        if trace_rules.check(frame.f_code, frame=frame):  # torch's own: marked as such, for all threads and models
+            return self._callback(frame, *args)
         with compile_lock, self._while_tracing() as unguarded:
             self.compiled.add(frame.f_code)
             try:

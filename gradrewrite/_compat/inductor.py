@@ -156,14 +156,16 @@ def _hashed(*identity: Any) -> Any:
     return identity
 
 
-def compiled_alone(model: nn.Module, backend: str = "inductor") -> Callable[..., Any]:
+def compiled_alone(
+    model: nn.Module, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """A model under plain torch.compile, with a code object of its own: transforms do not count against its limit."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
     run.__code__ = run.__code__.replace(co_name="plain_model")
-    return torch.compile(run, backend=backend, fullgraph=True)
+    return torch.compile(run, backend=backend, options=options, fullgraph=True)
 
 
 def num_generated_kernels() -> int:

@@ -63,19 +63,21 @@ def _another(t: Tensor) -> Tensor:
 
 
 class RefuseToLeave(TorchFunctionMode):
-    """Stops a function that would take a fake tensor's memory out of torch (numpy, DLPack, pointers)."""
+    """Stops a function that would take a fake tensor's memory out of torch, or read a value on the host."""
 
     _LEAVING = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr", "to_dlpack", "tolist"))
+    _READING = frozenset(("item", "__bool__", "__float__", "__int__", "__index__", "__complex__"))
 
-    def __init__(self, error: Exception) -> None:
-        """Raise ``error`` before anything leaves."""
+    def __init__(self, leaves: Exception, reads: Exception) -> None:
+        """Raise one of these errors before anything leaves, or is read."""
         super().__init__()
-        self._error = error
+        self._errors = {**dict.fromkeys(self._LEAVING, leaves), **dict.fromkeys(self._READING, reads)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what is called."""
-        if getattr(func, "__name__", "") in self._LEAVING:
-            raise self._error
+        error = self._errors.get(getattr(func, "__name__", ""))
+        if error is not None and is_tracing():  # a schedule reads its tensors outside of the trace
+            raise error
         return func(*args, **(kwargs or {}))
 
 

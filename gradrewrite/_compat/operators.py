@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from gradrewrite._compat.dynamo_cache import compiling
 from gradrewrite._compat.versions import needed_for
 
 
@@ -17,7 +18,10 @@ def is_random(node: fx.Node) -> bool:
 
 
 def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one node of an ATen graph on real values; what it would write to is copied first."""
+    """Run one node of an ATen graph on real values.
+
+    Arguments of mutable operators are copied first, and views of any strides are possible.
+    """
     target = node.target
     if target is torch.ops.prims.inductor_seeds.default:
         limits = torch.iinfo(torch.int64)  # as compiled code draws them
@@ -29,7 +33,17 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             a.clone() if isinstance(a, Tensor) and s.alias_info is not None and s.alias_info.is_write else a
             for a, s in zip(args, target._schema.arguments, strict=False)
         )
-    return cast(Callable[..., Any], target)(*args, **kwargs)
+    return cast(Callable[..., Any], with_any_strides(target))(*args, **kwargs)
+
+
+def with_any_strides(target: Any) -> Any:
+    """Return ``reshape`` in place of a view, any other operator unchanged.
+
+    A meta function may predict other strides than its kernel gives (``softplus_backward``, as of torch 2.13), and
+    code that was traced by it then has views that memory does not allow.
+    """
+    views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    return torch.ops.aten.reshape.default if target in views else target
 
 
 def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
@@ -53,7 +67,7 @@ def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch.ops.prims.inductor_random.default, (list(size), graph.placeholder("seed"), mode), kwargs
     )
     graph.output((node,))
-    with torch.no_grad():
+    with compiling(), torch.no_grad():  # a replay runs outside of Dynamo
         run = cast(Callable[..., Any], compile_fx(fx.GraphModule({}, graph), [seed]))
         return run(seed)[0]
 

@@ -150,6 +150,7 @@ def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
         A backend with ``.monitor`` and ``.explain()``; ``mode`` and ``options`` of torch.compile are Inductor's.
 
     Raises:
+        ValueError: A bound in a rule is a tensor that is negative.
         PolicyError: ``policy`` is none; or, from ``torch.compile``, the backend has another module already.
 
     Example:

@@ -313,7 +313,7 @@ def _text_of(values: Sequence[Value]) -> list[Any]:
         if isinstance(item, Value):
             return numbers.get(id(item))
         if isinstance(item, set | frozenset):
-            return sorted(item)
+            return sorted(plain(tuple(item)))
         if isinstance(item, list):
             return [plain(one) for one in item]
         if isinstance(item, tuple):

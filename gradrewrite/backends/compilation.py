@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, data_parallel, dynamo, fake_tensors, inductor, nn_modules
+from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, StoredCompilation, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
@@ -20,6 +20,7 @@ from gradrewrite.backends.graph_uses import GraphUses, grouped
 from gradrewrite.backends.region_calls import RegionCall, current_region
 from gradrewrite.backends.runtime_wrapper import RewrittenBackward
 from gradrewrite.backends.session import Session
+from gradrewrite.backends.tracing_errors import in_place_named
 from gradrewrite.diagnostics.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError, TraceError
@@ -32,7 +33,7 @@ from gradrewrite.ir.values import Value
 from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.rewriting.dynamo_nodes import is_nested_region, returned_inputs
-from gradrewrite.rewriting.probes import insert_probes, tracing
+from gradrewrite.rewriting.probes import erase_notes, insert_probes, tracing
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
 from gradrewrite.sites import Site
 
@@ -42,6 +43,7 @@ logger = logging.getLogger("gradrewrite.cache")
 def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
     """Compile one Dynamo graph; a policy's error becomes a callable that raises it when the graph runs."""
     if not needs_gradients(inputs):
+        erase_notes(gm)
         return engine.compile_plain(gm, inputs)
     if not session.has_model and dynamo.is_last_compilation():
         _, _, frame = dynamo.current_frame()
@@ -53,13 +55,16 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
         )
     if data_parallel.is_ddp_split(gm) and torch.is_grad_enabled() and session.config.policy not in ([], ()):
         return _raising(GraphBreakError(_SPLIT))
+    if session.has_model and data_parallel.is_inside_data_parallel():
+        session.warnings.warn_once("data parallel", _DATA_PARALLEL)
     try:
         with marking(session, gm, inputs, engine) as compilation:
             key = _cache_key(compilation, gm, inputs)
             compilation.asked = {} if key is None else key.answers
             if key is not None and key.hash is not None:
                 compilation.store = StoredCompilation(key, compilation, refuse_cached_backward)
-            run = engine.compile_rewritten(gm, inputs, compilation)
+            with in_place_named():
+                run = engine.compile_rewritten(gm, inputs, compilation)
             if compilation.store is not None:
                 compilation.store.save_key()
         if compilation.is_whole and session.has_model and compilation.region is None:
@@ -105,7 +110,9 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
         )
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
-        compilation.values = insert_probes(gm, session.names, masks, region="" if region is None else region[0].name)
+        compilation.values = insert_probes(
+            gm, session.names, masks, dynamo_returns.returned_tensors(), region="" if region is None else region[0].name
+        )
         _warn_of_nested_regions(session, gm)
         nn_modules.keep_lstms_differentiable(gm)
         gm.recompile()
@@ -260,7 +267,8 @@ class GraphCompilation:
     def _graph_report(self) -> GraphReport:
         assert self.result is not None
         lost = tuple(site for site, _ in self.result.out_of_reach)
-        named = self.result.sites, self.result.edits, lost, str(self.region or "")
+        answered = frozenset(found.position for answers in self.result.answers for found in answers)
+        named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
         return GraphReport(self.frame, self.is_whole, *named)
 
     def _note_warnings(self, result: RewriteResult) -> None:
@@ -285,9 +293,21 @@ class GraphCompilation:
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Carry what is held through the partitioner as outputs of the backward."""
+        """Partition the joint graph, with held nodes as outputs.
+
+        What the forward has to compute is an output of the forward meanwhile: else the partitioner may save another
+        value and compute it in the backward, even an output of the model, which the caller may change in place.
+        """
+        early, position = editing.nodes_for_forward(gm.graph), kwargs["num_fwd_outputs"]
         count = editing.release(gm.graph)
+        if early:
+            editing.insert_outputs(gm.graph, position, early)
+            aot_autograd.always_save(early)
+            kwargs["num_fwd_outputs"] = position + len(early)
         forward, backward = inner(gm, joint_inputs, **kwargs)
+        if early:
+            editing.drop_outputs(forward.graph, position, len(early))
+            forward.recompile()
         if count:
             editing.hold_last(backward.graph, count)
             backward.recompile()
@@ -414,6 +434,10 @@ _PART = (
     "{}: {} acts on the part of each process by itself, because the value is a plain tensor that was taken out of a "
     "sharded DTensor. To have it act on the global tensor, keep the DTensor: ColwiseParallel(use_local_output=False), "
     "or the same option of what returns it"
+)
+_DATA_PARALLEL = (
+    "nn.DataParallel around a rewritten model: on several GPUs it runs copies of the model, which have no policy; use "
+    "DistributedDataParallel(gr.transform(model, policy)), with one process for each GPU"
 )
 _SPLIT = (
     "DistributedDataParallel lets torch split this graph into its buckets (DDPOptimizer), where gradient sites, checks "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import types
 import weakref
@@ -13,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gradrewrite._compat import data_parallel, dynamo, dynamo_cache, nn_modules
+from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
 from gradrewrite._tensors import tensors_in
-from gradrewrite.backends.module_hooks import identities_shown
+from gradrewrite.backends.module_hooks import calls_shown
 from gradrewrite.backends.region_calls import RegionCall, running_module
 from gradrewrite.backends.session import Session
+from gradrewrite.backends.tracing_errors import explained
 from gradrewrite.errors import GraphBreakError, NotRewrittenError
-from gradrewrite.rewriting.source_locations import user_line
 
 _counter = itertools.count()  # Dynamo keys its profiles by the names of functions
 
@@ -93,7 +92,7 @@ class EntryPoint:
             self._fresh_function(bool(settings["fullgraph"])),
             _WeakBackend(backend),
             settings,
-            partial(identities_shown, self._module),
+            partial(calls_shown, self._module),
         )
         weakref.finalize(self, compiled.drop).atexit = False
         return compiled
@@ -125,6 +124,7 @@ class EntryPoint:
             NotRewrittenError: Torch would run the plain model.
         """
         model = self._model if model is None else model
+        self._session.recorder.note_forward()
         has_backward = torch.is_grad_enabled()
         if self._fullgraph:  # which refuses; a tensor that may_have_backward does not know is then told by the result
             has_backward = may_have_backward(model, args, kwargs)
@@ -161,16 +161,11 @@ class EntryPoint:
                 with data_parallel.whole_graphs():
                     return compiled(model, args, kwargs)
             return compiled(model, args, kwargs)
-        except (dynamo.Unsupported, dynamo.UserError) as err:
-            wrong = _wrong_arguments(model, self._method, args, kwargs)
-            if wrong is not None:
-                raise wrong from None
-            raise _graph_break(err) from err
-        except dynamo.FailOnRecompileLimitHit as err:
-            raise NotRewrittenError(
-                f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
-                "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
-            ) from err
+        except dynamo.TRACING_ERRORS as err:
+            error = explained(err, model, self._method, args, kwargs)
+            if error is err:
+                raise
+            raise error from (None if isinstance(error, TypeError) else err)
 
 
 def _call(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -214,29 +209,3 @@ def makes_gradients(result: Any, inputs: Any) -> bool:
     """Whether a backward can begin at what a call has made, whatever the mode in which it was called."""
     given = {id(t) for t in tensors_in(inputs)}
     return any(t.grad_fn is not None and id(t) not in given for t in tensors_in(result))
-
-
-def _wrong_arguments(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
-    """The error that the plain model raises for arguments that its method does not take; None if it takes them."""
-    if any(nn_modules.global_hooks()) or any(nn_modules.hooks_of(model)):
-        return None  # a hook may change the arguments
-    try:
-        inspect.signature(getattr(model, method)).bind(*args, **kwargs)
-    except TypeError:
-        try:
-            getattr(model, method)(*args, **kwargs)
-        except TypeError as err:
-            return err
-    return None
-
-
-def _graph_break(err: Exception) -> GraphBreakError:
-    line = user_line(dynamo.user_stack(err))
-    where = f"{line}: " if line else ""
-    paragraphs = str(err).strip().split("\n\n")
-    detail = [p.strip() for p in paragraphs[1:] if "Developer debug context" in p]
-    reason = " ".join(" ".join([paragraphs[0], *detail]).split())
-    return GraphBreakError(
-        f"{where}the tracer cannot follow this line, so the policy could not reach all of the model ({reason}). Change "
-        "the line, or pass fullgraph=False: what is skipped is then listed in model.explain()"
-    )

@@ -21,6 +21,7 @@ class GraphReport:
             a part of it, is outside of the graph.
         region: The region of the model that it was compiled for or is shared by, with the number of the call
             (``layers.0#1``) if that is not the first; ``""`` for a graph of the model.
+        answered: Positions of the callbacks that answered at any site, in the nested lists of the policy.
     """
 
     frame: str
@@ -29,6 +30,7 @@ class GraphReport:
     edits: tuple[Edit, ...]
     out_of_reach: tuple[Site, ...] = ()
     region: str = ""
+    answered: frozenset[tuple[int, ...]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

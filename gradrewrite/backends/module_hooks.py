@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradrewrite._compat import nn_modules
+from gradrewrite._compat import dynamo_returns, nn_modules
 from gradrewrite.errors import NotRewrittenError
-from gradrewrite.rewriting.probes import tap_module
+from gradrewrite.rewriting.probes import note_return, tap_module
 
 
 class HookWatch:
@@ -94,19 +94,21 @@ def _run_other(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def identities_shown(ref: Callable[[], nn.Module | None]) -> Iterator[Collection[int]]:
-    """Let pass-through modules of a model (None if it is gone) appear in the graph that is traced.
+def calls_shown(ref: Callable[[], nn.Module | None]) -> Iterator[Collection[int]]:
+    """Show module returns and pass-through modules in traced graphs.
 
-    They get hooks that are there only meanwhile. Compiled code is not guarded on these; ``HookWatch`` notices what the
-    user registers there.
+    Pass-through modules get hooks that are there only meanwhile. Compiled code is not guarded on these; ``HookWatch``
+    notices what the user registers there.
     """
     model = ref()
-    modules = [m for m in model.modules() if _passes_through(m)] if model is not None else []
-    with nn_modules.shown_while_tracing(modules, tap_module) as unguarded:
+    modules = [m for m in model.modules() if passes_through(m)] if model is not None else []
+    shown = nn_modules.shown_while_tracing(modules, tap_module)
+    with dynamo_returns.returns_noted(note_return), shown as unguarded:
         yield unguarded
 
 
-def _passes_through(module: nn.Module) -> bool:
+def passes_through(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.Identity``, or of a subclass with the same forward: placed to name a value."""
     return (
         isinstance(module, nn.Identity)
         and type(module).forward is nn.Identity.forward

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradrewrite._compat import autograd, dtensors
+from gradrewrite._compat import dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_use import GraphUse
 from gradrewrite.backends.session import Session
@@ -66,11 +66,12 @@ class RewrittenBackward:
             session.check_rules()
             session.note_parallelism(self.parallelism)
             session.warnings.flush_warnings()
-        session.note_backward(autograd.backward_id())
+        backward = session.recorder.step_backward()
+        session.note_backward(backward)
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn("accumulated", (_ACCUMULATED, _NOISE_ACCUMULATED), outputs.groups, outputs.noisy)
         snapshot = None if use.forwards is None else use.forwards.snapshot(args)
-        session.config.states.note_backward(autograd.backward_id())
+        session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
         args.extend(self.live)

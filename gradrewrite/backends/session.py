@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite._formatting import nearest
@@ -15,9 +16,16 @@ from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.errors import NoSuchSiteError, PolicyError
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.policy.actions import BucketedAction, GroupAction, Measurement
-from gradrewrite.policy.rules import ask_in_order, first_step_site, may_answer_at_steps, rules_of, step_site
-from gradrewrite.rewriting.action_tracing import describe
+from gradrewrite.policy.actions import BucketedAction, ExampleClip, GroupAction, Measurement
+from gradrewrite.policy.rules import (
+    ask_in_order,
+    callbacks_of,
+    first_step_site,
+    may_answer_at_steps,
+    rules_of,
+    step_site,
+)
+from gradrewrite.rewriting.action_tracing import describe, describe_callable
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.module_names import InputNames, ModuleNames
 from gradrewrite.sites import Pattern, Site
@@ -66,6 +74,7 @@ class Session:
         warnings: Warnings that wait for a safe moment.
         regions: Names of the modules that are compiled separately; empty for the model as a whole.
         outside: Names of the outermost modules outside of them.
+        step_answers: Positions of the callbacks that answered at step sites; None until a guard has asked.
         may_have_step_sites: Whether the policy may have answers at step sites.
     """
 
@@ -84,6 +93,7 @@ class Session:
         self.outside: tuple[str, ...] = ()
         self._checked_rules = self._checked_outside = False
         self._averaging: ProcessGroup | None = None
+        self.step_answers: frozenset[tuple[int, ...]] | None = None
         self.may_have_step_sites = may_answer_at_steps(config.policy)
         # Backwards so far, until it is known whether a guard runs the actions at step sites.
         self._backwards: set[int] | None = set() if self.may_have_step_sites else None
@@ -208,18 +218,26 @@ class Session:
         self.warnings.flush_warnings()
 
     def note_backward(self, backward: int) -> None:
-        """Warn at the second backward if there are answers at step sites and no guard that runs them."""
+        """Tell the guards; warn at the second one of answers at step sites that no guard runs, and of no answers."""
+        guards = self.recorder.guards
+        if not any(guard.has_stepped for guard in guards):
+            for guard in guards:
+                guard.note_backward()
         if self._backwards is None:
             return
         self._backwards.add(backward)
-        if len(self._backwards) < 2:
-            return
+        is_guarded = any(guard.has_step_sites for guard in self.recorder.live_guards)
+        if len(self._backwards) < 2 or (is_guarded and self.step_answers is None):
+            return  # a guard has not asked the policy yet
         self._backwards = None
-        if any(guard.has_step_sites for guard in self.recorder.live_guards):
+        if is_guarded:
+            self._warn_of_silent_callbacks()
             return
         parameters = self.names.known_parameters()
         site = first_step_site(self.config.policy, parameters)
-        if site is not None:
+        if site is None:
+            self._warn_of_silent_callbacks()
+        else:
             self.warnings.warn_once(
                 "no guard",
                 f"the policy has actions at step sites ({site}), which nothing runs: let the optimizer run them, with "
@@ -227,21 +245,31 @@ class Session:
             )
             self.warnings.flush_warnings()
 
+    def note_step_answers(self, positions: Iterable[tuple[int, ...]]) -> None:
+        """Take note of callbacks of the policy, by their position in its lists, that answered at a step site."""
+        self.step_answers = (self.step_answers or frozenset()).union(positions)
+
     def note_parallelism(self, around: DataParallelism) -> None:
         """Take note of the data parallelism around the model: its ranks are those that agree on skipped steps.
 
         Raises:
             PolicyError: A global clip would act on the gradients of each process by itself.
         """
+        group = self._averaging if around.size == 1 else around.group
+        ranks = around.size if group is None else group.size()
+        # The noise of the sum over all ranks is drawn once.
+        self.config.states.add_noise(ranks == 1 or distributed.get_rank(group) == 0)
         if around.size == 1:
             return
         if around.group is not None:
             self.recorder.process_group = around.group
+        self.recorder.data_parallel = around.module
         edits = [edit for graph in self.graphs for edit in graph.edits if edit.site.kind == "gradient"]
         averaged = {edit.site: edit.action for edit in edits if isinstance(edit.action, BucketedAction)}
         if averaged and around.name.startswith("DistributedDataParallel"):
             raise PolicyError(_AVERAGED_TWICE.format(next(iter(averaged.values())), around.name))
-        clips = (edit.action for edit in edits if isinstance(edit.action, GroupAction) and edit.site not in averaged)
+        groups = (e.action for e in edits if isinstance(e.action, GroupAction) and e.site not in averaged)
+        clips = (action for action in groups if not isinstance(action, ExampleClip))  # of whole gradients of examples
         clip = next(clips, None)
         if clip is not None:
             raise PolicyError(_CLIPS_APART.format(clip, around.name, around.size))
@@ -254,6 +282,22 @@ class Session:
         sites = dict.fromkeys(site for graph in self.graphs for site in graph.sites)
         self.check_rules_on(sites)
         self._checked_rules = True
+
+    def _warn_of_silent_callbacks(self) -> None:
+        """Warn of callbacks that answered None at every site of the graphs so far."""
+        answered = (self.step_answers or frozenset()).union(*(graph.answered for graph in self.graphs))
+        sites = {site: site.kind for graph in self.graphs for site in graph.sites}
+        kinds = ", ".join(f"{number} of kind {kind!r}" for kind, number in Counter(sites.values()).items())
+        for position, callback in callbacks_of(self.config.policy).items():
+            if position in answered:
+                continue
+            name = describe_callable(callback)
+            self.warnings.warn_once(
+                f"silent {position}",
+                f"the policy {name} answered None at every site so far ({kinds}) and does nothing; sites are listed "
+                "by gr.transform(model, []).trace(...).sites",
+            )
+        self.warnings.flush_warnings()
 
     def check_rules_on(self, sites: Sequence[Site] | Mapping[Site, None]) -> None:
         """Raise for the first rule that matches none of these sites, warn where its module made no value."""
@@ -269,7 +313,8 @@ class Session:
             self.warnings.warn_once(
                 rule.pattern,
                 f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "
-                f"(unused, frozen, or not a tensor): the rule does nothing{self._advice(silent)}",
+                "(unused, frozen, not a tensor, or its input handed on, as a dropout of probability 0 does): "
+                f"the rule does nothing{self._advice(silent)}",
             )
 
     def _names_without_site(self, pattern: Pattern) -> set[str]:

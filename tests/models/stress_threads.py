@@ -95,14 +95,17 @@ class Outcome:
         return {name: round(value, 3) for name, value in grown.items()}
 
 
+KINDS = 6
 COUNTED = ("tensors", "fakes", "ours", "guards", "objects", "resident")
 
 
 def train(kind: int, *, compiled: bool) -> list[Tensor]:
-    """Make a model of one of four kinds, train it for two steps, and return its gradients."""
+    """Make a model of one of six kinds, train it for two steps, and return its gradients."""
     breaks = kind % 2 == 1
     policy = [gr.on("error:name", ClipByValue(0.1)), gr.on("gradient:*", ClipByGlobalNorm(0.5))]
-    if kind >= 2:
+    if kind >= 4:  # and a graph of the step
+        policy.append(gr.on("step:*", [Observe("norm"), ClipByGlobalNorm(0.1)]))
+    elif kind >= 2:
         policy += [gr.on("gradient:*", [Observe("norm"), CheckFinite("skip")]), gr.on("error:name", Keep())]
     generator = torch.Generator().manual_seed(kind)
     plain = Net(breaks=breaks)
@@ -176,7 +179,7 @@ def stress(threads: int, seconds: float, *, compiled: bool) -> Outcome:
     """Run, and measure memory five times while all threads wait."""
     warnings.simplefilter("ignore")
     outcome = Outcome(threads, seconds)
-    wanted = [train(kind, compiled=compiled) for kind in range(4)]
+    wanted = [train(kind, compiled=compiled) for kind in range(KINDS)]
     for _ in range(5):
         end = time.monotonic() + seconds / 5
         pool = [threading.Thread(target=work, args=(outcome, wanted, end, first, compiled)) for first in range(threads)]

@@ -26,7 +26,7 @@ from torch.fx.graph_module import _loader
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from gradrewrite._compat import aot_autograd, autograd, dynamo, dynamo_cache, inductor, make_fx
+from gradrewrite._compat import aot_autograd, autograd, dynamo, dynamo_cache, dynamo_returns, inductor, make_fx
 from gradrewrite.ir import ops
 
 
@@ -432,3 +432,71 @@ def test_vmap_fixes_the_symbolic_sizes_of_some_ops(fn: Callable[..., Tensor]) ->
     traced = proxy_tensor.make_fx(torch.func.vmap(fn), tracing_mode="symbolic")(errors, values)
     guards = [str(guard.expr) for guard in traced.shape_env.guards]
     assert any(guard.startswith("Eq(") and guard.endswith(", 5)") for guard in guards)
+
+
+class Stores(nn.Module):
+    """Returns one value and stores another one."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.stored = x.sin()
+        return {"returned": x.cos()}
+
+
+def noted(key: str, path: str, *returned: Any) -> None:
+    """Stand behind the call of a module."""
+
+
+torch.compiler.allow_in_graph(noted)
+fx.node.has_side_effect(noted)
+
+
+def test_a_call_of_a_module_is_traced_by_a_method_that_knows_what_it_returns() -> None:
+    module = Stores()
+    with dynamo_returns.returns_noted(noted):
+        graph = dynamo_graph(lambda m, x: m(x)["returned"], module, torch.ones(2)).graph
+    (note,) = graph.find_nodes(op="call_function", target=noted)
+    key, path, *returned = note.args
+    assert key == str(id(module))
+    assert path == "L['m']"
+    assert [node.target for node in returned] == ["cos"]
+
+
+def test_what_a_frame_returns_is_on_its_stack_while_the_backend_runs() -> None:
+    known: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        known.append((len(gm.graph.output_node().args[0]), dynamo_returns.returned_tensors()))
+        return gm.forward
+
+    torch.compile(lambda m, x: m(x), backend=backend, fullgraph=True)(Stores(), torch.ones(2))
+    ((num_outputs, returned),) = known
+    assert num_outputs == 2  # the stored value is an output of the graph too
+    assert len(returned) == 1
+
+
+def test_the_partitioner_may_save_an_output_of_the_model_for_what_reads_more() -> None:
+    """It saves what is smallest, so that values that the forward has to compute are outputs of it meanwhile."""
+    saved: list[list[str]] = []
+
+    def partition(gm: fx.GraphModule, *rest: Any, **kwargs: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(gm, *rest, **kwargs)
+        saved.append([node.name for node in forward.graph.output_node().args[0]])
+        return forward, backward
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = x.sum()
+            ctx.save_for_backward(torch.stack([y, y * 2.0, y * 3.0]))
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return (g * ctx.saved_tensors[0].sum()).expand(4)
+
+    backend = common.aot_autograd(fw_compiler=lambda g, _: aot_autograd.box(g), partition_fn=partition)
+    loss = torch.compile(Twice.apply, backend=backend, fullgraph=True)(torch.ones(4, requires_grad=True))
+    assert saved[0][0] in saved[0][1:]  # the output is saved
+    loss.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

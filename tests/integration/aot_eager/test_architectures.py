@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 import warnings
@@ -124,7 +125,7 @@ def examined(a: Architecture) -> str:
 def rows() -> list[str]:
     """The rows of the table as the page has them."""
     lines = PAGE.read_text().splitlines()
-    return [line for line in lines[lines.index(HEAD) + 2 :] if line.startswith("|")]
+    return list(itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(HEAD) + 2 :]))
 
 
 def row_of(a: Architecture) -> str:

@@ -47,7 +47,7 @@ def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
     model = gr.transform(Breaking(), DOUBLE)
 
     with pytest.raises(
-        gr.GraphBreakError, match=r"test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
+        gr.GraphBreakError, match=r"(?s)test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
     ):
         model(x)
     with pytest.raises(gr.GraphBreakError, match="explain"):
@@ -282,3 +282,94 @@ def test_late_hook_is_honoured_without_backward(x: Tensor) -> None:
         model(x)
         plain.one.register_forward_hook(lambda _, __, out: out * 3)
         assert torch.equal(model(x), plain(x))
+
+
+def test_callback_that_answers_none_everywhere_is_named() -> None:
+    def by_wrong_kind(site: gr.Site) -> Any:
+        return Scale(0.0) if site.kind == "grad" else None  # type: ignore[comparison-overlap]
+
+    model = gr.transform(nn.Linear(2, 2), [gr.on("gradient:*", Scale(2.0)), by_wrong_kind])
+    model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    second = model(torch.ones(1, 2)).sum()
+    with pytest.warns(gr.RewriteWarning, match=r"by_wrong_kind answered None at every site .*2 of kind 'gradient'"):
+        second.backward()
+    assert torch.equal(model.bias.grad, torch.full((2,), 2.0))
+
+
+def test_callback_that_answers_none_in_regions_is_named() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = gr.transform(net, lambda site: None, regions="?")
+    model(torch.ones(1, 2)).sum().backward()
+    loss = model(torch.ones(1, 2)).sum()
+    with pytest.warns(gr.RewriteWarning, match="lambda> answered None at every site so far .*2 of kind 'error'"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["gradient", "step"])
+def test_callback_that_answers_somewhere_is_not_warned_of(kind: str) -> None:
+    plain = nn.Linear(2, 2)
+    model = gr.transform(plain, lambda site: Scale(2.0) if site.kind == kind and site.name == "bias" else None)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    before = plain.bias.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(plain.bias.detach(), before - 6.0)
+
+
+def test_callback_that_answers_none_is_named_beside_a_guard() -> None:
+    silent = gr.transform(nn.Linear(2, 2), [gr.on("step:bias", Scale(2.0)), lambda site: None])
+    optimizer = gr.guard(torch.optim.SGD(silent.parameters(), lr=1.0), silent)
+    silent(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    loss = silent(torch.ones(1, 2)).sum()
+    with pytest.warns(gr.RewriteWarning, match="lambda> answered None at every site"):
+        loss.backward()
+
+
+def test_data_parallel() -> None:
+    with pytest.raises(TypeError, match=r"DataParallel, whose copies .* have no policy; use DistributedDataParallel"):
+        gr.transform(nn.DataParallel(nn.Linear(2, 2)), [])
+    around = nn.DataParallel(gr.transform(nn.Linear(2, 2), gr.on("gradient:*", Scale(2.0))))
+    with pytest.warns(gr.RewriteWarning, match="on several GPUs"):
+        around(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(around.module.bias.grad, torch.full((2,), 2.0))  # alone, it only calls the model
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", ["gradient", "step"])
+def test_guard_of_an_optimizer_that_never_steps(kind: str, other: Any) -> None:
+    model = gr.transform(nn.Linear(2, 2), gr.on(f"{kind}:*", Scale(1.0)))
+    forgotten = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    used = other(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(6):
+            model(torch.ones(1, 2)).sum().backward()
+            used.step()
+
+    with pytest.warns(gr.RewriteWarning, match=r"this SGD has made no step.*another optimizer") as caught:
+        train()
+    assert len(caught) == 1
+    assert forgotten.param_groups
+
+
+def test_guard_of_an_optimizer_that_steps_late_is_not_warned_of() -> None:
+    class Renormalized(nn.Module):
+        """Its forward changes a parameter in place."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.fc = nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.embed(x))
+
+    model = gr.transform(Renormalized(), gr.on("gradient:fc.*", Scale(1.0)))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(12):
+        model(torch.arange(4)).sum().backward()
+        if step % 6 == 5:
+            optimizer.step()

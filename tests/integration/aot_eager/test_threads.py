@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.backends.model_state import state_of
-from gradrewrite.passes import ClipByValue
+from gradrewrite.passes import ClipByGlobalNorm, ClipByValue
 
 from models.stress_threads import stress
 
@@ -63,9 +65,22 @@ def test_identity_is_a_site_while_another_thread_calls_its_model(during_trace: l
     other = gr.transform(nn.Linear(3, 1), [])
     other(torch.ones(1, 3)).sum().backward()
     with ThreadPoolExecutor(1) as pool:
-        during_trace.append(lambda: pool.submit(other, torch.ones(1, 3)).result())
+        during_trace.append(lambda: pool.submit(other, torch.ones(1, 3)).result(timeout=60))
         model = gr.transform(Net(), gr.on("error:here", ClipByValue(0.5)))
         assert [abs(g) for g in clipped(model, torch.ones(1, 3))] == [0.5] * 3
+
+
+def test_code_of_torch_waits_for_no_other_thread(during_trace: list[Callable[[], Any]]) -> None:
+    """It is not traced: what torch notes of it does not go with a model, and needs no other thread to have finished."""
+    gone, other = (gr.transform(nn.Linear(3, 1), []) for _ in range(2))
+    for model in (gone, other):
+        model(torch.ones(1, 3)).sum().backward()
+    del gone, model
+    gc.collect()
+    with ThreadPoolExecutor(1) as pool:
+        during_trace.append(lambda: pool.submit(other, torch.ones(1, 3)).result(timeout=20))
+        traced = gr.transform(Net(), gr.on("error:here", ClipByValue(0.5)))
+        assert [abs(g) for g in clipped(traced, torch.ones(1, 3))] == [0.5] * 3
 
 
 def test_identity_class_is_never_changed(during_trace: list[Callable[[], Any]]) -> None:
@@ -177,3 +192,33 @@ def test_threads_that_train_and_delete_models_get_the_gradients_of_one_thread_an
     assert outcome.ours[-1] <= outcome.ours[1]
     assert outcome.guards[-1] <= outcome.guards[1]
     assert outcome.tensors[-1] <= outcome.tensors[1]
+
+
+def clipped_steps(kind: int) -> list[Tensor]:
+    """Weights of a model after guarded steps, each with a graph of its own, and with the same mathematics by hand."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2 + kind % 2)))
+    plain = copy.deepcopy(net)
+    model = gr.transform(net, gr.on("step:*", ClipByGlobalNorm(0.1)))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for size in (1, 2):
+        optimizer.zero_grad()
+        model(torch.ones(size, 4)).sum().backward()
+        optimizer.step()
+        gradients = torch.autograd.grad(plain(torch.ones(size, 4)).sum(), list(plain.parameters()))
+        factor = 0.1 / torch.stack([g.norm() for g in gradients]).norm()
+        with torch.no_grad():
+            for p, g in zip(plain.parameters(), gradients, strict=True):
+                p -= 0.1 * factor * g
+    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted)
+    return list(model.parameters())
+
+
+@pytest.mark.slow
+def test_step_sites_on_several_threads() -> None:
+    """Each thread compiles graphs of steps while others trace, compile and run models of their own."""
+    with ThreadPoolExecutor(4) as pool:
+        found = [future.result() for future in [pool.submit(clipped_steps, n) for n in range(16)]]
+    assert len(found) == 16
+    clipped_steps(0)  # what is compiled later is as ever

@@ -137,14 +137,57 @@ def test_gradients_and_records_are_those_of_the_whole_model(
     assert found == {site for site in sites if "blocks" in site}
 
 
-def test_reentrant_checkpoints_are_backwards_of_their_own(x: Tensor) -> None:
+def test_reentrant_checkpoints_are_parts_of_one_backward(x: Tensor) -> None:
     wanted = trained(gr.transform(made(), EQUAL), x)
     model = gr.transform(made(CheckpointedReentrant), EQUAL, regions="blocks.*")
     got = trained(model, x, steps=1)
 
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-    norms = [key for step in model.monitor.steps() for key in step.records if key.startswith("norm@error:blocks.")]
-    assert [key for key in norms if key.count(".") == 1] == [f"norm@error:blocks.{number}" for number in (3, 2, 1, 0)]
+    (step,) = model.monitor.steps()
+    norms = [key for key in step.records if key.startswith("norm@error:blocks.") and key.count(".") == 1]
+    assert sorted(norms) == [f"norm@error:blocks.{number}" for number in range(4)]
+
+
+class Halves(Net):
+    """Checkpoints inside of checkpoints, and layers beside them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = checkpoint(self.part, 0, x, use_reentrant=True)
+        x = checkpoint(self.part, 2, self.blocks[1](x), use_reentrant=True)
+        return self.head(self.blocks[3](x))
+
+    def part(self, first: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[first], x.sin(), use_reentrant=True) + x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in the inner checkpoint
+@pytest.mark.parametrize("kind", ["gradient", "error"])
+@pytest.mark.parametrize("net", [Checkpointed, CheckpointedReentrant, Halves])
+def test_schedules_in_checkpoints_follow_the_backwards_of_the_user(net: Any, kind: str, x: Tensor) -> None:
+    """All layers of a step have one bound, and a backward that fails in between counts no further ones."""
+    policy = gr.on(f"{kind}:blocks.*", ClipByNorm(gr.Schedule(lambda step: 1.0 / (step + 1))))
+    model = gr.transform(made(net), policy, regions="blocks.*")
+
+    def fail(g: Tensor) -> None:
+        raise ArithmeticError
+
+    for step in range(4):
+        model.zero_grad()
+        loss = model(x).square().sum()
+        if step == 2:
+            handle = model.embed.weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            handle.remove()
+            continue
+        loss.backward()
+        bounds = {v for key, v in model.monitor.latest().items() if key.startswith("bound@")}
+        assert bounds == {1.0 / (step + 1)}
+        norms = [p.grad.norm().item() for p in model.blocks.parameters()]
+        assert kind == "error" or max(norms) <= 1.0 / (step + 1) + 1e-9
+    assert gr.state_dict(model)["step"] == 4
+    assert len(model.monitor.steps()) == 3
 
 
 def test_a_region_that_is_called_several_times_counts_its_calls(x: Tensor) -> None:
@@ -229,6 +272,7 @@ def clip_at_call_3(site: gr.Site) -> ClipByNorm | None:
     return ClipByNorm(1e-3) if str(site) == "error:cell.fc#3" else None
 
 
+@pytest.mark.filterwarnings("ignore:the policy clip_at_call_3 answered None at every site so far")
 def test_a_graph_that_is_made_at_a_later_call_is_counted_at_others(x: Tensor) -> None:
     policy = [gr.on("error:cell.*", Observe("norm")), clip_at_call_3]
     whole = gr.transform(made(Shortening), policy, dynamic=False)
@@ -399,7 +443,7 @@ class SplitLater(Block):
         return y.sigmoid()
 
 
-@pytest.mark.filterwarnings("ignore:the tracer skipped a region")
+@pytest.mark.filterwarnings("ignore:the tracer skipped a region", "ignore:the policy .* answered None at every site so")
 def test_another_answer_behind_a_graph_break_of_shared_code(x: Tensor) -> None:
     model = made(lambda: Net(2))
     model.blocks = nn.ModuleList(SplitLater() for _ in range(2)).double()
