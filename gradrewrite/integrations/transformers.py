@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     there is one; when it ends both are plain again. Whenever the Trainer logs, the latest records are among its logs
     (``record/site``), so that TensorBoard, wandb and the progress bar have them. What the actions remember
     (``gr.State``, ``AutoClip``, schedules) is saved in the folder of each checkpoint, and is there again when training
-    resumes from one in ``output_dir``.
+    resumes from that: ``trainer.train(resume_from_checkpoint=...)``.
 
     Args:
         policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses.
@@ -89,13 +90,18 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._attachment.attach(model, [prepared], getattr(prepared, "scaler", None))
         self._resumed = ""
         if state.global_step:
-            file = _state_file(args, state)
-            if file.exists():
-                self._attachment.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-            else:
-                self._resumed = str(file)
+            self._resume(args)
         if not _put_first(self):
             warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
+
+    def _resume(self, args: TrainingArguments) -> None:
+        """Load what was saved in the checkpoint that the Trainer resumes from."""
+        checkpoint = _checkpoint_in_use()
+        file = None if checkpoint is None else _state_file(args, checkpoint)
+        if file is not None and file.exists():
+            self._attachment.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        else:
+            self._resumed = "a checkpoint whose folder is known" if file is None else str(file)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say once that the Trainer clips as well, and that states began anew in a training that was resumed."""
@@ -109,7 +115,7 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save what the actions remember beside the checkpoint."""
-        file = _state_file(args, state)
+        file = _state_file(args, Path(args.output_dir, f"checkpoint-{state.global_step}"))
         if self._attachment.has_states and file.parent.is_dir():
             torch.save(self._attachment.state_dict(), file)
 
@@ -144,10 +150,27 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._attachment.detach()
 
 
-def _state_file(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the file of what actions remember beside the checkpoint of a step; each process has its own."""
+def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:
+    """Return the file of what actions remember in the folder of a checkpoint; each process has its own."""
     number = f"_{args.process_index}" if args.world_size > 1 else ""
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"gradrewrite_state{number}.pt")
+    return checkpoint / f"gradrewrite_state{number}.pt"
+
+
+def _checkpoint_in_use() -> Path | None:
+    """Return the folder that the Trainer which is calling resumes from; no callback is told of it."""
+    frame: FrameType | None = _calling_handler()
+    while frame is not None and "resume_from_checkpoint" not in frame.f_locals:
+        frame = frame.f_back
+    found = None if frame is None else frame.f_locals["resume_from_checkpoint"]
+    return Path(found) if isinstance(found, str | PathLike) else None
+
+
+def _calling_handler() -> FrameType | None:
+    """Return the frame of the ``CallbackHandler`` that calls a callback."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    return frame
 
 
 def _put_first(callback: RewriteCallback) -> bool:
@@ -155,9 +178,7 @@ def _put_first(callback: RewriteCallback) -> bool:
 
     The list is that of the ``CallbackHandler`` which is calling. Those that it has still to call stay where they are.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
-        frame = frame.f_back
+    frame = _calling_handler()
     callbacks = frame.f_locals["self"].callbacks if frame is not None else []
     if callback not in callbacks:
         return False

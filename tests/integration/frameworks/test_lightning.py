@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradrewrite as gr
-from gradrewrite.passes import AutoClip, ClipByGlobalNorm, ClipByValue, Observe
+from gradrewrite.passes import AutoClip, CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
-import lightning.pytorch as pl
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import lightning.pytorch as pl  # noqa: E402
 
-from gradrewrite.integrations.lightning import RewriteCallback
+from gradrewrite.integrations.lightning import RewriteCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,6 +151,46 @@ def test_compiled(tmp_path: Path) -> None:
     ours = fit(tmp_path, clip(compile={"mode": "default"}))
 
     assert difference(ours, own) < 1e-5
+
+
+class LanguageModel(pl.LightningModule):
+    """A causal language model whose loss is scaled in place, as in the scripts that people have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 8, "bos_token_id": 0}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, loss_type="ForCausalLM"))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.net(input_ids=ids, labels=ids).loss
+        return loss
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch[0])
+        loss *= 0.5
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.inductor
+def test_causal_language_model_with_checks_compiled(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(torch.randint(50, (20, 8), generator=torch.Generator().manual_seed(0))), 4)
+    callback = RewriteCallback([gr.on("gradient:*", CheckFinite()), gr.on("error:*", CheckFinite("warn"))])
+    trained = []
+    for callbacks in ([], [callback]):
+        torch.manual_seed(0)
+        module = LanguageModel()
+        silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, default_root_dir=tmp_path, **silent).fit(
+            module, loader
+        )
+        trained.append(module)
+
+    assert difference(*trained) < 1e-4
+    assert callback.monitor.latest()["nonfinite@output:0"] == 0.0
 
 
 def test_records_are_in_the_logs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import AutoClip, ClipByGlobalNorm, ClipByValue, Observe
+from gradrewrite.passes import AutoClip, CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
@@ -164,11 +164,16 @@ def test_fused_adamw_at_the_default_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.inductor
-def test_compiled(tmp_path: Path) -> None:
-    own = train("bert", tmp_path, max_grad_norm=BOUND)
-    ours = train("bert", tmp_path, RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND))))
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_compiled_with_checks(name: str, tmp_path: Path) -> None:
+    """The Trainer scales the loss of a causal language model in place, which the checks must not have saved."""
+    checks = [gr.on("gradient:*", CheckFinite()), gr.on("activation:*", CheckFinite("warn"))]
+    callback = RewriteCallback([gr.on("step:*", ClipByGlobalNorm(BOUND)), *checks])
+    own = train(name, tmp_path, max_grad_norm=BOUND)
+    ours = train(name, tmp_path, callback)
 
     assert difference(ours.model, own.model) < 1e-4  # Inductor's sums have another order
+    assert callback.monitor.latest()["nonfinite@output:0"] == 0.0
 
 
 class Reports(TrainerCallback):
@@ -183,7 +188,7 @@ class Reports(TrainerCallback):
 
 def test_records_are_in_the_logs_of_callbacks_that_come_first(tmp_path: Path) -> None:
     reports = Reports()
-    policy = [gr.on("step:*", ClipByGlobalNorm(BOUND)), gr.on("error:*dropout", Observe("norm"))]
+    policy = [gr.on("step:*", ClipByGlobalNorm(BOUND)), gr.on("error:*dense", Observe("norm"))]
     trainer = train("bert", tmp_path, reports, RewriteCallback(policy, compile=False, records="total_norm/*"))
 
     wanted = "total_norm/step:group:default"
@@ -273,6 +278,31 @@ def test_states_are_saved_with_checkpoints(tmp_path: Path) -> None:
     with pytest.warns(gr.RewriteWarning, match="resumed without .*gradrewrite_state.pt, so that"):
         resume(callbacks[2])
     assert callbacks[2].state_dict()["step"] == 10
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_states_are_those_of_the_checkpoint_that_is_resumed(own: bool, tmp_path: Path) -> None:
+    """Not those of the run whose checkpoints of equal number are in ``output_dir``."""
+
+    def run(folder: str, percentile: float, **settings: Any) -> tuple[RewriteCallback, Any]:
+        callback = RewriteCallback(gr.on("step:*", AutoClip(percentile, history=8)), compile=False)
+        return callback, train("bert", tmp_path / folder, callback, save_strategy="steps", save_steps=10, **settings)
+
+    saved = {}
+    for folder, percentile in (("one", 30.0), ("two", 90.0)):
+        run(folder, percentile)
+        file = tmp_path / folder / "checkpoint-20" / "gradrewrite_state.pt"
+        saved[folder] = torch.load(file, weights_only=True)["states"]["step:group:default/AutoClip.norms"]
+    assert not torch.equal(*saved.values())
+
+    callback, trainer = run("two", 90.0, times=0)
+    trainer.train(resume_from_checkpoint=True if own else str(tmp_path / "one" / "checkpoint-20"))
+    states = callback.state_dict()["states"]
+    # The training is over, and the Trainer makes one more step, whose norm takes the place of the oldest one.
+    others = torch.arange(8) != 20 % 8
+    for folder, norms in saved.items():
+        is_resumed = folder == ("two" if own else "one")
+        assert torch.equal(states["step:group:default/AutoClip.norms"][others], norms[others]) == is_resumed
 
 
 @pytest.mark.parametrize("kind", ["gradient", "step"])
