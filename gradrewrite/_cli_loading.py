@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradrewrite._formatting import nearest
-from gradrewrite.errors import RewriteError
+from gradrewrite.errors import RewriteError, TraceError
 from gradrewrite.policy.actions import Policy
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
         raise LoadError(f"the input: {inputs!r} does not fit forward{signature}: {err}") from err
     try:
         return rewritten.trace(*args, **kwargs)
+    except TraceError as err:
+        if err.__cause__ is None:  # it was traced, and has no backward
+            raise
+        raise LoadError(f"{factory!r} cannot be traced with {inputs!r}: {one_line(err)}") from err
     except RewriteError:
         raise
     except Exception as err:

@@ -294,4 +294,4 @@ def _reading(read: Callable[[], _T]) -> _T:
     except OSError as err:
         raise _Refused(f"cannot read {err.filename}: {err.strerror}; give a file of monitor.to_jsonl") from err
     except ValueError as err:
-        raise _Refused(f"{err}; mend or remove the line, or give a file of monitor.to_jsonl") from err
+        raise _Refused(str(err)) from err

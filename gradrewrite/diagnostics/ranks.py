@@ -40,20 +40,25 @@ class FirstBad:
 def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]:
     """Read the files of the ranks of one run.
 
-    The rank is in the lines of a file; in a file without it, its name tells (``run.rank1.jsonl``), else its position.
+    The rank is in the lines of a file; in a file without it, its name tells (``run.rank1.jsonl``).
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A line of a file is none of a monitor's, or two files are of one rank.
+        ValueError: A line of a file is none of a monitor's; two files are of one rank; or one of several has no rank.
     """
     runs: dict[int, list[Step]] = {}
     names: dict[int, str] = {}
-    for position, path in enumerate(paths):
+    for path in paths:
         name = os.fspath(path)
         steps, rank = read_with_rank(path)
         if rank is None:
             found = re.findall(r"(?<![a-zA-Z])rank[-_]?(\d+)", os.path.basename(name))  # not in "lowrank8"
-            rank = int(found[-1]) if found else position
+            if not found and len(paths) > 1:
+                raise ValueError(
+                    f"{name} has no rank in lines or name (run.rank1.jsonl), and several files are those of the "
+                    "ranks of one run. To compare two runs: gradrewrite report run.jsonl --baseline other.jsonl"
+                )
+            rank = int(found[-1]) if found else 0
         if rank in runs:
             raise ValueError(
                 f"{name} and {names[rank]} are both of rank {rank}; give one file for each rank of one run"

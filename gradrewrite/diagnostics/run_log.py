@@ -23,6 +23,8 @@ MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the f
 BACKWARD = frozenset(("outside", "error", "input", "gradient", "group", "step"))
 _EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group", "step")
 
+_WAY_OUT = "mend or remove the line, or give a file of monitor.to_jsonl"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Step:
@@ -152,12 +154,12 @@ def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None
             except (ValueError, RecursionError) as err:
                 if not line.endswith(b"\n"):
                     break  # only the last line has no end
-                raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}") from err
+                raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}; {_WAY_OUT}") from err
             try:
                 steps.append(_step(data))
                 rank = _whole(data, "rank") if "rank" in data else rank
             except (ValueError, OverflowError) as err:
-                raise ValueError(f"{where}: {err}") from err
+                raise ValueError(f"{where}: {err}; {_WAY_OUT}") from err
     return steps, rank
 
 

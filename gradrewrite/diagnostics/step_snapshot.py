@@ -55,6 +55,15 @@ def _version(value: Any) -> int:
     return value._version if _has_version(value) else 0
 
 
+def _without_history(value: Any) -> Any:
+    """The value, of one that another graph computed without its autograd node.
+
+    The node holds compiled code, which holds the session and so what is kept here: a cycle through C++ that Python's
+    garbage collector does not see. The version is still that of the value.
+    """
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
 def _is_released(value: Any) -> bool:
     """Whether the memory of a tensor was freed, though the tensor is there."""
     is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
@@ -207,7 +216,7 @@ class PendingForwards:
         except RuntimeError:  # an inference tensor has none
             refs = self._note_inputs(args)
             versions = [_version(a) for a in args]
-        values = [a if r is None else r for r, a in zip(refs, args, strict=True)]
+        values = [_without_history(a) if r is None else r for r, a in zip(refs, args, strict=True)]
         return values, versions, RandomState.now(args) if self.replay_graph.is_random else None
 
     def _note_inputs(self, args: Sequence[Any]) -> list[weakref.ref[Any] | None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, distributed
 
 from gradrewrite._formatting import Table, nearest, table_of
+from gradrewrite._warnings import warn
 from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.root_cause import find_anywhere
 from gradrewrite.diagnostics.run_log import Finding, Step
@@ -23,7 +24,20 @@ from gradrewrite.monitoring.log_lines import ClipLog
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers, path_of_rank
+from gradrewrite.policy.numbers import python_number
 from gradrewrite.sites import Site
+
+
+class _Records(dict[str, float]):
+    """Records by address; one that is not there is an error that names the nearest."""
+
+    def __missing__(self, address: str) -> float:
+        raise _no_record(address, list(self))
+
+
+def _no_record(address: str, known: Sequence[str]) -> KeyError:
+    names = nearest(address, list(dict.fromkeys(known)))
+    return KeyError(f"no record {address!r}; nearest: {', '.join(names) or 'there are none'}")
 
 
 class Monitor:
@@ -46,6 +60,7 @@ class Monitor:
         Raises:
             ValueError: ``capacity`` or ``every`` is not a whole number >= 1, or ``every`` exceeds ``capacity``.
         """
+        capacity, every = python_number(capacity), python_number(every)
         for name, value in (("capacity", capacity), ("every", every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"Monitor: {name} is a whole number >= 1, got {value!r}")
@@ -60,6 +75,7 @@ class Monitor:
         guards = recorder.guards
         self._warnings = FailedCheckWarnings(capacity, lambda: any(guard.is_alive for guard in guards))
         self._clip_log = ClipLog(capacity)
+        self._warned_of_bound = False
         recorder.writer = self._writers
         recorder.listeners += [self._warnings, self._clip_log]
         recorder.raising.append(FailedCheckErrors())
@@ -81,7 +97,9 @@ class Monitor:
     def skipped(self) -> int:
         """Number of updates that ``gr.guard`` has skipped; waits for the device."""
         with self._lock:
-            return sum(guard.skipped for guard in self._recorder.guards)
+            recorder = self._recorder
+            counts = [*recorder.num_skipped, *(guard.num_skipped for guard in recorder.guards)]
+            return sum(int(count) for count in counts if count is not None)
 
     @property
     def is_guarded(self) -> bool:
@@ -94,7 +112,7 @@ class Monitor:
         Waits for the device. Values are float32 (float64 if a source was), NaN and infinities as they were.
         """
         rows = self._values(last=1)
-        return dict(rows[-1]) if rows else {}
+        return _Records(rows[-1] if rows else {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
         """Share it: what is compiled with copied arguments, as by Lightning, reports to the monitor that was given."""
@@ -130,8 +148,7 @@ class Monitor:
         """
         rows = self._values()
         if rows and not any(address in row for row in rows):
-            known = list(dict.fromkeys(name for row in rows for name in row))
-            raise KeyError(f"no record {address!r}; nearest: {', '.join(nearest(address, known)) or 'there are none'}")
+            raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]
 
     def kept(self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor") -> dict[Site, Tensor]:
@@ -155,7 +172,7 @@ class Monitor:
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
         if self.dropped:
             parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")
-        if self._recorder.guards:
+        if self._recorder.guards or self._recorder.num_skipped:
             parts.append(f"{self.skipped} updates skipped")
         return table_of(rows, ", ".join(parts))
 
@@ -270,8 +287,21 @@ class Monitor:
             records = list(self._recorder.records)[-last:] if last is not None else list(self._recorder.records)
             for record in records:
                 record.fetch()
+                for part in (record, *record.updates):
+                    self._look_at_bounds(part)
                 record.was_read = True
             return records
+
+    def _look_at_bounds(self, record: StepRecord) -> None:
+        """Warn once of a clip with a bound of 0, in a record that was not looked at before."""
+        key = None if record.has_known_bounds or self._warned_of_bound else record.zero_bound()
+        record.has_known_bounds = True
+        if key is not None:
+            self._warned_of_bound = True
+            warn(
+                f"{key} was 0 or negative at step {record.step}: the clip makes zeros, so that nothing is learned "
+                "there. Give it a bound > 0 (a number in its tensor, a gr.Schedule above 0); infinity only measures"
+            )
 
     def _values(self, last: int | None = None) -> list[Mapping[str, float]]:
         """Their values; under the lock, for the last record may still grow."""

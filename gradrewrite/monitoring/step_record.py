@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, OnFailure
+from gradrewrite.ir.record_layout import BackwardOutputs, NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.sites import Site
 
@@ -37,8 +37,7 @@ class GraphRecord:
 
     def __post_init__(self) -> None:
         """Read the bounds."""
-        numbers = {key: number_of(bound) for key, bound in self.outputs.bounds}
-        self.bounds = {key: abs(n) if key.record == "limit" else n for key, n in numbers.items()}
+        self.bounds = {key: acting_bound(number_of(bound)) for key, bound in self.outputs.bounds}
 
     def values(self) -> dict[RecordKey, float]:
         """All records; the packs are on the host."""
@@ -89,6 +88,7 @@ class StepRecord:
         updates: What optimizers reported of their steps since this backward and before the next: one record for each.
         failures: The analyses of the step, by the checks that failed in each of its graphs.
         was_read: Whether it has been read.
+        has_known_bounds: Whether somebody has looked at its bounds for zeros.
     """
 
     step: int = -1
@@ -100,6 +100,7 @@ class StepRecord:
     updates: list[StepRecord] = field(default_factory=list)
     failures: dict[tuple[tuple[RecordKey, ...], ...], Failure] = field(default_factory=dict)
     was_read: bool = False
+    has_known_bounds: bool = False
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
     _values: dict[RecordKey, float] | None = None
@@ -174,6 +175,18 @@ class StepRecord:
     def bounds(self) -> dict[RecordKey, float]:
         """Bounds of clips that the host has; those that are tensors on a device are records of the graph."""
         return {key: value for graph in self.graphs for key, value in graph.bounds.items()}
+
+    def zero_bound(self) -> RecordKey | None:
+        """The first bound with which a clip made zeros, if there is one; the copy is here."""
+        values = self.values()
+        for graph in self.graphs:
+            for clip in graph.outputs.clips:
+                if isinstance(clip, NormClip) and values[clip.factor] <= 0:
+                    return clip.bound
+            for key, bound in graph.bounds.items():
+                if key.record == "limit" and bound <= 0:
+                    return key
+        return None
 
     def logs(self) -> bool:
         """Whether a graph has clips that log."""

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from gradrewrite._compat import autograd
+from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, Check
@@ -57,6 +59,15 @@ class SkipGuard(Protocol):
         """A backward begins."""
         ...
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether its optimizer has made a step."""
+        ...
+
+    def note_backward(self) -> None:
+        """A rewritten backward runs, whether or not it records anything."""
+        ...
+
     def follow(self) -> None:
         """Be in the lists of the recorders that its models have now."""
         ...
@@ -70,15 +81,41 @@ class SkipGuard(Protocol):
         """Whether its optimizer is still there."""
         ...
 
+    def leave(self) -> None:
+        """Its optimizer is gone: its steps do not count any more."""
+        ...
+
     @property
     def has_step_sites(self) -> bool:
         """Whether it runs the actions at step sites."""
         ...
 
     @property
-    def skipped(self) -> int:
-        """Number of updates that were skipped; waits for the device."""
+    def num_skipped(self) -> Tensor | None:
+        """Number of updates that were skipped, on its device; None if none was counted."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of a guard among those of a recorder; that of a guard which is gone is given to the next one.
+
+    Attributes:
+        number: Its number, in the names of its groups.
+        first_group: Number of the first param group of its optimizer.
+        num_groups: How many there are.
+    """
+
+    number: int
+    first_group: int
+    num_groups: int
+
+
+class _Outer(threading.local):
+    """The backward in which this thread has computed a part of the model again."""
+
+    def __init__(self) -> None:
+        self.backward = -1
 
 
 class StepRecorder:
@@ -92,14 +129,15 @@ class StepRecorder:
         writer: Told of each step before its record joins the others, for the oldest may leave them then.
         listeners: Told of each step after that; both with the lock held.
         raising: Told last, without the lock; what they raise leaves the backward.
-        guards: Guards of optimizers.
-        num_guards: How many were added since there was none; numbers the groups of step sites.
+        guards: Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
+        num_skipped: Numbers of updates that guards which are gone have skipped, on their devices.
         closed: Number of the last step that belongs to guards which were removed; -1 if there is none.
         last_skip: The check that skips of the last graph that has one.
         lone_skip: Site of a check that skips and may fail on one rank of several that have equal parameters; None if
             there is none.
         process_group: The group of the data parallelism that the model was last called in, or that averages its
             gradients.
+        data_parallel: The DistributedDataParallel that the model was last called in.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -111,13 +149,16 @@ class StepRecorder:
         self.listeners: list[StepListener] = []
         self.raising: list[StepListener] = []
         self.guards: list[SkipGuard] = []
-        self.num_guards = 0
+        self.num_skipped: list[Tensor] = []
         self.closed = -1
         self.last_skip: Check | None = None
         self.lone_skip: Site | None = None
         self.process_group: distributed.ProcessGroup | None = None
-        self._num_groups = 0
+        self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
+        self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False
+        self._outer = _Outer()
+        self._outer_backwards: set[int] = set()  # those that run
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
         _to_flush.add(self)
 
@@ -140,17 +181,43 @@ class StepRecorder:
         with self.lock:
             if not self.guards:
                 let_guards_follow()
-            return [guard for guard in self.guards if guard.is_alive]
+            self.let_go()
+            return list(self.guards)
 
-    def add_guard(self, guard: SkipGuard, num_groups: int) -> int:
-        """Add a guard, which is told of every check that skips; return the number of its first group of parameters."""
+    def let_go(self) -> None:
+        """Remove the guards whose optimizer is gone."""
         with self.lock:
+            for guard in [guard for guard in self.guards if not guard.is_alive]:
+                guard.leave()
+                self.remove_guard(guard)
+
+    def add_guard(self, guard: SkipGuard, num_groups: int) -> Seat:
+        """Add a guard, which is told of every check that skips, and return its seat."""
+        with self.lock:
+            self.let_go()
             self.guards.append(guard)
             if all(known is not guard for known in _guards.values()):
                 _guards[next(_numbers)] = guard
-            self.num_guards += 1
-            self._num_groups += num_groups
-            return self._num_groups - num_groups
+            self._seats[id(guard)] = seat = self._free_seat(num_groups)
+            return seat
+
+    def move_up(self, guard: SkipGuard) -> Seat:
+        """Give a guard the first free seat, its own or that of one that is gone, and return it."""
+        with self.lock:
+            self.let_go()
+            old = self._seats.pop(id(guard))
+            self._seats[id(guard)] = seat = self._free_seat(old.num_groups)
+            return seat
+
+    def _free_seat(self, num_groups: int) -> Seat:
+        """Return the first number, and the first numbers of groups, that no guard has."""
+        taken = sorted(self._seats.values(), key=lambda seat: seat.first_group)
+        numbers = {seat.number for seat in taken}
+        first = 0
+        for seat in taken:
+            if first + num_groups > seat.first_group:
+                first = max(first, seat.first_group + seat.num_groups)
+        return Seat(next(n for n in itertools.count() if n not in numbers), first, num_groups)
 
     def last_used_step(self) -> int:
         """Return the number of the last step that a guard which is added now adds nothing to; -1 if there is none.
@@ -167,9 +234,30 @@ class StepRecorder:
         """Remove a guard; what guards report that are added later begins a record of its own."""
         with self.lock:
             self.guards.remove(guard)
+            del self._seats[id(guard)]
             self.closed = self.num_steps - 1
-            if not self.guards:
-                self.num_guards = self._num_groups = 0
+            if guard.num_skipped is not None:
+                self.num_skipped.append(guard.num_skipped)
+
+    def note_forward(self) -> None:
+        """A forward begins. In a backward a checkpoint computes a part again; a reentrant one for a backward inside."""
+        if autograd.backward_id() == -1:
+            self._outer.backward = -1
+            return
+        outer = self._outer.backward = self.step_backward()
+        with self.lock:
+            if outer not in self._outer_backwards:
+                self._outer_backwards.add(outer)
+                autograd.at_end_of_backward(partial(self._finish_outer, outer))
+
+    def step_backward(self) -> int:
+        """Number of the backward that runs, for one inside of another (reentrant checkpoints) that of the outermost.
+
+        That is the backward of the step. -1 outside of one.
+        """
+        task, outer = autograd.backward_id(), self._outer.backward
+        is_inside = outer not in (-1, task) and outer in self._outer_backwards and autograd.is_called_by_python()
+        return outer if is_inside else task
 
     def collect(
         self,
@@ -190,7 +278,7 @@ class StepRecorder:
             The groups that an earlier graph of the same backward had clipped already.
         """
         with self.lock:
-            task = autograd.backward_id()
+            task = self.step_backward()
             record = self._open.get(task)
             if record is None:
                 record = self._begin(task)
@@ -209,7 +297,8 @@ class StepRecorder:
         if self._open:  # what a backward that failed left behind is of no use: numbers of backwards only grow
             self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
         record = self._open[task] = StepRecord()
-        autograd.at_end_of_backward(partial(self._finish, task))
+        if task not in self._outer_backwards:  # else the end of the outer backward is waited for
+            autograd.at_end_of_backward(partial(self._finish, task))
         if not self._has_begun:
             self._has_begun = True
             let_guards_follow()
@@ -295,6 +384,11 @@ class StepRecorder:
             if self.writer is not None and not is_own:
                 self.writer.note_late(self.records[-1].step, keys[0])
             return True
+
+    def _finish_outer(self, task: int) -> None:
+        self._outer_backwards.discard(task)
+        if task in self._open:
+            self._finish(task)
 
     def _finish(self, task: int) -> None:
         with self.lock:

@@ -64,11 +64,14 @@ def test_ranks_are_in_the_names_of_files(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"run.rank{n}.jsonl", steps()[:n]) for n in (10, 2)]
     assert {rank: len(run) for rank, run in read_ranks(paths).items()} == {2: 2, 10: 8}
     plain = [write(tmp_path / name, steps()) for name in ("a.jsonl", "b.jsonl")]
-    assert list(read_ranks(plain)) == [0, 1]
+    assert list(read_ranks(plain[:1])) == [0]
+    with pytest.raises(ValueError, match=r"a\.jsonl has no rank.*--baseline"):  # two runs, not two ranks
+        read_ranks(plain)
     with pytest.raises(ValueError, match=r"run\.rank2\.jsonl and .*run\.rank2\.jsonl are both of rank 2"):
         read_ranks([paths[1], paths[1]])
     low = [write(tmp_path / name, steps()) for name in ("lowrank8_a.jsonl", "lowrank8_b.jsonl")]
-    assert list(read_ranks(low)) == [0, 1]
+    with pytest.raises(ValueError, match=r"lowrank8_a\.jsonl has no rank"):
+        read_ranks(low)
 
 
 def test_ranks_are_in_the_lines(tmp_path: Path) -> None:
