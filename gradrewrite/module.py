@@ -78,7 +78,8 @@ def transform(
     Raises:
         TypeError: ``model`` is no module, or one that cannot be traced; it has a policy already; ``loss_scale`` is
             neither scaler nor tensor; or ``inplace`` with a class that has ``__slots__``.
-        ValueError: The model has no method of a name in ``methods``, or a pattern in ``regions`` matches no module.
+        ValueError: The model has no method of a name in ``methods``, a pattern in ``regions`` matches no module, or a
+            bound in a rule is a tensor that is negative.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
 
     Example:
@@ -111,6 +112,11 @@ def _check_model(model: Any) -> None:
         raise TypeError(
             "gr.transform takes the model inside of DistributedDataParallel, whose own forward cannot be traced; wrap "
             "in this order: DistributedDataParallel(gr.transform(model, policy))"
+        )
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(
+            "gr.transform takes the model inside of nn.DataParallel, whose copies of the model have no policy; use "
+            "DistributedDataParallel(gr.transform(model, policy)), with one process for each GPU"
         )
     inside = next((name for name, module in model.named_modules() if isinstance(module, RewrittenModule)), None)
     if inside is not None:
@@ -235,12 +241,15 @@ class RewrittenModule(nn.Module):
     def monitor(self, value: object) -> None:
         raise AttributeError(_FIXED.format("monitor"))
 
-    def compile(self, **kwargs: Any) -> None:
+    def compile(self, **kwargs: Any) -> RewrittenModule:  # type: ignore[override]
         """Compile with Inductor from the next call on, in place; compiled again, only the new arguments hold.
 
         Args:
             **kwargs: What ``torch.compile`` takes, except ``backend``; ``fullgraph`` and ``dynamic`` win over those
                 given to ``transform``.
+
+        Returns:
+            The model itself.
 
         Raises:
             TypeError: ``backend`` is given, or something that ``torch.compile`` does not take.
@@ -248,8 +257,7 @@ class RewrittenModule(nn.Module):
                 it was.
 
         Example:
-            >>> model = transform(nn.Linear(2, 2), [])
-            >>> model.compile(dynamic=False)
+            >>> model = transform(nn.Linear(2, 2), []).compile(dynamic=False)
         """
         if "backend" in kwargs:
             raise TypeError(
@@ -257,6 +265,7 @@ class RewrittenModule(nn.Module):
                 "torch.compile(model, backend=gr.backend(policy))"
             )
         _state(self).compile(kwargs)
+        return self
 
     def trace(self, *args: Any, **kwargs: Any) -> JointGraph:
         """Show the rewritten joint graph for these inputs; nothing runs and nothing changes.

@@ -82,3 +82,49 @@ def test_functions_of_a_gradient_and_its_value(x: Tensor) -> None:
     ]
     found = assert_matches_eager(Net(), policy, x.requires_grad_(), compiled=False)
     assert {"error:up", "gradient:up.weight", "input:x"} <= set(found.changed)
+
+
+class RoundsInFloat32(nn.Module):
+    """A float64 model with a softmax in float32, which compiled code sums up in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(64, 300).double(), nn.Linear(300, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.fc(x).float().softmax(-1).double())
+
+
+class AnotherWhereTraced(nn.Module):
+    """Computes another function where it is traced, so that no policy agrees with hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return h.sin() if torch.compiler.is_compiling() else h
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_what_the_compiler_rounds_otherwise_is_not_blamed_on_the_rewrite() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(50, 64, dtype=torch.float64)
+    found = assert_matches_eager(RoundsInFloat32(), gr.on("error:fc", ClipByNorm(1e-3)), x, steps=2)
+    assert found.changed == ("error:fc",)
+    assert 1e-10 < found.plain_error < 1e-6
+
+
+def test_a_difference_of_the_rewrite_is_blamed_on_it(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClipByNorm, "apply", lambda self, g: g * (1.0 + 1e-3 * torch.compiler.is_compiling()))
+    with pytest.raises(AssertionError, match=r"plain torch.compile agrees with the eager model.*the rewrite"):
+        assert_matches_eager(Net(), gr.on("error:up", ClipByNorm(1.0)), x, compiled=False)
+
+
+def test_a_model_that_is_traced_otherwise_is_said_to_be() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="the model computes otherwise where it is traced"):
+        assert_matches_eager(AnotherWhereTraced(), gr.on("gradient:*", ClipByValue(1e6)), x, compiled=False)
