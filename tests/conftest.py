@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
+SAMPLED = 3  # of so many further cases of a slow test one is in .ci/run, the others in tests/nightly.sh
 FOLDERS = {
     "integration/inductor": ("inductor",),
     "integration/cuda": ("inductor", "cuda"),
@@ -37,12 +39,14 @@ FOLDERS = {
 }
 
 settings.register_profile("dev", max_examples=20, deadline=None)
-settings.register_profile("ci", max_examples=200, deadline=None)
+settings.register_profile("ci", max_examples=50, deadline=None)
+settings.register_profile("nightly", max_examples=200, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Add the markers of the folder; a test that says nothing else is ``aot_eager``, and one of Inductor is slow."""
+    known: set[str] = set()
     for item in items:
         explicit = [mark.name for mark in item.iter_markers() if mark.name in KINDS]
         folder = item.path.relative_to(TESTS).parent.as_posix()
@@ -56,7 +60,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("aot_eager")
         if "inductor" in kinds:
             item.add_marker("slow")
+        function = item.nodeid.partition("[")[0]
+        if function in known and item.get_closest_marker("slow") and not _is_sampled(item):
+            item.add_marker("nightly")
+        known.add(function)
         _skip_without_gpu(item)
+
+
+def _is_sampled(item: pytest.Item) -> bool:
+    """Whether ``.ci/run`` has a further case of a slow test: a third of them, the same ones always."""
+    chosen = item.path.is_relative_to(TESTS / "conformance")  # which has a sample of its own
+    return chosen or zlib.crc32(item.nodeid.encode()) % SAMPLED == 0
 
 
 def _skip_without_gpu(item: pytest.Item) -> None:

@@ -168,6 +168,11 @@ def _freeze_encoder(model: nn.Module, _: Mapping[str, Any]) -> None:
     model.freeze_feature_encoder()
 
 
+def _freeze_if_possible(model: nn.Module, _: Mapping[str, Any]) -> None:
+    """What reads the sound sets ``requires_grad`` of an input while its parameters need gradients."""
+    model.feature_extractor._freeze_parameters()
+
+
 def _use_batched_experts(model: nn.Module, _: Mapping[str, Any]) -> None:
     model.set_experts_implementation("batched_mm")
 
@@ -314,4 +319,196 @@ ARCHITECTURES = (
         {"text_config": {**_SIZES, **_SPECIAL, "num_hidden_layers": 1, "attention_dropout": 0.1},
          "vision_config": {**_IMAGES, "attention_dropout": 0.1}, "projection_dim": 8}, _pairs,
     ),
+)  # fmt: skip
+
+_ROBERTA = {**_ENCODER, "num_hidden_layers": 1, "use_cache": False, "is_decoder": False}
+_SMALL = {**_DECODER, "num_hidden_layers": 1}
+_HEADS = {**_SMALL, "head_dim": 8}
+_SPEECH = {**_WAVES, "vocab_size": VOCABULARY}
+
+
+def _sound_with_mask() -> dict[str, Any]:
+    return {**_sound(), "attention_mask": torch.ones(2, 160, dtype=torch.long)}
+
+
+def _last_hidden(out: Any, _: Mapping[str, Any]) -> Tensor:
+    hidden = out[0].double()
+    return (hidden.flatten() * torch.cos(torch.arange(hidden.numel(), dtype=hidden.dtype))).sum()
+
+
+def _ids_alone() -> dict[str, Any]:
+    return {"input_ids": _ids(2, 6)}
+
+
+def _pixels(size: int = 8) -> Inputs:
+    return lambda: {"pixel_values": torch.randn(2, 3, size, size)}
+
+
+def _encoder(name: str, config: str, settings: Mapping[str, Any] = _ENCODER, **others: Any) -> Architecture:
+    return Architecture(name, "encoder", config, {**settings, "num_hidden_layers": 1}, _tokens, **others)
+
+
+def _decoder(name: str, config: str, settings: Mapping[str, Any] = _SMALL, **others: Any) -> Architecture:
+    return Architecture(name, "decoder", config, settings, _tokens, **others)
+
+
+# Without a row of their own in docs/architectures.md; tests/conformance examines them.
+FURTHER = (
+    _encoder("RobertaForMaskedLM", "RobertaConfig", _ROBERTA),
+    _encoder("CamembertForMaskedLM", "CamembertConfig", _ROBERTA),
+    _encoder("XLMRobertaForMaskedLM", "XLMRobertaConfig", _ROBERTA),
+    _encoder("RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormConfig", _ROBERTA),
+    _encoder("Data2VecTextForMaskedLM", "Data2VecTextConfig", _ROBERTA),
+    _encoder("ElectraForMaskedLM", "ElectraConfig", {**_ENCODER, "embedding_size": 8}),
+    _encoder("MPNetForMaskedLM", "MPNetConfig"),
+    _encoder("DebertaForMaskedLM", "DebertaConfig", {**_ENCODER, "relative_attention": True, "pos_att_type": ["c2p",
+        "p2c"]}),
+    _encoder("ErnieForMaskedLM", "ErnieConfig"),
+    _encoder("MegatronBertForMaskedLM", "MegatronBertConfig"),
+    _encoder("RoFormerForMaskedLM", "RoFormerConfig", {**_ENCODER, "embedding_size": 16}),
+    _encoder("RemBertForMaskedLM", "RemBertConfig", {**_ENCODER, "input_embedding_size": 8,
+        "output_embedding_size": 8}),
+    _encoder("ConvBertForMaskedLM", "ConvBertConfig", {**_ENCODER, "embedding_size": 16, "conv_kernel_size": 3}),
+    _encoder("SqueezeBertForMaskedLM", "SqueezeBertConfig", {**_ENCODER, "embedding_size": 16, "q_groups": 1,
+        "k_groups": 1, "v_groups": 1, "post_attention_groups": 1, "intermediate_groups": 1, "output_groups": 1}),
+    _encoder("FNetForMaskedLM", "FNetConfig", {**_ENCODER, "use_tpu_fourier_optimizations": False}),
+    _encoder("NystromformerForMaskedLM", "NystromformerConfig", {**_ENCODER, "num_landmarks": 2,
+        "segment_means_seq_len": 6}),
+    _encoder("MobileBertForMaskedLM", "MobileBertConfig", {**_ENCODER, "embedding_size": 16,
+        "intra_bottleneck_size": 16}),
+    _encoder("LayoutLMForTokenClassification", "LayoutLMConfig", {**_ENCODER, "num_labels": VOCABULARY}),
+    _encoder("EuroBertForMaskedLM", "EuroBertConfig", {**_HEADS, "mask_token_id": 3}),
+    Architecture("FunnelForMaskedLM", "encoder", "FunnelConfig", {"vocab_size": VOCABULARY, "block_sizes": [1, 1],
+        "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "num_decoder_layers": 1}, _tokens),
+    _decoder("MistralForCausalLM", "MistralConfig"),
+    _decoder("PhiForCausalLM", "PhiConfig", {**_SMALL, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    _decoder("Phi3ForCausalLM", "Phi3Config", {**_SMALL, "original_max_position_embeddings": 32, "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1}),
+    _decoder("GemmaForCausalLM", "GemmaConfig", _HEADS),
+    _decoder("Gemma3ForCausalLM", "Gemma3TextConfig", {**_HEADS, "sliding_window": 4}),
+    _decoder("Qwen3ForCausalLM", "Qwen3Config", _HEADS),
+    _decoder("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_HEADS, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
+        "mlp_only_layers": [0, 1]}, dtype=torch.float32),
+    _decoder("OlmoForCausalLM", "OlmoConfig"),
+    _decoder("Olmo2ForCausalLM", "Olmo2Config"),
+    _decoder("Olmo3ForCausalLM", "Olmo3Config"),
+    _decoder("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_SMALL, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}, dtype=torch.float32),
+    _decoder("DogeForCausalLM", "DogeConfig"),
+    _decoder("FalconForCausalLM", "FalconConfig", {"vocab_size": VOCABULARY, "hidden_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "use_cache": False, "alibi": False, "hidden_dropout": 0.1}),
+    _decoder("StableLmForCausalLM", "StableLmConfig", {**_SMALL, "hidden_dropout": 0.1}),
+    _decoder("CohereForCausalLM", "CohereConfig"),
+    _decoder("Starcoder2ForCausalLM", "Starcoder2Config", {**_SMALL, "residual_dropout": 0.1,
+        "embedding_dropout": 0.1}),
+    _decoder("GraniteForCausalLM", "GraniteConfig"),
+    _decoder("GlmForCausalLM", "GlmConfig", _HEADS),
+    _decoder("NemotronForCausalLM", "NemotronConfig"),
+    _decoder("SmolLM3ForCausalLM", "SmolLM3Config"),
+    _decoder("HeliumForCausalLM", "HeliumConfig", _HEADS),
+    _decoder("PersimmonForCausalLM", "PersimmonConfig", {**_SMALL, "hidden_dropout": 0.1}),
+    _decoder("ApertusForCausalLM", "ApertusConfig"),
+    _decoder("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SIZES, **_SPECIAL, "num_hidden_layers": 1,
+        "use_cache": False, "hidden_dropout": 0.1}),
+    _decoder("GPTNeoForCausalLM", "GPTNeoConfig", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]], "num_heads": 2, "window_size": 4,
+        "max_position_embeddings": 32, "embed_dropout": 0.1, "resid_dropout": 0.1, "attention_dropout": 0.1,
+        "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}),
+    _decoder("GPTJForCausalLM", "GPTJConfig", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2,
+        "rotary_dim": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_positions": 32,
+        "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}),
+    _decoder("MptForCausalLM", "MptConfig", {"resid_pdrop": 0.1, "vocab_size": VOCABULARY, "d_model": 16,
+        "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "use_cache": False}),
+    _decoder("BioGptForCausalLM", "BioGptConfig", {**_ENCODER, **_SPECIAL, "num_hidden_layers": 1,
+        "use_cache": False, "layerdrop": 0.0}),
+    _decoder("XGLMForCausalLM", "XGLMConfig", {**_SPECIAL, "vocab_size": VOCABULARY, "d_model": 16, "ffn_dim": 32,
+        "num_layers": 1, "attention_heads": 2, "max_position_embeddings": 32, "layerdrop": 0.0, "use_cache": False},
+        dtype=torch.float32),
+    Architecture("Qwen3MoeForCausalLM", "mixture of experts", "Qwen3MoeConfig", {**_EXPERTS, "num_hidden_layers": 1,
+        "head_dim": 8, "experts_implementation": "batched_mm"}, _tokens),
+    Architecture("GptOssForCausalLM", "mixture of experts", "GptOssConfig", {**_HEADS, "num_local_experts": 3,
+        "num_experts_per_tok": 2, "sliding_window": 4, "experts_implementation": "batched_mm",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, _tokens),
+    Architecture("FalconMambaForCausalLM", "state space", "FalconMambaConfig", _STATES, _tokens),
+    Architecture("RwkvForCausalLM", "state space", "RwkvConfig", {**_SPECIAL, "vocab_size": VOCABULARY,
+        "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "context_length": 32,
+        "use_cache": False}, _tokens),
+    Architecture("PegasusForConditionalGeneration", "encoder-decoder", "PegasusConfig", _SEQ2SEQ, _tokens),
+    Architecture("MBartForConditionalGeneration", "encoder-decoder", "MBartConfig", _SEQ2SEQ, _tokens),
+    Architecture("BlenderbotSmallForConditionalGeneration", "encoder-decoder", "BlenderbotSmallConfig", _SEQ2SEQ,
+        _tokens),
+    Architecture("M2M100ForConditionalGeneration", "encoder-decoder", "M2M100Config", {**_SEQ2SEQ,
+        "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, _tokens),
+    Architecture("MT5ForConditionalGeneration", "encoder-decoder", "MT5Config", {**_T5, "num_decoder_layers": 1},
+        _tokens),
+    Architecture("UMT5ForConditionalGeneration", "encoder-decoder", "UMT5Config", {**_T5, "num_decoder_layers": 1},
+        _tokens),
+    Architecture("ProphetNetForConditionalGeneration", "encoder-decoder", "ProphetNetConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+        "num_encoder_layers": 1, "num_decoder_layers": 1, "num_encoder_attention_heads": 2,
+        "num_decoder_attention_heads": 2, "max_position_embeddings": 32, "use_cache": False,
+        "disable_ngram_loss": True}, _tokens),
+    Architecture("DeiTForImageClassification", "vision", "DeiTConfig", _IMAGES, _images),
+    Architecture("BeitForImageClassification", "vision", "BeitConfig", {**_IMAGES,
+        "use_relative_position_bias": True}, _images),
+    Architecture("Dinov2ForImageClassification", "vision", "Dinov2Config", _IMAGES, _images),
+    Architecture("ConvNextV2ForImageClassification", "vision", "ConvNextV2Config", {"hidden_sizes": [8, 16],
+        "depths": [1, 1], "num_stages": 2, "patch_size": 2, "num_labels": 5, "drop_path_rate": 0.1},
+        partial(_images, 16)),
+    Architecture("RegNetForImageClassification", "vision", "RegNetConfig", {"embedding_size": 8, "hidden_sizes": [8,
+        16], "depths": [1, 1], "groups_width": 4, "num_labels": 5}, partial(_images, 16)),
+    Architecture("MobileNetV2ForImageClassification", "vision", "MobileNetV2Config", {"depth_multiplier": 0.35,
+        "num_labels": 5, "image_size": 32}, partial(_images, 32)),
+    Architecture("PoolFormerForImageClassification", "vision", "PoolFormerConfig", {"hidden_sizes": [8, 16],
+        "depths": [1, 1], "num_encoder_blocks": 2, "patch_sizes": [3, 3], "strides": [2, 2], "padding": [1, 1],
+        "num_labels": 5}, partial(_images, 16)),
+    Architecture("PvtForImageClassification", "vision", "PvtConfig", {**_DROPOUT, "image_size": 32,
+        "num_encoder_blocks": 2, "depths": [1, 1], "sequence_reduction_ratios": [2, 1], "hidden_sizes": [8, 16],
+        "patch_sizes": [4, 2], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+        "num_labels": 5}, partial(_images, 32)),
+    Architecture("YolosForObjectDetection", "vision", "YolosConfig", {**_IMAGES, "image_size": [8, 8],
+        "num_detection_tokens": 3}, _pixels(), loss=_last_hidden),
+    Architecture("DetrModel", "vision", "DetrConfig", {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+        "num_queries": 3, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False,
+        "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
+        "layer_type": "basic", "out_features": ["stage2"]}}, _pixels(32), loss=_last_hidden),
+    Architecture("Swinv2ForImageClassification", "vision", "Swinv2Config", {**_DROPOUT, "image_size": 16,
+        "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4, "num_labels": 5},
+        partial(_images, 16)),
+    Architecture("ViTMAEForPreTraining", "vision", "ViTMAEConfig", {**_IMAGES, "decoder_num_attention_heads": 2,
+        "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_intermediate_size": 32,
+        "mask_ratio": 0.5}, _pixels()),
+    Architecture("SiglipModel", "text and image", "SiglipConfig", {"text_config": {**_SIZES, **_SPECIAL,
+        "num_hidden_layers": 1, "attention_dropout": 0.1, "projection_size": 16}, "vision_config": {**_IMAGES,
+        "attention_dropout": 0.1}}, _pairs),
+    Architecture("ViltModel", "text and image", "ViltConfig", {**_ENCODER, "num_hidden_layers": 1, "image_size": 8,
+        "patch_size": 4}, lambda: {"input_ids": _ids(2, 6), "pixel_values": torch.randn(2, 3, 8, 8)},
+        loss=_last_hidden),
+    Architecture("HubertModel", "speech", "HubertConfig", _SPEECH, _sound, loss=_last_hidden,
+        prepare=_freeze_if_possible),
+    Architecture("WavLMModel", "speech", "WavLMConfig", _SPEECH, _sound, loss=_last_hidden,
+        prepare=_freeze_if_possible),
+    Architecture("SEWModel", "speech", "SEWConfig", {**_SPEECH, "squeeze_factor": 1}, _sound, loss=_last_hidden,
+        prepare=_freeze_if_possible),
+    Architecture("Data2VecAudioModel", "speech", "Data2VecAudioConfig", _SPEECH, _sound, loss=_last_hidden,
+        prepare=_freeze_if_possible),
+    Architecture("UniSpeechModel", "speech", "UniSpeechConfig", {**_SPEECH, "num_codevectors_per_group": 4}, _sound,
+        loss=_last_hidden, prepare=_freeze_if_possible),
+    Architecture("Speech2TextForConditionalGeneration", "speech", "Speech2TextConfig", {**_SEQ2SEQ,
+        "max_source_positions": 16, "max_target_positions": 16, "input_feat_per_channel": 8, "input_channels": 1,
+        "conv_channels": 8, "num_conv_layers": 1, "conv_kernel_sizes": (3,)},
+        lambda: {"input_features": torch.randn(2, 16, 8), "labels": _ids(2, 5)}),
+    Architecture("PatchTSTForPrediction", "decoder", "PatchTSTConfig", {"num_input_channels": 2,
+        "context_length": 16, "patch_length": 4, "patch_stride": 4, "num_hidden_layers": 1, "d_model": 16,
+        "num_attention_heads": 2, "ffn_dim": 32, "prediction_length": 4, "attention_dropout": 0.1, "loss": "mse"},
+        lambda: {"past_values": torch.randn(2, 16, 2), "future_values": torch.randn(2, 4, 2)}),
+    Architecture("DecisionTransformerModel", "decoder", "DecisionTransformerConfig", {"state_dim": 3, "act_dim": 2,
+        "hidden_size": 16, "n_layer": 1, "n_head": 2, "max_ep_len": 20, "use_cache": False},
+        lambda: {"states": torch.randn(2, 4, 3), "actions": torch.randn(2, 4, 2), "rewards": torch.randn(2, 4, 1),
+        "returns_to_go": torch.randn(2, 4, 1), "timesteps": torch.randint(0, 20, (2, 4)),
+        "attention_mask": torch.ones(2, 4)}, loss=_last_hidden),
 )  # fmt: skip

@@ -1,0 +1,22 @@
+"""Torch's OpInfo database: clips at the inputs and outputs of every differentiable op against hooks."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.op_db import DIFFERENTIABLE, samples_of
+from conformance.outcomes import check_outcome, sampled
+from conformance.reference import Comparison, check_samples
+
+SUITE = "op_db"
+CASES = list(DIFFERENTIABLE)
+
+
+def check(name: str) -> None:
+    samples = samples_of(DIFFERENTIABLE[name])
+    check_samples(Comparison(lambda module=module: module, inputs) for module, inputs in samples)
+
+
+@pytest.mark.parametrize("name", sampled(CASES, 20))
+def test_clips_and_checks(name: str) -> None:
+    check_outcome(SUITE, name, lambda: check(name))
