@@ -169,7 +169,9 @@ def architecture_models() -> dict[str, Callable[[], Made]]:
 def _gradients(model: nn.Module) -> str:
     """A digest of the bits of all gradients."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return _digest("".join(g.detach().contiguous().view(torch.uint8).numpy().tobytes().hex() for g in grads))
+    return _digest(
+        "".join(g.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex() for g in grads)
+    )
 
 
 def _digest(text: str) -> str:

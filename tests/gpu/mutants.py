@@ -141,8 +141,8 @@ MUTANTS = {
     ),
     "a clamp to twice the bound": Mutant(
         "gradrewrite.passes._clip_by_value:ClipByValue.apply",
-        "high = scalar(limit, tensor)",
-        "high = 2 * scalar(limit, tensor)",
+        "high = bound_of(limit, tensor)",
+        "high = 2 * bound_of(limit, tensor)",
         "test_cuda.py",
         "steps_without_waiting and default",
     ),

@@ -11,7 +11,6 @@ MISSED: dict[tuple[str, str, str], int] = {
     ("attention", "float32", "three statistics"): 5,
     ("attention", "bfloat16", "three statistics"): 5,
     ("gpt", "float32", "three statistics"): 6,
-    ("gpt", "bfloat16", "three statistics"): 14,
 }
 
 
