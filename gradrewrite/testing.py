@@ -29,7 +29,7 @@ from gradrewrite._compat import aot_autograd, fake_tensors, inductor
 from gradrewrite._tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import TraceError
-from gradrewrite.ir.record_layout import acting_bound
+from gradrewrite.ir.reports import HostBound, Kept, Leaf, NormClip, StateUpdate, ValueClip, acting_bound, leaves
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
@@ -422,29 +422,22 @@ class _Hooked:
 
     def _note_records(self, reported: Recording, where: str, members: Sequence[str] = ()) -> None:
         """Note what an action reported, and the factor of a clip, which the host computes from it."""
-        names = reported.names[:-1] if reported.has_members else reported.names
-        named, key_of_bound = self._numbering.of_action(names, where, reported.bound and reported.bound[0])
-        for keys, values in zip(named, reported.values, strict=False):
-            self.records |= dict(zip(map(str, keys), values.reshape(-1).tolist(), strict=True))
-        if reported.has_members:
-            for member, share in zip(members, reported.values[-1].tolist(), strict=True):
-                self._note("norm_share", member, share)
-        if reported.bound is not None:
-            self.records[str(key_of_bound)] = acting_bound(number_of(reported.bound[1]))
-        if reported.norm_dtype is not None:
-            norm = named[0][0]
-            bound = key_of_bound or next(key for keys in named for key in keys if key.record == "bound")
-            before, limit = self.records[str(norm)], self.records[str(bound)]
-            acts = limit < before < math.inf
-            self._note("factor", where, limit / before if acts else 1.0, occurrence=norm.occurrence)
-        if reported.has_strength:  # the norms before and after a clip by value are no records
-            before, after = (self.records.pop(str(keys[0])) for keys in named[:2])
-            acts = self.records[str(named[-1][0])] > 0 and before != 0
-            self._note("factor", where, after / before if acts else 1.0)
 
-    def _note(self, name: str, where: str, value: float, *, occurrence: int = 1) -> None:
-        (key,) = self._numbering.new([name], where, occurrence=occurrence)
-        self.records[str(key)] = value
+        def number(_: str, leaf: Leaf) -> float:
+            if isinstance(leaf, HostBound):
+                return acting_bound(number_of(leaf.value))
+            return float(reported.outputs[leaf.number].reshape(-1)[leaf.element])
+
+        for report in reported.reports:
+            if isinstance(report, Kept | StateUpdate):
+                continue
+            keys, factor = self._numbering.of_report(report, where, members)
+            figures = report.map(number)
+            self.records |= zip(map(str, leaves(keys)), leaves(figures), strict=True)
+            if isinstance(figures, NormClip | ValueClip):
+                self.records[str(factor)] = figures.factor()
+            if isinstance(keys, ValueClip):  # whose norms are no records
+                del self.records[str(keys.before)], self.records[str(keys.after)]
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):

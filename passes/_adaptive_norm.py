@@ -14,7 +14,7 @@ from torch import Tensor
 from gradrewrite.ir.statistics import norm_of, norms_of
 from gradrewrite.passes._clip_by_norm import bound_and_verdict, scale_down, widest
 from gradrewrite.passes._settings import check_number, short_repr, store_python_numbers
-from gradrewrite.policy.recording import record_norm
+from gradrewrite.policy.recording import record_norm_clip
 from gradrewrite.policy.state import State
 from gradrewrite.sites import Kind
 
@@ -43,7 +43,7 @@ class _ClipByFollowedNorm(ABC):
     def _total_and_bound(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         total = norm_of(torch.cat([n.to(norms[0].device, widest(norms)).reshape(-1) for n in norms]))
         bound = self.follow(total)
-        record_norm("total_norm", total, bound, is_computed=True)
+        record_norm_clip("total_norm", total, bound, is_computed=True)
         return total, bound
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import ClassVar, get_args
 
 from torch import Tensor
 
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.passes._settings import short_repr
 from gradrewrite.policy.actions import ANYWHERE
 from gradrewrite.policy.recording import record_statistics

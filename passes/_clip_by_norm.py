@@ -20,7 +20,7 @@ from gradrewrite.passes._settings import (
     store_python_numbers,
 )
 from gradrewrite.policy.actions import BACKWARD
-from gradrewrite.policy.recording import record_clip, record_norm, record_shares
+from gradrewrite.policy.recording import record_norm_clip
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
 
@@ -73,10 +73,8 @@ class ClipByNorm:
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""
         norm, bound = norm_of(tensor, self.norm_type), now(self.max_norm, tensor.device, least=0.0)
-        record_norm("norm", norm, bound)
         clipped = scale_down(tensor, norm, bound_of(bound, norm))
-        if self.log:
-            record_clip(tensor, clipped)
+        record_norm_clip("norm", norm, bound, log=(tensor, clipped) if self.log else None)
         return clipped
 
 
@@ -146,9 +144,7 @@ class ClipByGlobalNorm:
 
     def _total_and_bound(self, norms: Tensor) -> tuple[Tensor, float | Tensor]:
         total, bound = norm_of(norms, self.norm_type), now(self.max_norm, norms.device, least=0.0)
-        record_norm("total_norm", total, bound)
-        if self.log:
-            record_shares(norms, self.norm_type)
+        record_norm_clip("total_norm", total, bound, shares=(norms, self.norm_type) if self.log else None)
         return total, bound_of(bound, total)
 
 

@@ -20,7 +20,7 @@ from gradrewrite.passes._settings import (
     store_python_numbers,
 )
 from gradrewrite.policy.actions import BACKWARD
-from gradrewrite.policy.recording import record_clip, record_limit
+from gradrewrite.policy.recording import record_value_clip
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind
 
@@ -95,9 +95,7 @@ class ClipByValue:
             high, low = scalar(limit, tensor), scalar(now(self.min, tensor.device), tensor)
         clipped = _at_most(_at_least(tensor, low), high)
         if self.log:
-            if self.min is None:
-                record_limit(limit, tensor.device)
-            record_clip(tensor, clipped, strength=True)
+            record_value_clip(tensor, clipped, limit if self.min is None else None)
         return clipped
 
 

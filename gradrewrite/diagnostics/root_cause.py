@@ -13,7 +13,7 @@ from gradrewrite.diagnostics.replay import ReplayResult, RootCause, SiteObservat
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph
 from gradrewrite.errors import PrecedingSite
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.sites import Site
 
 _WINDOW = 5

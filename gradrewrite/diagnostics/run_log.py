@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from gradrewrite._formatting import table_of
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BOUNDS
+from gradrewrite.ir.reports import BOUNDS
 
 MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding

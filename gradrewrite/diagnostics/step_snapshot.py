@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, Check
+from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.ir.replay_graph import ReplayGraph
 
 _KEYS = 4
@@ -294,7 +294,7 @@ class CheckedGraph:
     values: Mapping[RecordKey, float]
     snapshot: StepSnapshot | None
 
-    def failed(self, modes: Collection[str]) -> list[Check]:
+    def failed(self, modes: Collection[str]) -> list[FiniteCheck]:
         """The checks of these kinds that failed, in the order of execution."""
         return [c for c in self.outputs.checks if c.on_failure in modes and self.values[c.key] > 0]
 

@@ -2,95 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.reports import Clip, OnFailure
 from gradrewrite.sites import Site
-
-OnFailure = Literal["raise", "skip", "warn", "record"]
-
-# Records of the bounds of clips, by norm and by value; a bound has the occurrence of what it bounds.
-BOUNDS = frozenset(("bound", "limit"))
-
-
-def acting_bound(number: float) -> float:
-    """Return ``max(bound, 0)``, which a clip acts with; NaN, which bounds nothing, as it is."""
-    return max(number, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class LogLine:
-    """The records of one log line of a clip.
+class ClipRecords:
+    """The records of one clip.
 
     Attributes:
-        site: Site of the clip.
-        max_abs: Largest absolute value before the clip.
-        mean_abs: Mean absolute value before the clip.
-        clipped: 1 if the clip acted, else 0.
+        site: Site of the clip, or the first one of its group.
+        report: The keys of its report.
+        factor: Key of its factor, which the host computes.
     """
 
     site: Site
-    max_abs: RecordKey
-    mean_abs: RecordKey
-    clipped: RecordKey
-
-
-@dataclass(frozen=True, slots=True)
-class NormClip:
-    """The records of one clip by norm.
-
-    Attributes:
-        norm: The norm before the clip.
-        bound: Its bound.
-        factor: What the clip multiplies by, which follows from both.
-        is_wide: Whether the clip compares and divides in float64, not float32.
-    """
-
-    norm: RecordKey
-    bound: RecordKey
-    factor: RecordKey
-    is_wide: bool
-
-    def strength(self, known: Mapping[RecordKey, float]) -> float:
-        """Return bound / norm, in float64, where the clip acts; else 1, also for a norm of 0, inf or NaN."""
-        norm, bound = known[self.norm], known[self.bound]
-        bound = bound if self.is_wide else ctypes.c_float(bound).value
-        return bound / norm if bound < norm < math.inf and norm != 0 else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ValueClip:
-    """The records of one clip by value that logs.
-
-    Attributes:
-        before: The L2 norm before the clip; no record of a step.
-        after: The L2 norm after it; no record of a step.
-        clipped: 1 if an element changed, else 0.
-        factor: The ratio of the norms after and before.
-    """
-
-    before: RecordKey
-    after: RecordKey
-    clipped: RecordKey
+    report: Clip[RecordKey]
     factor: RecordKey
 
-    def strength(self, known: Mapping[RecordKey, float]) -> float:
-        """Return after / before, where an element changed and there was a norm; else 1.
-
-        By IEEE rules: 0 where infinities were bounded, NaN where an element is NaN or remains infinite.
-        """
-        before, after = known[self.before], known[self.after]
-        return after / before if known[self.clipped] > 0 and before != 0 else 1.0
+    def on_host(self, known: Mapping[RecordKey, float]) -> Clip[float]:
+        """Return the figures of the clip at one step; KeyError if one is not known."""
+        return self.report.map(lambda _, key: known[key])
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class FiniteCheck:
     """One finite check.
 
     Attributes:
@@ -120,12 +62,11 @@ class BackwardOutputs:
             0, else 0. Elsewhere the counts are looked at where somebody wants to know.
         kept: Sites whose tensors are kept.
         kept_as: What each of these tensors is (``Keep.what``).
-        logs: The lines of clips that log.
         groups: Names of groups that are clipped together, or whose noise is drawn together.
         noisy: Those with noise.
         checks: The finite checks, in the order of execution.
         clips: The clips of which a factor is known.
-        group_logs: Clips by norm of groups that log.
+        logs: Whether one of them logs.
         bounds: Bounds of clips that the host has (numbers, tensors in host memory), by key: ``bound@site`` by norm,
             ``limit@site`` by value, which counts by its size.
         states: What actions remember, by key, in the order of the new values, which are the last outputs.
@@ -139,19 +80,18 @@ class BackwardOutputs:
     verdicts: tuple[bool, ...] = ()
     kept: tuple[Site, ...] = ()
     kept_as: tuple[str, ...] = ()
-    logs: tuple[LogLine, ...] = ()
     groups: tuple[str, ...] = ()
-    checks: tuple[Check, ...] = ()
-    clips: tuple[NormClip | ValueClip, ...] = ()
-    group_logs: tuple[NormClip, ...] = ()
+    checks: tuple[FiniteCheck, ...] = ()
+    clips: tuple[ClipRecords, ...] = ()
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
     states: tuple[tuple[str, Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()
     noisy: frozenset[str] = frozenset()
+    logs: bool = field(init=False, repr=False, compare=False)
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Find the counts of the checks, which are looked at after every step."""
+        """Find the counts of the checks and the clips that log, which are looked at after every step."""
         modes: dict[OnFailure, set[RecordKey]] = {}
         for check in self.checks:
             modes.setdefault(check.on_failure, set()).add(check.key)
@@ -160,6 +100,7 @@ class BackwardOutputs:
             for mode, keys in modes.items()
         }
         object.__setattr__(self, "checked", checked)
+        object.__setattr__(self, "logs", any(clip.report.logs for clip in self.clips))
 
     @property
     def kept_keys(self) -> list[tuple[str, Site]]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
 
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import Site
-
-_Described = TypeVar("_Described")
 
 
 def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
@@ -74,22 +71,16 @@ class Renaming:
         def key(old: RecordKey) -> RecordKey:
             return replace(old, site=known.get(old.site, old.site))
 
-        def described(old: _Described) -> _Described:
-            """Rename the keys and the site among the fields of a log line, a check or a clip."""
-            given = {f.name: getattr(old, f.name) for f in fields(old)}  # type: ignore[arg-type]
-            new: dict[str, Any] = {name: key(value) for name, value in given.items() if isinstance(value, RecordKey)}
-            new |= {name: self.site(value) for name, value in given.items() if isinstance(value, Site)}
-            return replace(old, **new)  # type: ignore[type-var]
+        def clip(old: ClipRecords) -> ClipRecords:
+            return ClipRecords(self.site(old.site), old.report.map(lambda _, leaf: key(leaf)), key(old.factor))
 
         return replace(
             outputs,
             packs=tuple(tuple(map(key, pack)) for pack in outputs.packs),
             keys=tuple(map(key, outputs.keys)),
             kept=tuple(map(self.site, outputs.kept)),
-            logs=tuple(map(described, outputs.logs)),
-            checks=tuple(map(described, outputs.checks)),
-            clips=tuple(map(described, outputs.clips)),
-            group_logs=tuple(map(described, outputs.group_logs)),
+            checks=tuple(replace(c, site=self.site(c.site), key=key(c.key)) for c in outputs.checks),
+            clips=tuple(map(clip, outputs.clips)),
             bounds=tuple((key(old), bound) for old, bound in outputs.bounds),
             counts=frozenset(map(key, outputs.counts)),
         )

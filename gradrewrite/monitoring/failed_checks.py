@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from gradrewrite._warnings import warn
 from gradrewrite.diagnostics.root_cause import analyse, analyse_checks
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.step_record import StepRecord
 
 _RAISE: tuple[OnFailure, ...] = ("raise",)

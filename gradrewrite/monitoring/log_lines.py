@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
 
-from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import LogLine, NormClip
 from gradrewrite.monitoring.step_record import StepRecord
 
 logger = logging.getLogger("gradrewrite.monitor")
@@ -41,26 +38,9 @@ class ClipLog:
             record = self._waiting.popleft()
             record.fetch()
             for graph in record.graphs:
-                outputs = graph.outputs
-                values = graph.values() | graph.bounds if outputs.logs or outputs.group_logs else {}
-                for line in outputs.logs:
-                    if values[line.clipped] > 0:
-                        _log(line, values)
-                for clip in outputs.group_logs:
-                    if clip.strength(values) != 1.0:
-                        _log_group(clip, values)
-
-
-def _log(line: LogLine, values: Mapping[RecordKey, float]) -> None:
-    largest, mean = values[line.max_abs], values[line.mean_abs]
-    if line.site.kind in ("gradient", "step"):
-        logger.info("parameter=%s need clipping, max grad=%.6g avg grad=%.6g", line.site.name, largest, mean)
-    else:
-        logger.info("layer=%s need clipping, max error=%.6g avg error=%.6g", line.site.name, largest, mean)
-
-
-def _log_group(clip: NormClip, values: Mapping[RecordKey, float]) -> None:
-    """Log one line for all members of a group."""
-    name = clip.norm.site.partition("group:")[2]
-    text = "group=%s need clipping, total norm=%.6g max norm=%.6g"
-    logger.info(text, name, values[clip.norm], values[clip.bound])
+                clips = [clip for clip in graph.outputs.clips if clip.report.logs]
+                values = graph.values() | graph.bounds if clips else {}
+                for clip in clips:
+                    line = clip.on_host(values).line(clip.site, clip.factor.site)
+                    if line is not None:
+                        logger.info("%s", line)

@@ -17,7 +17,7 @@ from gradrewrite.diagnostics.run_log import Finding, Step
 from gradrewrite.distributed.records import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.failed_checks import FailedCheckErrors, FailedCheckWarnings, failure_of
 from gradrewrite.monitoring.host_copy import pack_of
 from gradrewrite.monitoring.log_lines import ClipLog

@@ -12,7 +12,8 @@ from torch import Tensor
 from gradrewrite.diagnostics.failure import Failure
 from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, NormClip, OnFailure, acting_bound
+from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.sites import Site
 
@@ -49,7 +50,7 @@ class GraphRecord:
         """All records and the factors of clips; the packs are on the host."""
         values = self.values()
         known = values | self.bounds if self.outputs.clips else values
-        return values | {clip.factor: clip.strength(known) for clip in self.outputs.clips}
+        return values | {clip.factor: clip.on_host(known).factor() for clip in self.outputs.clips}
 
     def has_passed(self, mode: OnFailure) -> bool:
         """Whether the packs are in host memory, and no check of this kind failed."""
@@ -181,8 +182,8 @@ class StepRecord:
         values = self.values()
         for graph in self.graphs:
             for clip in graph.outputs.clips:
-                if isinstance(clip, NormClip) and values[clip.factor] <= 0:
-                    return clip.bound
+                if isinstance(clip.report, NormClip) and values[clip.factor] <= 0:
+                    return clip.report.bound
             for key, bound in graph.bounds.items():
                 if key.record == "limit" and bound <= 0:
                     return key
@@ -190,7 +191,7 @@ class StepRecord:
 
     def logs(self) -> bool:
         """Whether a graph has clips that log."""
-        return any([bool(graph.outputs.logs or graph.outputs.group_logs) for graph in self.graphs])
+        return any([graph.outputs.logs for graph in self.graphs])
 
     def is_checked(self, modes: Collection[OnFailure]) -> bool:
         """Whether there are checks of one of these kinds, other than those that the host knows to have passed."""

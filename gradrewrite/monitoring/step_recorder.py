@@ -20,7 +20,7 @@ from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, Check
+from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.monitoring.host_copy import LateRecord
 from gradrewrite.monitoring.step_record import GraphRecord, StepRecord
 from gradrewrite.sites import Site
@@ -151,7 +151,7 @@ class StepRecorder:
         self.guards: list[SkipGuard] = []
         self.num_skipped: list[Tensor] = []
         self.closed = -1
-        self.last_skip: Check | None = None
+        self.last_skip: FiniteCheck | None = None
         self.lone_skip: Site | None = None
         self.process_group: distributed.ProcessGroup | None = None
         self.data_parallel: weakref.ref[DistributedDataParallel] | None = None

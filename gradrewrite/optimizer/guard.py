@@ -22,7 +22,7 @@ from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
 from gradrewrite.distributed.shards import is_sharded
 from gradrewrite.errors import NonFiniteError, PolicyError
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.failed_checks import failure_of
 from gradrewrite.monitoring.host_copy import floats_of, number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 from torch import Tensor
 
 from gradrewrite.errors import PolicyError
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.sites import Kind, Site
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Measurement(Action, Protocol):
         ...
 
     @property
-    def fails(self) -> str | None:
+    def fails(self) -> OnFailure | None:
         """The consequence of a last statistic that is not 0 (``CheckFinite.on_failure``); None if there is none."""
         ...
 

@@ -1,13 +1,13 @@
-"""Records: named scalars that actions report from inside the graph."""
+"""Reports of actions while they are traced: records, clips, checks, kept tensors."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,20 @@ from torch import Tensor
 from gradrewrite._compat import dtensors
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir.ops import measure
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import (
+    Check,
+    HostBound,
+    Kept,
+    Leaf,
+    LogFigures,
+    NormClip,
+    OnFailure,
+    Output,
+    Report,
+    Scalars,
+    StateUpdate,
+    ValueClip,
+)
 from gradrewrite.ir.stages import reduce_all
 from gradrewrite.ir.statistics import (
     IN_UNITS,
@@ -35,62 +48,50 @@ if TYPE_CHECKING:
 
 @dataclass
 class Recording:
-    """The records of one action while it is traced.
+    """The reports of one action while it is traced.
 
     Attributes:
-        names: Names of the records in each value, as they were given: occurrences are numbered where they leave.
-        values: Tensors of one or more records.
-        kept: Tensors that are kept.
-        kept_as: What each of them is.
-        logs: Whether the action logs.
-        fails: What a finite check does; its value is the last one.
-        bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
-        norm_dtype: Type of the norm that is the first record, where a clip bounds it.
-        logs_group: Whether a clip of a group logs.
-        has_members: Whether the last value has one record for each member of a group.
-        has_strength: Whether the records begin with the norms before and after a clip.
+        reports: What was reported.
+        outputs: The tensors of its leaves.
         device: Where numbers become tensors.
         is_opaque: Whether statistics are one opaque operation.
         scale: The loss scale that the action sees through, if any.
         states: The states of the actions here; None where they have none of their own.
     """
 
-    names: list[tuple[str, ...]] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    kept_as: list[str] = field(default_factory=list)
-    logs: bool = False
-    fails: OnFailure | None = None
-    bound: tuple[str, float | Tensor] | None = None
-    norm_dtype: torch.dtype | None = None
-    logs_group: bool = False
-    has_members: bool = False
-    has_strength: bool = False
+    reports: list[Report[Leaf]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     is_opaque: bool = False
     scale: Tensor | None = None
     states: StateScope | None = None
 
     def clear(self) -> None:
-        """Remove all records: a tracer may run a function more than once."""
-        self.names.clear()
-        self.values.clear()
-        self.kept.clear()
-        self.kept_as.clear()
-        self.logs = False
-        self.fails = None
-        self.bound = None
-        self.norm_dtype = None
-        self.logs_group = False
-        self.has_members = False
-        self.has_strength = False
+        """Remove all reports: a tracer may run a function more than once."""
+        self.reports.clear()
+        self.outputs.clear()
         if self.states is not None:
             self.states.begin()
 
-    def add(self, names: Sequence[str], value: Tensor) -> None:
-        """Report a tensor of as many records as there are names."""
-        self.names.append(tuple(names))
-        self.values.append(value)
+    def output(self, tensor: Tensor) -> int:
+        """Add an output; returns its position."""
+        self.outputs.append(tensor)
+        return len(self.outputs) - 1
+
+    def figure(self, value: Tensor) -> Leaf:
+        """Add an output with one figure."""
+        return Output(self.output(value))
+
+    def figures(self, values: Tensor, count: int) -> tuple[Leaf, ...]:
+        """Add a flat output with this number of figures."""
+        number = self.output(values)
+        return tuple(Output(number, element) for element in range(count))
+
+    def close(self) -> None:
+        """Report the new values of states, as the last outputs."""
+        if self.states is not None:
+            for key, (state, value) in self.states.updates.items():
+                self.reports.append(StateUpdate(key, state, self.output(value)))
 
 
 _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
@@ -137,50 +138,107 @@ def record(name: str, value: Tensor | float) -> None:
         raise CallbackError(
             f"gr.record({name!r}, ...): the name of a record has no '@', which separates it from its site"
         )
-    recording.add([str(name)], tensor.reshape(()) if tensor.dim() else tensor)
+    value = tensor.reshape(()) if tensor.dim() else tensor
+    recording.reports.append(Scalars((str(name),), (recording.figure(value),)))
 
 
-def record_clip(before: Tensor, after: Tensor, *, strength: bool = False) -> None:
-    """Report last what a log line of a clip needs: largest and mean absolute value before, and whether it acted.
+def record_norm_clip(
+    name: str,
+    norm: Tensor,
+    bound: float | Tensor,
+    *,
+    is_computed: bool = False,
+    log: tuple[Tensor, Tensor] | None = None,
+    shares: tuple[Tensor, float] | None = None,
+) -> None:
+    """Report a clip by norm.
 
-    It acted if an element changed; NaN is no change. Empty tensors: not acted, both figures NaN.
+    The factor follows from the norm and the bound, and is computed where they are read.
 
     Args:
-        before: The tensor.
-        after: What the clip made of it.
-        strength: Report before these figures the L2 norms before and after, of which the host makes ``factor`` (a
-            quotient in the graph would be one more launch), and ``share``, that of the elements that changed.
+        name: Name of the record of the norm.
+        norm: The norm before the clip.
+        bound: The bound: an output of the graph if it is a tensor on a device.
+        is_computed: Whether the graph computes the bound.
+        log: The tensor before and after the clip, if it has a log line.
+        shares: The norms of the members of a group, ``[members]``, and their order, if the group has a log line; see
+            ``statistics.shares_of``.
     """
     recording = _recording.get()
     if recording is None:
         return
-    recording.logs = True
-    if dtensors.is_dtensor(before):
-        _record_clip_of_shards(recording, before, after, strength=strength)
+    own = recording.figure(norm.reshape(()) if norm.dim() else norm)
+    if isinstance(bound, Tensor) and is_computed:
+        limit: Leaf = recording.figure(bound.detach().to(norm.device))
+    else:
+        limit = _bound(recording, bound, norm.device)
+    figures = None if log is None else _clip_figures(recording, *log)[1]
+    members = None
+    if shares is not None:
+        norms, norm_type = shares
+        members = recording.figures(shares_of(norms, norm_type), norms.numel())
+    recording.reports.append(NormClip(name, own, limit, norm.dtype == torch.float64, figures, members))
+
+
+def record_value_clip(before: Tensor, after: Tensor, limit: float | Tensor | None) -> None:
+    """Report a clip by value.
+
+    It acted if an element changed; NaN is no change. Empty tensors: not acted, largest and mean value NaN.
+
+    Args:
+        before: The tensor.
+        after: The tensor after the clip.
+        limit: The largest absolute value that the clip lets pass; None if the bounds differ in size.
+    """
+    recording = _recording.get()
+    if recording is None:
         return
+    bound = None if limit is None else _bound(recording, limit, before.device)
+    (norm_before, norm_after, share), figures = _clip_figures(recording, before, after, with_strength=True)
+    recording.reports.append(ValueClip(norm_before, norm_after, share, figures, bound))
+
+
+def _bound(recording: Recording, bound: float | Tensor, device: torch.device) -> Leaf:
+    """Return the leaf of a bound: an output if it is on a device; one in host memory is read there."""
+    if isinstance(bound, Tensor) and bound.device.type != "cpu":
+        return recording.figure(bound.detach().to(device).clamp(min=0))
+    return HostBound(bound)
+
+
+_ClipFigures: TypeAlias = tuple[tuple[Leaf, ...], LogFigures[Leaf]]
+
+
+def _clip_figures(recording: Recording, before: Tensor, after: Tensor, *, with_strength: bool = False) -> _ClipFigures:
+    """Return the figures of a log line, behind those of the strength of a clip where these are asked for.
+
+    The latter are the norms before and after the clip, of which the host makes a factor (a quotient in the graph would
+    be one more launch), and the share of the elements that changed.
+    """
+    if dtensors.is_dtensor(before):
+        return _clip_figures_of_shards(recording, before, after, with_strength=with_strength)
     size = size_of(before)
     changed = _changed(before, after)
-    if strength:
-        recording.has_strength = True
-        record("norm_before", norm_of(before))
-        record("norm_after", norm_of(after))
+    strength: tuple[Leaf, ...] = ()
+    if with_strength:
+        norms = recording.figure(norm_of(before)), recording.figure(norm_of(after))
         share = share_of(changed)
-        record("share", share)
+        strength = (*norms, recording.figure(share))
         acted = share > 0
     else:
         acted = reduce_all(torch.any, changed)
-    record("max_abs", largest_of(size))
-    record("mean_abs", mean_of(size))
-    record("clipped", acted.to(size.dtype))
+    largest, mean = recording.figure(largest_of(size)), recording.figure(mean_of(size))
+    return strength, LogFigures(largest, mean, recording.figure(acted.to(size.dtype)))
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """A mask of the elements that changed; NaN is no change."""
+    """Return a mask of the elements that changed; NaN is no change."""
     return (after != before) & (before == before)
 
 
-def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor, *, strength: bool) -> None:
-    """Report what ``record_clip`` does of a global tensor; one collective for all of it."""
+def _clip_figures_of_shards(
+    recording: Recording, before: DTensor, after: Tensor, *, with_strength: bool
+) -> _ClipFigures:
+    """Return the figures of ``_clip_figures`` of a global tensor; one collective for all of them."""
     unchanged = _changed(before, after).logical_not().to(torch.float32)
     reports: list[tuple[Tensor, tuple[str, ...]]] = [
         (before, ("max_abs", "mean_abs", "norm")),
@@ -192,70 +250,16 @@ def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor,
         lambda part, names: measure(part, names, is_opaque=recording.is_opaque),
     )
     largest, mean, norm_before, norm_after, share = figures.unbind()
-    if strength:
-        recording.has_strength = True
-        for name, figure in (("norm_before", norm_before), ("norm_after", norm_after), ("share", share)):
-            record(name, figure)
-    for name, figure in (("max_abs", largest), ("mean_abs", mean), ("clipped", (share > 0).to(mean.dtype))):
-        record(name, figure)
-
-
-def record_norm(name: str, norm: Tensor, bound: float | Tensor, *, is_computed: bool = False) -> None:
-    """Report first the norm that a clip bounds, and its bound: from inside the graph if that is a tensor on a device.
-
-    What the clip multiplies by follows from both, and is computed where they are read.
-
-    Args:
-        name: Name of the record of the norm.
-        norm: The norm.
-        bound: The bound.
-        is_computed: Whether the graph computes the bound.
-    """
-    record(name, norm)
-    recording = _recording.get()
-    if recording is not None:
-        recording.norm_dtype = norm.dtype
-    if isinstance(bound, Tensor) and (is_computed or _is_on_device(bound)):
-        own = bound.detach().to(norm.device)
-        record("bound", own if is_computed else own.clamp(min=0))
-    elif recording is not None:
-        recording.bound = ("bound", bound)
-
-
-def record_shares(norms: Tensor, norm_type: float) -> None:
-    """Report last the share of each member of a group in its total norm, and that the clip of the group logs.
-
-    Args:
-        norms: The norms of the members, ``[members]``; see ``statistics.shares_of``.
-        norm_type: Their order.
-    """
-    recording = _recording.get()
-    if recording is None:
-        return
-    recording.logs_group = recording.has_members = True
-    recording.add(["norm_share"] * norms.numel(), shares_of(norms, norm_type))
-
-
-def record_limit(limit: float | Tensor, device: torch.device) -> None:
-    """Report the largest absolute value that a clip lets pass: from inside the graph if it is a tensor on a device."""
-    recording = _recording.get()
-    if _is_on_device(limit):
-        record("limit", limit.detach().to(device).clamp(min=0))
-    elif recording is not None:
-        recording.bound = ("limit", limit)
-
-
-def _is_on_device(bound: float | Tensor) -> TypeGuard[Tensor]:
-    """Whether a bound is read inside the graph; one in host memory would have to be copied to the device, and wait."""
-    return isinstance(bound, Tensor) and bound.device.type != "cpu"
+    strength = tuple(map(recording.figure, (norm_before, norm_after, share))) if with_strength else ()
+    clipped = (share > 0).to(mean.dtype)
+    return strength, LogFigures(*map(recording.figure, (largest, mean, clipped)))
 
 
 def keep(tensor: Tensor, what: str = "tensor") -> None:
     """Carry a tensor out of the graph, to ``monitor.kept(what)``; it is copied where it leaves, at run time."""
     recording = _recording.get()
     if recording is not None:
-        recording.kept.append(tensor)
-        recording.kept_as.append(what)
+        recording.reports.append(Kept(what, recording.output(tensor)))
 
 
 def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: OnFailure | None = None) -> None:
@@ -269,7 +273,6 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
     recording = _recording.get()
     if recording is None:
         return
-    recording.fails = fails
     in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
     plain = {name: key for name, key in statistics.items() if name not in in_units}
     if tensor.device.type == "cuda" and not recording.is_opaque:
@@ -277,12 +280,18 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
         groups = [{name: key} for name, key in (*plain.items(), *in_units.items())]
     else:
         groups = [group for group in (plain, in_units) if group]
+    figures: dict[str, Leaf] = {}
     for group in groups:
         values = measure(tensor, list(group.values()), is_opaque=recording.is_opaque)
         if group.keys() <= in_units.keys():
             assert recording.scale is not None
             values = values / recording.scale
-        recording.add(list(group), values)
+        figures |= zip(group, recording.figures(values, len(group)), strict=True)
+    if fails is not None:
+        name, count = figures.popitem()
+        recording.reports.append(Check(name, count, fails))
+    if figures:
+        recording.reports.append(Scalars(tuple(figures), tuple(figures.values())))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
 from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
-from gradrewrite.ir.record_layout import OnFailure
+from gradrewrite.ir.reports import Leaf, Report
 from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.schedules import Schedule
@@ -26,57 +26,25 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class TracedAction:
-    """A traced action: its graph returns the replacements, then the records, then what is kept.
+    """A traced action: its graph returns the replacements, then the outputs of its reports.
 
     Attributes:
         graph: The graph.
-        records: Names of the records in each tensor of records.
-        logs: Whether the last records are those of a log line.
-        fails: What the finite check does whose count is the last record.
-        bound: The bound of a clip if the host has it: the name of its record, and a number or a tensor.
-        norm_dtype: Type of the norm that is the first record, where a clip bounds it.
-        logs_group: Whether a clip of a group logs.
-        has_members: Whether the last records are of the members of a group, one each.
-        has_strength: Whether the first records are the norms before and after a clip, which give its factor.
-        has_live: Whether the graph reads live tensors.
-        states: What the action sets, by key; the new values are the last outputs.
-        has_states: Whether it reads or sets what it remembers at its site.
-        kept_as: What each tensor is that is kept.
+        reports: Its reports.
+        reads_live: Whether the graph reads live tensors.
+        has_states: Whether it reads or sets states.
     """
 
     graph: fx.GraphModule
-    records: tuple[tuple[str, ...], ...] = ()
-    logs: bool = False
-    fails: OnFailure | None = None
-    bound: tuple[str, float | Tensor] | None = None
-    norm_dtype: torch.dtype | None = None
-    logs_group: bool = False
-    has_members: bool = False
-    has_strength: bool = False
-    has_live: bool = False
-    states: tuple[tuple[str, Tensor], ...] = ()
+    reports: tuple[Report[Leaf], ...] = ()
+    reads_live: bool = False
     has_states: bool = False
-    kept_as: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
-        """Put a graph together with what was reported while it was traced."""
-        states = reported.states
-        return cls(
-            graph,
-            tuple(reported.names),
-            logs=reported.logs,
-            fails=reported.fails,
-            bound=reported.bound,
-            norm_dtype=reported.norm_dtype,
-            logs_group=reported.logs_group,
-            has_members=reported.has_members,
-            has_strength=reported.has_strength,
-            has_live=bool(graph.graph.find_nodes(op="get_attr")),
-            states=() if states is None else tuple((key, tensor) for key, (tensor, _) in states.updates.items()),
-            has_states=states is not None and states.is_used,
-            kept_as=tuple(reported.kept_as),
-        )
+        """Put a graph together with the reports of its trace."""
+        has_states = reported.states is not None and reported.states.is_used
+        return cls(graph, tuple(reported.reports), bool(graph.graph.find_nodes(op="get_attr")), has_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +158,8 @@ def trace_function(
             if sharded:
                 results = [_part(*four) for four in zip_longest(results, tensors, parts[: len(values)], own_layouts)]
             results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
-            new = () if mode.states is None else (value for _, value in mode.states.updates.values())
-            return [*results, *map(full, reported.values), *map(full, reported.kept), *map(full, new)]
+            reported.close()
+            return [*results, *map(full, reported.outputs)]
 
         try:
             inputs = [*values, *further]

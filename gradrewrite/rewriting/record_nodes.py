@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
+from typing_extensions import assert_never
 
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BOUNDS
+from gradrewrite.ir.reports import BOUNDS, SHARE_OF_MEMBER, Check, Figures, Leaf, NormClip, Scalars, ValueClip
 from gradrewrite.ir.statistics import COUNTS
 
 
@@ -55,29 +56,40 @@ class RecordNumbering:
                 self.counts.add(key)
         return found
 
-    def of_action(
-        self, named: Sequence[Sequence[str]], where: str, bound: str | None
-    ) -> tuple[list[list[RecordKey]], RecordKey | None]:
-        """Make the keys of what one action reports.
+    def of_report(
+        self, report: Figures[Leaf], where: str, members: Sequence[str] = ()
+    ) -> tuple[Figures[RecordKey], RecordKey | None]:
+        """Make the keys of a report.
 
         Args:
-            named: Names of its records, in each of its tensors.
-            where: The site.
-            bound: Name of a bound that is a number, and so no record; None if there is none.
+            report: The report.
+            where: The site of its records.
+            members: The sites of the members, if it is of a group.
 
         Returns:
-            The keys, and that of the bound. The bound of a norm is numbered like the norm, the first record; the limit
-            of values like the last record, which says whether the clip acted.
+            The report with its keys, and the key of the factor of a clip. A bound has the occurrence of the norm, and a
+            limit that of ``clipped``, so that they belong together; and a factor that of the norm.
         """
-        plain = self.new((name for names in named for name in names if name not in BOUNDS), where)
-        rest = iter(plain)
+        sites = iter(members)
+        last = 1  # the occurrence that the key before was given
 
-        def bounding(name: str) -> RecordKey:
-            occurrence = self._number[plain[-1 if name == "limit" else 0]] if plain else 1
-            return self.new([name], where, occurrence=occurrence)[0]
+        def key(name: str, _: Leaf) -> RecordKey:
+            nonlocal last
+            at = next(sites) if name == SHARE_OF_MEMBER else where
+            (found,) = self.new([name], at, occurrence=last if name in BOUNDS else 1)
+            last = self._number[found]
+            return found
 
-        keys = [[bounding(name) if name in BOUNDS else next(rest) for name in names] for names in named]
-        return keys, bounding(bound) if bound is not None else None
+        placed: Figures[RecordKey] = report.map(key)
+        match placed:
+            case NormClip():
+                return placed, self.new(["factor"], where, occurrence=placed.norm.occurrence)[0]
+            case ValueClip():
+                return placed, self.new(["factor"], where)[0]
+            case Scalars() | Check():
+                return placed, None
+            case _:
+                assert_never(placed)
 
 
 def _key(name: str, occurrence: int, where: str) -> RecordKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, fx
+from typing_extensions import assert_never
 
 from gradrewrite._compat import make_fx
 from gradrewrite.errors import CallbackError
@@ -16,8 +18,20 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all, pack
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, Check, LogLine, NormClip, ValueClip
-from gradrewrite.rewriting.action_tracing import TracedAction
+from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck
+from gradrewrite.ir.reports import (
+    Check,
+    Figures,
+    HostBound,
+    Kept,
+    Leaf,
+    NormClip,
+    Report,
+    Scalars,
+    StateUpdate,
+    ValueClip,
+    leaves,
+)
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
@@ -36,10 +50,8 @@ class RecordPacking:
         checks: The finite checks.
         kept: Nodes that ``Keep`` keeps, by their site.
         kept_as: What each of them is.
-        logs: Log lines of clips.
         groups: Names of the groups that are clipped together.
         clips: The clips of which a factor is known.
-        group_logs: Clips by norm of groups that log.
         shown: The keys of a step that come in the place of a key, where it is not that key alone.
         bounds: Bounds of clips that the host has.
         states: What actions remember, by key, with the nodes of the new values.
@@ -47,76 +59,77 @@ class RecordPacking:
     """
 
     records: list[RecordNode] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[FiniteCheck] = field(default_factory=list)
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
     kept_as: list[str] = field(default_factory=list)
-    logs: list[LogLine] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     noisy: set[str] = field(default_factory=set)
-    clips: list[NormClip | ValueClip] = field(default_factory=list)
-    group_logs: list[NormClip] = field(default_factory=list)
+    clips: list[ClipRecords] = field(default_factory=list)
     shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
     bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)
     states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)
     numbering: RecordNumbering = field(default_factory=RecordNumbering)
 
     def add(
-        self, where: str, site: Site, traced: TracedAction, extras: Sequence[fx.Node], members: Sequence[Site] = ()
-    ) -> list[RecordKey]:
-        """Take what a traced action returns beside the replacement.
+        self,
+        where: str,
+        site: Site,
+        reports: Sequence[Report[Leaf]],
+        outputs: Sequence[fx.Node],
+        members: Sequence[Site] = (),
+    ) -> tuple[list[RecordKey], list[Check[RecordKey]]]:
+        """Take the reports of a traced action.
 
         Args:
             where: The site of its records.
             site: Its site, or the first.
-            traced: The action.
-            extras: Nodes of what it returns.
-            members: The sites of its last records, if they are of members of a group.
+            reports: The reports.
+            outputs: The nodes of their outputs.
+            members: The sites of the members of a group.
 
         Returns:
-            The keys of its records.
+            The keys of its records, and its finite checks.
         """
-        bound = None if traced.bound is None else traced.bound[0]
-        reported = traced.records[:-1] if traced.has_members else traced.records
-        named, key_of_bound = self.numbering.of_action(reported, where, bound)
-        if traced.norm_dtype is not None:
-            self._add_norm_clip(named, key_of_bound, traced)
-        if traced.has_members:
-            names = zip(traced.records[-1], members, strict=True)
-            named.append([key for name, member in names for key in self.numbering.new([name], str(member))])
-        for own, node in zip(named, extras, strict=False):
-            self.records.append(RecordNode(tuple(own), node, site.kind == "activation", traced.fails == "skip"))
-        keys = [key for own in named for key in own]
-        first_state = len(extras) - len(traced.states)
-        self.kept += [(site, node) for node in extras[len(traced.records) : first_state]]
-        self.kept_as += traced.kept_as
-        for (key, tensor), node in zip(traced.states, extras[first_state:], strict=True):
-            if key in self.states:
-                raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
-            self.states[key] = tensor, node
-        if traced.has_strength:
-            self._add_value_clip(before=keys[0], after=keys[1], clipped=keys[-1])
-        if traced.logs:
-            self.logs.append(LogLine(site, *keys[-3:]))
-        if traced.bound is not None and key_of_bound is not None:
-            self.bounds.append((key_of_bound, traced.bound[1]))
-        return keys
+        keys: dict[tuple[int, int], RecordKey] = {}  # by the output and the element
+        placed: list[Figures[RecordKey]] = []
+        for report in reports:
+            match report:
+                case Kept(what, number):
+                    self.kept.append((site, outputs[number]))
+                    self.kept_as.append(what)
+                case StateUpdate(key, state, number):
+                    if key in self.states:
+                        raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
+                    self.states[key] = state, outputs[number]
+                case Scalars() | NormClip() | ValueClip() | Check():
+                    placed.append(self._place(report, where, site, members))
+                    for leaf, own in zip(leaves(report), leaves(placed[-1]), strict=True):
+                        if isinstance(leaf, HostBound):
+                            self.bounds.append((own, leaf.value))
+                        else:
+                            keys[leaf.number, leaf.element] = own
+                case _:
+                    assert_never(report)
+        checks = [report for report in placed if isinstance(report, Check)]
+        skipping = {check.count for check in checks if check.on_failure == "skip"}
+        ordered = sorted(keys.items())
+        for number, flat in itertools.groupby(ordered, key=lambda item: item[0][0]):
+            found = tuple(key for _, key in flat)
+            is_forward, skips = site.kind == "activation", not skipping.isdisjoint(found)
+            self.records.append(RecordNode(found, outputs[number], is_forward, skips))
+        return [key for _, key in ordered], checks
 
-    def _add_norm_clip(
-        self, named: Sequence[Sequence[RecordKey]], key_of_bound: RecordKey | None, traced: TracedAction
-    ) -> None:
-        norm = named[0][0]
-        bound = key_of_bound or next(key for own in named for key in own if key.record == "bound")
-        (factor,) = self.numbering.new(["factor"], norm.site, occurrence=norm.occurrence)
-        clip = NormClip(norm, bound, factor, traced.norm_dtype == torch.float64)
-        self.clips.append(clip)
-        self.shown[norm] = (norm, factor)
-        if traced.logs_group:
-            self.group_logs.append(clip)
-
-    def _add_value_clip(self, before: RecordKey, after: RecordKey, clipped: RecordKey) -> None:
-        (factor,) = self.numbering.new(["factor"], clipped.site)
-        self.clips.append(ValueClip(before, after, clipped, factor))
-        self.shown |= {before: (factor,), after: ()}
+    def _place(self, report: Figures[Leaf], where: str, site: Site, members: Sequence[Site]) -> Figures[RecordKey]:
+        """Return the keys of a report, and take the factor of a clip."""
+        placed, factor = self.numbering.of_report(report, where, list(map(str, members)))
+        if factor is not None:
+            assert isinstance(placed, NormClip | ValueClip)
+            self.clips.append(ClipRecords(site, placed, factor))
+            if isinstance(placed, NormClip):
+                self.shown[placed.norm] = (placed.norm, factor)
+            else:
+                self.shown |= {placed.before: (factor,), placed.after: ()}
+        return placed
 
     def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
         """Take for each node of a graph the one that is read instead of it now, before anything is packed."""
@@ -165,11 +178,9 @@ class RecordPacking:
             ),
             kept=tuple(site for site, _ in self.kept),
             kept_as=tuple(self.kept_as),
-            logs=tuple(self.logs),
             groups=tuple(self.groups),
             checks=tuple(sorted(self.checks, key=lambda check: check.order)),
             clips=tuple(self.clips),
-            group_logs=tuple(self.group_logs),
             bounds=tuple(self.bounds),
             states=tuple((key, tensor) for key, (tensor, _) in self.states.items()),
             counts=frozenset(self.numbering.counts),

@@ -25,8 +25,9 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import number_of
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, Check
+from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.ir.replay_graph import ReplayGraph
+from gradrewrite.ir.reports import Check
 from gradrewrite.ir.statistics import IN_UNITS
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.actions import (
@@ -248,11 +249,11 @@ class Rewriter:
                     action, point.site, value_of(current), self._mode(point.site), values, layouts
                 )
                 (current, *extras), new = self._splice(traced, [current, *further], point)
-            keys = self.packing.add(str(point.site), point.site, traced, extras)
+            keys, checks = self.packing.add(str(point.site), point.site, traced.reports, extras)
             made = [] if self.examples is None else self.examples.take_new()
             self.edits.append(Edit(point.site, action, tuple(n.name for n in (*made, *new)), tuple(keys)))
-            if traced.fails is not None:
-                self.check(point, traced.fails, keys[-1], seen)
+            for check in checks:
+                self.check(point, check, seen)
         if current is not point.node:
             self._replace(point, current)
         for action, measurement in later:
@@ -304,11 +305,12 @@ class Rewriter:
         skips = measurement.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
         if measurement.fails is not None:
-            self.check(point, measurement.fails, keys[-1], point.node)
+            self.check(point, Check(keys[-1].record, keys[-1], measurement.fails), point.node)
 
-    def check(self, point: InsertionPoint, fails: Any, key: RecordKey, seen: fx.Node) -> None:
-        """Let the count under a key decide whether what a node had at a site is finite."""
-        self.packing.checks.append(Check(point.site, fails, key, point.order, seen.name))
+    def check(self, point: InsertionPoint, check: Check[RecordKey], seen: fx.Node) -> None:
+        """Let the count of a check decide whether the value of a node is finite at a site."""
+        found = FiniteCheck(point.site, check.on_failure, check.count, point.order, seen.name)
+        self.packing.checks.append(found)
 
     def states_at(self, where: str) -> StateScope | None:
         """Return the states of the actions at a site, or of a group."""
@@ -412,7 +414,7 @@ class Rewriter:
             )
         outputs, new = self._splice(traced, nodes, points[0])
         results, extras = outputs[: len(points)], outputs[len(points) :]
-        keys = self.packing.add(where, sites[0], traced, extras, sites)
+        keys, _ = self.packing.add(where, sites[0], traced.reports, extras, sites)
         for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
             self.edits.append(Edit(point.site, action, names, own))
@@ -431,7 +433,7 @@ class Rewriter:
         mode = replace(self._mode(sites[0], where), scale=None)
         traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], sites[:1], action, mode)
         (weights, *extras), new = self._splice(traced, [squares], points[0])
-        keys = self.packing.add(where, sites[0], traced, extras)
+        keys, _ = self.packing.add(where, sites[0], traced.reports, extras)
         shared = (*self.examples.take_new(), *new)
         for point, node in zip(points, nodes, strict=True):
             with recording(point.site.device, states=mode.states):
@@ -451,7 +453,7 @@ class Rewriter:
         if point.site.kind == "activation":
             tag = "is_forward"
         else:
-            tag = "must_be_in_backward" if traced.has_live else "is_backward"
+            tag = "must_be_in_backward" if traced.reads_live else "is_backward"
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
 
     def current(self, node: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.reports import Check, StateUpdate
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.policy.actions import (
     GroupAction,
@@ -231,7 +232,7 @@ class _Builder:
             self.measured[point.order] += [_MeasuredPart(key, node, found.fails == "skip") for key in keys]
             rewriter.edits.append(Edit(point.site, action, (), keys))
             if found.fails is not None:
-                rewriter.check(point, found.fails, keys[-1], node)
+                rewriter.check(point, Check(keys[-1].record, keys[-1], found.fails), node)
             return
         # On the whole gradient, so that all ranks find the same.
         part = value_of(point.node)
@@ -243,7 +244,7 @@ class _Builder:
         reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(
             action, point.site, whole, traced, mode
         )
-        if traced.records:
+        if not all(isinstance(report, StateUpdate) for report in traced.reports):
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
             reason = "what it remembers would be that of the part of one rank"
@@ -335,14 +336,14 @@ class _Builder:
                 result = total / bound if divides else bound / total
                 if divides and scale is not None:
                     result = result * values[-1].to(result.device)
-                new = [] if states is None else [value for _, value in states.updates.values()]
-                return [result, *reported.values, *new]
+                reported.close()
+                return [result, *reported.outputs]
 
             inputs = [*norms, *([] if scale is None else [scale])]
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        keys = rewriter.packing.add(where, points[0].site, traced, extras, members)
+        keys, _ = rewriter.packing.add(where, points[0].site, traced.reports, extras, members)
         rewriter.packing.groups.append(str(action.group))
         names = tuple(node.name for node in (*measured, *new))
         for n, point in enumerate(points):

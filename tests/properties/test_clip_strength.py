@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import NormClip, ValueClip
+from gradrewrite.ir.reports import Figures, HostBound, Leaf, NormClip, ValueClip
 from gradrewrite.ir.statistics import shares_of
 from gradrewrite.passes import ClipByNorm, ClipByValue
 from gradrewrite.policy.recording import recording
@@ -23,27 +22,28 @@ NUMBERS = st.floats(-1e4, 1e4, width=16) | st.sampled_from([0.0, -0.0, 1.0, 0.5]
 ANY = NUMBERS | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
-def reported(action: ClipByNorm | ClipByValue, tensor: Tensor) -> tuple[dict[RecordKey, float], Tensor]:
+def reported(action: ClipByNorm | ClipByValue, tensor: Tensor) -> tuple[Figures[float], Tensor]:
     with recording(tensor.device) as found:
         after = action.apply(tensor)
-    values = {RecordKey.of(name, "x"): float(v) for (name,), v in zip(found.names, found.values, strict=True)}
-    return values, after
 
+    def number(_: str, leaf: Leaf) -> float:
+        return float(leaf.value if isinstance(leaf, HostBound) else found.outputs[leaf.number])
 
-def key(name: str) -> RecordKey:
-    return RecordKey.of(name, "x")
+    (report,) = found.reports
+    assert isinstance(report, NormClip | ValueClip)
+    return report.map(number), after
 
 
 def norm_clip(action: ClipByNorm, tensor: Tensor) -> tuple[float, Tensor]:
-    values, after = reported(action, tensor)
-    clip = NormClip(key("norm"), key("bound"), key("factor"), tensor.dtype == torch.float64)
-    return clip.strength(values | {key("bound"): float(action.max_norm)}), after
+    clip, after = reported(action, tensor)
+    assert isinstance(clip, NormClip)
+    return clip.factor(), after
 
 
 def value_clip(action: ClipByValue, tensor: Tensor) -> tuple[float, float, Tensor]:
-    values, after = reported(action, tensor)
-    clip = ValueClip(key("norm_before"), key("norm_after"), key("clipped"), key("factor"))
-    return clip.strength(values), values[key("share")], after
+    clip, after = reported(action, tensor)
+    assert isinstance(clip, ValueClip)
+    return clip.factor(), clip.share, after
 
 
 @given(st.lists(ANY, max_size=40), st.floats(1e-3, 1e5), DTYPES)

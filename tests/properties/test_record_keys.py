@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.reports import HostBound, NormClip, Output, leaves
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 
 pytestmark = pytest.mark.pure
@@ -40,7 +41,10 @@ def test_numbered_keys_are_unique(asked: list[tuple[str, str]]) -> None:
 
 
 def test_a_bound_has_the_number_of_the_occurrence_not_of_a_name() -> None:
-    keys, bound = RecordNumbering().of_action([["expert.3"], ["limit"]], "gradient:w", "bound")
+    numbering = RecordNumbering()
+    report = NormClip("expert.3", Output(0), HostBound(1.0), is_wide=False)
+    (first, _), (second, factor) = (numbering.of_report(report, "gradient:w") for _ in range(2))
 
-    assert [str(key) for names in keys for key in names] == ["expert.3@gradient:w", "limit@gradient:w"]
-    assert str(bound) == "bound@gradient:w"
+    assert list(map(str, leaves(first))) == ["expert.3@gradient:w", "bound@gradient:w"]
+    assert list(map(str, leaves(second))) == ["expert.3.2@gradient:w", "bound.2@gradient:w"]
+    assert factor is not None

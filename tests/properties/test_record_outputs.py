@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradrewrite.ir import editing
+from gradrewrite.ir import editing, reports
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import GraphRecord
-from gradrewrite.rewriting.action_tracing import TracedAction
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Site
@@ -39,7 +38,7 @@ class Report:
 
 
 @st.composite
-def reports(draw: Any) -> Report:
+def all_reports(draw: Any) -> Report:
     site = draw(st.sampled_from(SITES))
     skips = site.kind != "activation" and draw(st.booleans())
     sizes = st.just(1) if skips else st.integers(1, 4)  # a check reports one count
@@ -52,8 +51,20 @@ def reports(draw: Any) -> Report:
     return Report(site, names, draw(st.integers(0, 2)), skips, None if skips else draw(bound), is_double)
 
 
-@given(st.lists(reports(), min_size=1, max_size=5))
-def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> None:
+def reports_of(report: Report) -> list[reports.Report[reports.Leaf]]:
+    found: list[reports.Report[reports.Leaf]] = []
+    for n, names in enumerate(report.names):
+        outputs = tuple(reports.Output(n, element) for element in range(len(names)))
+        found.append(reports.Check(names[0], outputs[0], "skip") if report.skips else reports.Scalars(names, outputs))
+    if report.bound is not None and not report.skips:
+        name, number = report.bound
+        found.append(reports.Scalars((name,), (reports.HostBound(number),)))
+    kept = range(len(report.names), len(report.names) + report.num_kept)
+    return [*found, *(reports.Kept("tensor", n) for n in kept)]
+
+
+@given(st.lists(all_reports(), min_size=1, max_size=5))
+def test_every_record_comes_out_at_its_own_key(given_reports: list[Report]) -> None:
     graph, mode, found = fx.Graph(), FakeTensorMode(), RecordPacking()
     inputs: list[Tensor] = []
     expected: dict[RecordKey, float] = {}
@@ -61,7 +72,7 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
     keys_of_reports: list[list[RecordKey]] = []
     kept: list[tuple[Site, Tensor]] = []
     placeholders: list[list[fx.Node]] = []
-    for report in all_reports:
+    for report in given_reports:
         own = []
         shapes = [(len(names),) if len(names) > 1 else () for names in report.names] + [(2,)] * report.num_kept
         for n, shape in enumerate(shapes):
@@ -75,10 +86,8 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
         placeholders.append(own)
     graph.output(())
     rest = iter(inputs)
-    for report, own in zip(all_reports, placeholders, strict=True):
-        fails = "skip" if report.skips else None
-        traced = TracedAction(fx.GraphModule({}, fx.Graph()), report.names, fails=fails, bound=report.bound)
-        got = found.add(str(report.site), report.site, traced, own)
+    for report, own in zip(given_reports, placeholders, strict=True):
+        got, _ = found.add(str(report.site), report.site, reports_of(report), own)
         values = [float(v) for _ in report.names for v in next(rest).flatten()]
         kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
         assert len(got) == len(values)
@@ -100,7 +109,7 @@ def test_every_record_comes_out_at_its_own_key(all_reports: list[Report]) -> Non
     assert GraphRecord(layout, tensors).values() == expected
     assert layout.kept == tuple(site for site, _ in kept)
     assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(tensors) :], kept, strict=True))
-    skipping = {key for report, own in zip(all_reports, keys_of_reports, strict=True) if report.skips for key in own}
+    skipping = {key for report, own in zip(given_reports, keys_of_reports, strict=True) if report.skips for key in own}
     for names, number, has_verdict, tensor in zip(
         layout.packs, layout.num_skips, layout.verdicts, tensors, strict=True
     ):

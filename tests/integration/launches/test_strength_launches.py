@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import gradrewrite as gr
+from gradrewrite.ir.stages import reduce_all
+from gradrewrite.ir.statistics import largest_of, mean_of, size_of
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue
-from gradrewrite.policy.recording import record_clip
 
 from gpu.launch_counts import MODELS
 from gpu.log import Count
@@ -23,7 +24,10 @@ from gpu.log import Count
 def without_strength(g: Tensor) -> Tensor:
     """A clip by value that records what the log line says, and no more."""
     clipped = torch.clamp(torch.clamp(g, min=-1e-3), max=1e-3)
-    record_clip(g, clipped)
+    size, changed = size_of(g), (clipped != g) & (g == g)
+    gr.record("max_abs", largest_of(size))
+    gr.record("mean_abs", mean_of(size))
+    gr.record("clipped", reduce_all(torch.any, changed).to(size.dtype))
     return clipped
 
 

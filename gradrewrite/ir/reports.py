@@ -1,0 +1,257 @@
+"""Reports of actions: one closed union, from the traced action to the host.
+
+The leaves of a report are of a type of their own at each stage: a ``Leaf`` in a traced action, a ``RecordKey`` in the
+layout of the auxiliary outputs, a float on the host. ``map`` takes a report from one stage to the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from gradrewrite.sites import Site
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+OnFailure = Literal["raise", "skip", "warn", "record"]
+
+# Records of the bounds of clips, by norm and by value; a bound has the occurrence of what it bounds.
+BOUNDS = frozenset(("bound", "limit"))
+
+SHARE_OF_MEMBER = "norm_share"  # the only record of a group that is at the sites of its members
+
+
+def acting_bound(number: float) -> float:
+    """Return ``max(bound, 0)``, with which a clip acts; NaN, which bounds nothing, stays NaN."""
+    return max(number, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A figure among the outputs of a traced action.
+
+    Attributes:
+        number: Position of the output, behind the replacements.
+        element: Position of the figure in the output, which is flat.
+    """
+
+    number: int
+    element: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostBound:
+    """A bound that the host has, and that is no output: a number, or a tensor in host memory.
+
+    Attributes:
+        value: The bound; it acts as ``max(bound, 0)``.
+    """
+
+    value: float | Tensor
+
+
+Leaf: TypeAlias = Output | HostBound
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars(Generic[T]):
+    """Figures that mean nothing beyond their names.
+
+    Attributes:
+        names: Their names, as they were given.
+        values: The figures.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[T, ...]
+
+    def map(self, f: Callable[[str, T], S]) -> Scalars[S]:
+        """Return the report with other leaves, made from names and leaves."""
+        return Scalars(self.names, tuple(map(f, self.names, self.values)))
+
+
+@dataclass(frozen=True, slots=True)
+class LogFigures(Generic[T]):
+    """The figures of the log line of a clip.
+
+    Attributes:
+        max_abs: Largest absolute value before the clip.
+        mean_abs: Mean absolute value before the clip.
+        clipped: 1 if an element changed, else 0.
+    """
+
+    max_abs: T
+    mean_abs: T
+    clipped: T
+
+    def map(self, f: Callable[[str, T], S]) -> LogFigures[S]:
+        """See ``Scalars.map``."""
+        return LogFigures(f("max_abs", self.max_abs), f("mean_abs", self.mean_abs), f("clipped", self.clipped))
+
+    def line(self: LogFigures[float], site: Site) -> str | None:
+        """Return the log line of a clip at a site; None if the clip did not act."""
+        if not self.clipped > 0:
+            return None
+        if site.kind in ("gradient", "step"):
+            begin, what = f"parameter={site.name}", "grad"
+        else:
+            begin, what = f"layer={site.name}", "error"
+        return f"{begin} need clipping, max {what}={self.max_abs:.6g} avg {what}={self.mean_abs:.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class NormClip(Generic[T]):
+    """A clip by the norm of a tensor or of a group.
+
+    Attributes:
+        name: Name of the record of the norm.
+        norm: The norm before the clip.
+        bound: Its bound.
+        is_wide: Whether the clip compares and divides in float64, not float32.
+        log: The figures of its log line, if it logs at a single site.
+        shares: The share of each member of a group in the norm, if it logs for a group.
+    """
+
+    name: str
+    norm: T
+    bound: T
+    is_wide: bool
+    log: LogFigures[T] | None = None
+    shares: tuple[T, ...] | None = None
+
+    def map(self, f: Callable[[str, T], S]) -> NormClip[S]:
+        """See ``Scalars.map``; the bound follows the norm."""
+        norm, bound = f(self.name, self.norm), f("bound", self.bound)
+        log = None if self.log is None else self.log.map(f)
+        shares = None if self.shares is None else tuple(f(SHARE_OF_MEMBER, share) for share in self.shares)
+        return NormClip(self.name, norm, bound, self.is_wide, log, shares)
+
+    @property
+    def logs(self) -> bool:
+        """Whether it has a log line."""
+        return self.log is not None or self.shares is not None
+
+    def factor(self: NormClip[float]) -> float:
+        """Return bound / norm, in float64, where the clip acts; else 1, also for a norm of 0, inf or NaN."""
+        bound = self.bound if self.is_wide else ctypes.c_float(self.bound).value
+        return bound / self.norm if bound < self.norm < math.inf and self.norm != 0 else 1.0
+
+    def line(self: NormClip[float], site: Site, where: str) -> str | None:
+        """Return the log line of the clip, if it logs and acted.
+
+        Args:
+            site: Site of the clip.
+            where: Site of its records, which names the group.
+        """
+        if self.shares is None:
+            return None if self.log is None else self.log.line(site)
+        if self.factor() == 1.0:
+            return None
+        group = where.partition("group:")[2]
+        return f"group={group} need clipping, total norm={self.norm:.6g} max norm={self.bound:.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueClip(Generic[T]):
+    """A clip by value that logs.
+
+    Attributes:
+        before: The L2 norm before the clip; no record of a step.
+        after: The L2 norm after it; no record of a step.
+        share: The share of the elements that changed.
+        log: The figures of its log line.
+        limit: The largest absolute value that it lets pass; None where the bounds differ in size.
+    """
+
+    before: T
+    after: T
+    share: T
+    log: LogFigures[T]
+    limit: T | None = None
+
+    def map(self, f: Callable[[str, T], S]) -> ValueClip[S]:
+        """See ``Scalars.map``; the limit follows ``clipped``."""
+        before, after, share = f("norm_before", self.before), f("norm_after", self.after), f("share", self.share)
+        log = self.log.map(f)
+        return ValueClip(before, after, share, log, None if self.limit is None else f("limit", self.limit))
+
+    @property
+    def logs(self) -> bool:
+        """Whether it has a log line."""
+        return True
+
+    def factor(self: ValueClip[float]) -> float:
+        """Return after / before, where an element changed and there was a norm; else 1.
+
+        By IEEE rules: 0 where infinities were bounded, NaN where an element is NaN or remains infinite.
+        """
+        return self.after / self.before if self.log.clipped > 0 and self.before != 0 else 1.0
+
+    def line(self: ValueClip[float], site: Site, where: str) -> str | None:
+        """Return the log line of the clip, if it acted; ``where`` is the site of its records."""
+        return self.log.line(site)
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Generic[T]):
+    """A finite check.
+
+    Attributes:
+        name: Name of the record of its count.
+        count: The number of elements that fail it.
+        on_failure: What follows a failure.
+    """
+
+    name: str
+    count: T
+    on_failure: OnFailure
+
+    def map(self, f: Callable[[str, T], S]) -> Check[S]:
+        """See ``Scalars.map``."""
+        return Check(self.name, f(self.name, self.count), self.on_failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that is kept.
+
+    Attributes:
+        what: The kind of tensor (``Keep.what``).
+        number: Position of its output.
+    """
+
+    what: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateUpdate:
+    """The new value of a state.
+
+    Attributes:
+        key: Key of the state.
+        state: The state, which is written after the graph.
+        number: Position of the output with the new value.
+    """
+
+    key: str
+    state: Tensor
+    number: int
+
+
+Clip: TypeAlias = NormClip[T] | ValueClip[T]
+Figures: TypeAlias = Scalars[T] | NormClip[T] | ValueClip[T] | Check[T]
+Report: TypeAlias = Figures[T] | Kept | StateUpdate
+
+
+def leaves(report: Figures[T]) -> list[T]:
+    """Return the leaves of a report, in the order of ``map``."""
+    found: list[T] = []
+    report.map(lambda _, leaf: found.append(leaf))
+    return found
