@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.statistics import norm_of, norms_of
-from gradrewrite.passes._clip_by_norm import bound_and_verdict, scale_down, widest
+from gradrewrite.ir.statistics import norm_of
+from gradrewrite.passes._clip_by_norm import bound_and_verdict, flat, scale_group
 from gradrewrite.passes._settings import check_number, short_repr, store_python_numbers
 from gradrewrite.policy.recording import record_norm_clip
 from gradrewrite.policy.state import State
@@ -30,21 +30,15 @@ class _ClipByFollowedNorm(ABC):
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
-        norms = norms_of(tensors)
-        total, bound = self._total_and_bound(norms)
-        return [scale_down(t, total.to(t.device), bound.to(t.device)) for t in tensors]
+        return scale_group(tensors, self.norm_type, self.bound_and_total)
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
-        total, max_norm = self._total_and_bound([norm.reshape(-1) for norm in norms])
+        total = norm_of(flat(norms))
+        max_norm = self.follow(total)
+        record_norm_clip("total_norm", total, max_norm, is_computed=True)
         bound, acts = bound_and_verdict(total, max_norm)
         return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
-
-    def _total_and_bound(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        total = norm_of(torch.cat([n.to(norms[0].device, widest(norms)).reshape(-1) for n in norms]))
-        bound = self.follow(total)
-        record_norm_clip("total_norm", total, bound, is_computed=True)
-        return total, bound
 
     @abstractmethod
     def follow(self, total: Tensor) -> Tensor:

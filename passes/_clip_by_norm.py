@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import norm_of, norms_of
 from gradrewrite.passes._settings import (
     bound_of,
@@ -131,14 +132,11 @@ class ClipByGlobalNorm:
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip; see the class."""
-        norms = norms_of(tensors, self.norm_type)
-        total, bound = self._total_and_bound(torch.stack([n.to(norms[0].device, widest(norms)) for n in norms]))
-        return [scale_down(t, total.to(t.device), bound) for t in tensors]
+        return scale_group(tensors, self.norm_type, self.bound_and_total)
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
-        norms = [n.to(norms[0].device, widest(norms)).reshape(-1) for n in norms]
-        total, max_norm = self._total_and_bound(torch.cat(norms))
+        total, max_norm = self._total_and_bound(flat(norms))
         bound, acts = bound_and_verdict(total, max_norm)
         return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
 
@@ -148,15 +146,25 @@ class ClipByGlobalNorm:
         return total, bound_of(bound, total)
 
 
-def widest(norms: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+def flat(norms: Sequence[Tensor]) -> Tensor:
+    """Return norms as one vector, in the widest of their types, on the device of the first."""
+    wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    return torch.cat([n.to(norms[0].device, wide).reshape(-1) for n in norms])
+
+
+def scale_group(
+    tensors: Sequence[Tensor], norm_type: float, bound_and_total: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """Scale tensors by the factor that follows from their norms; see ``policy.actions.NormScaling``."""
+    bound, total = bound_and_total(norms_of(tensors, norm_type))
+    factor, acts = bound / total, bound < total
+    return [scale_where(tensor, factor, acts) for tensor in tensors]
 
 
 def scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Scale a tensor of this norm to a norm of at most ``max_norm``."""
     bound, acts = bound_and_verdict(norm, max_norm)
-    wide = tensor.to(torch.promote_types(tensor.dtype, norm.dtype))
-    return torch.where(acts, (wide * (bound / norm)).to(tensor.dtype), tensor)
+    return scale_where(tensor, bound / norm, acts)
 
 
 def bound_and_verdict(norm: Tensor, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:

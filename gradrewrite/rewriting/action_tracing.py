@@ -96,14 +96,39 @@ class ActionTracer:
         """
         check_dense(action, site, value)
         asked, action = action, action.specialize(site) if isinstance(action, SpecializingAction) else action
+        run = action.apply if isinstance(action, Action) else action
+        return self.trace_part(action_key(action), run, asked, site, value, mode, further, layouts)
+
+    def trace_part(
+        self,
+        name: Hashable,
+        run: Callable[..., Tensor],
+        action: Any,
+        site: Site,
+        value: Tensor,
+        mode: TraceMode = PLAIN,
+        further: Sequence[Tensor] = (),
+        layouts: Sequence[Layout | None] = (),
+    ) -> TracedAction:
+        """Trace a function of one tensor, which is a part of an action; see ``trace``.
+
+        Args:
+            name: Equal for functions that insert the same nodes.
+            run: The function; it returns the replacement.
+            action: The action, for messages.
+            site: The site.
+            value: Its fake tensor.
+            mode: How it is traced.
+            further: The further arguments of the function.
+            layouts: Layouts of ``value`` and ``further``, if they may be parts of DTensors.
+        """
         tensors = (value, *further)
         shapes = tuple(map(_tensor_key, tensors)) if all(map(_is_static, tensors)) else None
         is_known = shapes is not None and all(layout is None or layout.is_static for layout in layouts)
-        key = (action_key(action), shapes, mode.is_opaque, id(mode.scale), tuple(layouts)) if is_known else None
+        key = (name, shapes, mode.is_opaque, id(mode.scale), tuple(layouts)) if is_known else None
         if key is not None and key in self._known:
             return self._known[key]
-        run = action.apply if isinstance(action, Action) else action
-        traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], asked, mode, further, layouts)
+        traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], action, mode, further, layouts)
         if key is not None and not traced.has_states:
             self._known[key] = traced
         return traced

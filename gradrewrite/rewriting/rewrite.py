@@ -28,7 +28,8 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.reports import Check
-from gradrewrite.ir.statistics import IN_UNITS
+from gradrewrite.ir.scaling import scale_where
+from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.actions import (
     BucketedAction,
@@ -36,10 +37,11 @@ from gradrewrite.policy.actions import (
     ExampleClip,
     GroupAction,
     Measurement,
+    NormScaling,
     SpecializingAction,
     takes_value,
 )
-from gradrewrite.policy.recording import recording
+from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import (
@@ -403,8 +405,13 @@ class Rewriter:
             return
         mode = self._mode(sites[0], where)
         layouts = [point.layout for point in points]
-        values = [value_of(n) for n in nodes]
-        traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
+        if isinstance(action, NormScaling) and all(layout is None for layout in layouts):
+            traced, results, extras, new = self._scale_group(action, points, nodes, mode)
+        else:
+            values = [value_of(n) for n in nodes]
+            traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
+            outputs, new = self._splice(traced, nodes, points[0])
+            results, extras = outputs[: len(points)], outputs[len(points) :]
         if traced.has_states and not self._is_whole:
             raise PolicyError(
                 f"{action!r} at {sites[0]} remembers norms of group {action.group!r}, and this graph computes only a "
@@ -412,8 +419,6 @@ class Rewriter:
                 'step sites (gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break '
                 "(fullgraph=True finds it) or regions="
             )
-        outputs, new = self._splice(traced, nodes, points[0])
-        results, extras = outputs[: len(points)], outputs[len(points) :]
         keys, _ = self.packing.add(where, sites[0], traced.reports, extras, sites)
         for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
@@ -421,6 +426,52 @@ class Rewriter:
         self.packing.groups.append(str(action.group))
         for point, result in zip(points, results, strict=True):
             self._replace(point, result)
+
+    def _scale_group(
+        self, action: NormScaling, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node], mode: TraceMode
+    ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """Insert the action as the norm of each gradient, one factor, and its product with each gradient.
+
+        Gradients of one shape are traced once.
+
+        Returns:
+            The trace of the factor, the scaled gradients, the outputs of the reports, and all new nodes.
+        """
+        first, alone = points[0], replace(mode, states=None)
+        norms: list[fx.Node] = []
+        made: list[fx.Node] = []
+
+        def norm(gradient: Tensor) -> Tensor:
+            _recording().output(norm_of(gradient, action.norm_type))
+            return gradient
+
+        for point, node in zip(points, nodes, strict=True):
+            name = ("norm", action.norm_type)
+            traced = self._tracer.trace_part(name, norm, action, point.site, value_of(node), alone)
+            (_, found), new = self._splice(traced, [node], first)
+            norms.append(found)
+            made += new
+        at: list[int] = []
+
+        def factor(*found: Tensor) -> Sequence[Tensor]:
+            bound, total = action.bound_and_total(found)
+            at[:] = [_recording().output(bound / total), _recording().output(bound < total)]
+            return found[:1]
+
+        values = [value_of(node) for node in norms]
+        unscaled = replace(mode, scale=None)
+        middle = trace_function(factor, values[:1], [first.site], action, unscaled, values[1:])
+        (_, *extras), new = self._splice(middle, norms, first)
+        made += new
+        scales = [extras[number] for number in at]
+        results: list[fx.Node] = []
+        for point, node in zip(points, nodes, strict=True):
+            further = [value_of(scale) for scale in scales]
+            traced = self._tracer.trace_part("scale", scale_where, action, point.site, value_of(node), alone, further)
+            (result,), new = self._splice(traced, [node, *scales], first)
+            results.append(result)
+            made += new
+        return middle, results, extras, made
 
     def _insert_example_clip(
         self, action: ExampleClip, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node]
@@ -524,6 +575,12 @@ class Rewriter:
 def _sites_by_value(points: Sequence[InsertionPoint], kind: Kind) -> dict[int, Site]:
     numbers = {p.before: p.site for p in points if p.site.kind == kind}
     return {number_of(node): site for node, site in numbers.items()}
+
+
+def _recording() -> Recording:
+    found = current_recording()
+    assert found is not None  # while a function is traced
+    return found
 
 
 def _is_on_cuda(node: fx.Node) -> bool:

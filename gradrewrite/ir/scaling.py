@@ -1,0 +1,18 @@
+"""Scaling by a factor that is known on the device alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scale_where(tensor: Tensor, factor: Tensor, acts: Tensor) -> Tensor:
+    """Return a tensor times a factor where the scaling acts, else its bits.
+
+    Args:
+        tensor: The tensor; shape, dtype and device are kept.
+        factor: The factor, 0-d; the product is computed in the wider of both types.
+        acts: Whether the scaling acts, 0-d.
+    """
+    wide = tensor.to(torch.promote_types(tensor.dtype, factor.dtype)) * factor.to(tensor.device)
+    return torch.where(acts.to(tensor.device), wide.to(tensor.dtype), tensor)
