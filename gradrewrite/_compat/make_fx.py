@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from gradrewrite._compat.fake_tensors import FakeTensor, fake_mode_of
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("make_fx traces a function into ATen nodes, under a mode that can be asked for"):
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+with needed_for("the code of a graph module may be generated when it is called"):
+    from torch.fx._lazy_graph_module import _LazyGraphModule
 with needed_for("calls of torch functions and operators can be watched"):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +58,11 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
             return make_fx(functional, decomposition_table=select_decomp_table())(*different)
     finally:
         mode.allow_non_fake_inputs = allowed
+
+
+def without_code(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return a module with a graph, for an interpreter: its code is generated if it is called."""
+    return _LazyGraphModule(root, graph)
 
 
 def _another(t: Tensor) -> Tensor:

@@ -11,10 +11,13 @@ from torch import Tensor, fx
 from gradrewrite._compat.dynamo_cache import compiling
 from gradrewrite._compat.versions import needed_for
 
+with needed_for("the operators of a graph are overloads"):
+    from torch._ops import OpOverload as OpOverload
+
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,7 +31,7 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return torch.randint(limits.min, limits.max, [args[0]], dtype=torch.int64, device=args[1])
     if target is torch.ops.prims.inductor_random.default:
         return _inductor_random(args, kwargs)
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+    if isinstance(target, OpOverload) and target._schema.is_mutable:
         args = tuple(
             a.clone() if isinstance(a, Tensor) and s.alias_info is not None and s.alias_info.is_write else a
             for a, s in zip(args, target._schema.arguments, strict=False)
@@ -48,7 +51,7 @@ def with_any_strides(target: Any) -> Any:
 
 def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
     """Return what a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         arguments = [a.name for a in node.target._schema.arguments]
         given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
         if given.get("training") is True or given.get("train") is True:
@@ -76,12 +79,12 @@ def schema_of(target: Any) -> Any:
     """The schema of an operator of ``torch.ops`` with one overload; None for anything else."""
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    return target._schema if isinstance(target, OpOverload) else None
 
 
 def name_of(node: fx.Node) -> str:
     """Name of the op that a node calls, without namespace and overload."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target._schema.name.partition("::")[2])
     return str(getattr(node.target, "__name__", node.target))
 
@@ -116,7 +119,7 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether an operator computes each element of its result from the elements at the same place."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def overloads(names: Sequence[str], namespace: str = "aten") -> list[Any]:

@@ -309,8 +309,7 @@ class GraphCompilation:
             editing.drop_outputs(forward.graph, position, len(early))
             forward.recompile()
         if count:
-            editing.hold_last(backward.graph, count)
-            backward.recompile()
+            editing.hold_last(backward.graph, count)  # recompiled by compile_backward
         aot_autograd.refuse_compiled_autograd(backward, _compiled_autograd)
         if self.store is not None:
             self.store.backward = backward

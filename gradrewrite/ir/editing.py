@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import combined_kernels, fake_tensors, operators
+from gradrewrite._compat import combined_kernels, fake_tensors, make_fx, operators
 from gradrewrite.ir import ops
 
 LIVE = "_live_tensor_"
@@ -55,12 +55,32 @@ def splice(
             elif node.op == "call_function":
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
                 # Not the traced value: two copies of one traced node must not look as if they shared memory.
-                copies[node].meta = {"val": fake_tensors.fake_result(copies[node], mode)}
+                value = fake_tensors.fake_copy(node, mode)
+                copies[node].meta = {"val": fake_tensors.fake_result(copies[node], mode) if value is None else value}
             if node.op in ("get_attr", "call_function"):
                 copies[node].meta["partitioner_tag"] = tag
                 combined_kernels.mark(copies[node])
                 new.append(copies[node])
     return [copies[node] for node in outputs_of(traced.graph.output_node())], new
+
+
+def insert_call(
+    graph: fx.Graph, target: operators.OpOverload, args: tuple[Any, ...], before: fx.Node, tag: str
+) -> fx.Node:
+    """Insert a call of an operator of ours.
+
+    Args:
+        graph: The joint graph.
+        target: The operator.
+        args: Its arguments, with nodes in the place of tensors.
+        before: The call comes before this node.
+        tag: ``partitioner_tag`` of the new node.
+    """
+    with graph.inserting_before(before):
+        node = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
+    mode = fake_tensors.fake_mode_of([read.meta["val"] for read in node.all_input_nodes])
+    node.meta = {"val": fake_tensors.fake_result(node, mode), "partitioner_tag": tag}
+    return node
 
 
 def insert_copy(
@@ -251,10 +271,11 @@ def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
     """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones."""
     owner = graph.owning_module
     assert owner is not None
-    gm = copy_of(fx.GraphModule(owner, graph))
-    for node in gm.graph.nodes:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    for node in copied.nodes:
         node.meta = {}
-    return gm
+    return make_fx.without_code(owner, copied)
 
 
 def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
 
 def measure_all(reports: Sequence[tuple[Tensor, Sequence[str]]]) -> Tensor:
     """The statistics of several tensors of one device, tensor after tensor, by one opaque operation; see ``pack``."""
-    values: Tensor = torch.ops.gradrewrite.measure([x for x, _ in reports], _text(reports))
+    values: Tensor = OP_MEASURE([x for x, _ in reports], text_of([names for _, names in reports]))
     return values
 
 
@@ -150,15 +150,17 @@ def pack(reports: Sequence[tuple[Tensor, Sequence[str]]], checks: Sequence[int] 
     Returns:
         The records, ``[N]``: float64 if a tensor has 64-bit elements, else float32.
     """
+    text = text_of([names for _, names in reports])
     if reports[0][0].device.type == "cuda":  # each value is written where it belongs, by the kernel that computes it
-        return pack_eagerly([x for x, _ in reports], _text(reports), checks)
-    packed: Tensor = torch.ops.gradrewrite.pack([x for x, _ in reports], _text(reports), list(checks))
+        return pack_eagerly([x for x, _ in reports], text, checks)
+    packed: Tensor = OP_PACK([x for x, _ in reports], text, list(checks))
     return packed
 
 
-def _text(reports: Sequence[tuple[Tensor, Sequence[str]]]) -> str:
-    """All statistics in one string, which is parsed once."""
-    return "; ".join(",".join(names) for _, names in reports)
+def text_of(statistics: Iterable[Sequence[str]]) -> str:
+    """Return the statistics of several tensors in one string, which is parsed once."""
+    return "; ".join(map(",".join, statistics))
 
 
-OPAQUE = frozenset((torch.ops.gradrewrite.measure.default, torch.ops.gradrewrite.pack.default))
+OP_MEASURE, OP_PACK = torch.ops.gradrewrite.measure.default, torch.ops.gradrewrite.pack.default
+OPAQUE = frozenset((OP_MEASURE, OP_PACK))

@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +15,7 @@ from gradrewrite._compat import make_fx
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.ops import measure_all, pack
+from gradrewrite.ir.ops import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck
 from gradrewrite.ir.reports import (
@@ -156,8 +155,7 @@ class RecordPacking:
             records[:] = sorted(_measured_once(records), key=_comes_later)
             # On CUDA each value is written by the kernel that computes it, and a verdict would be one more kernel.
             num_checks = 0 if device.type == "cuda" else _num_skips(records)
-            run = partial(pack, checks=range(num_checks))
-            packed, added = _insert(run, graph, records, graph.output_node())
+            packed, added = _insert_pack(graph, records, range(num_checks), graph.output_node())
             packs.append(packed)
             new += added
         kept = [node if site.kind != "activation" else forward.for_backward(node) for site, node in self.kept]
@@ -209,21 +207,25 @@ def _measured_once(records: Sequence[RecordNode]) -> list[RecordNode]:
     return list(found.values())
 
 
-def _insert(
-    run: Callable[[Sequence[tuple[Tensor, Sequence[str]]]], Tensor],
-    graph: fx.Graph,
-    records: Sequence[RecordNode],
-    before: fx.Node,
+def _insert_pack(
+    graph: fx.Graph, records: Sequence[RecordNode], checks: Sequence[int], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Insert an operation on the values of records; returns its node, and all new ones."""
+    """Insert the pack of records; returns its node, and all new ones."""
     nodes = [record.node for record in records]
     statistics = [record.statistics for record in records]
+    tag = _tag_of(records)
+    if value_of(nodes[0]).device.type != "cuda":
+        node = editing.insert_call(graph, OP_PACK, (nodes, text_of(statistics), list(checks)), before, tag)
+        return node, [node]
     traced = make_fx.trace(
-        lambda *values: [run(list(zip(values, statistics, strict=True)))], [value_of(n) for n in nodes]
+        lambda *values: [pack(list(zip(values, statistics, strict=True)), checks)], [value_of(n) for n in nodes]
     )
-    tag = "is_forward" if records[0].is_forward else "is_backward"
     (result,), new = editing.splice(traced, graph, nodes, before, tag)
     return result, new
+
+
+def _tag_of(records: Sequence[RecordNode]) -> str:
+    return "is_forward" if records[0].is_forward else "is_backward"
 
 
 def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple[list[RecordNode], list[fx.Node]]:
@@ -250,10 +252,12 @@ def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple
                 before = last.next
                 while before.op == "placeholder":
                     before = before.next
-                figures, added = _insert(measure_all, graph, members, before)
+                text = text_of([record.statistics for record in members])
+                args = ([record.node for record in members], text)
+                figures = editing.insert_call(graph, OP_MEASURE, args, before, _tag_of(members))
                 keys = tuple(key for record in members for key in record.keys)
                 done.append(RecordNode(keys, figures, members[0].is_forward, skips))
-                new.extend(added)
+                new.append(figures)
         batch.clear()
 
     for record in sorted((r for r in records if r.statistics), key=lambda r: position[r.node]):
