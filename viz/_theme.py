@@ -23,7 +23,7 @@ SELECTED = "#0b7285"
 
 # Figures of curves: a matplotlib palette.
 CURVE_INK, CURVE_PALE, CURVE_GRID = "#303030", "#9a9a9a", "#e6e6e6"
-CURVE_BLUE, CURVE_ORANGE, CURVE_RED = "#1f77b4", "#e07b00", "#d62728"
+CURVE_BLUE, CURVE_RED = "#1f77b4", "#d62728"
 CURVE_ZERO, CURVE_ABSENT = "#ffffff", "#c4c4c4"
 
 
