@@ -47,14 +47,12 @@ class Trained:
         title: What stands above them.
         graph: Its rewritten graph.
         monitor: What training recorded.
-        site: The site that is drawn by itself.
     """
 
     name: str
     title: str
     graph: gr.JointGraph
     monitor: gr.Monitor
-    site: str
 
 
 def regression(steps: int = 300) -> Trained:
@@ -65,7 +63,7 @@ def regression(steps: int = 300) -> Trained:
     model = gr.transform(net, POLICY)
     train(model, ({"x": 5 * torch.rand(ROWS, 1)} for _ in range(steps)), rate=0.01)
     graph = model.trace(torch.ones(ROWS, 1))
-    return Trained("regression", "y = x + 3, gradients clipped", graph, model.monitor, "gradient:layers.1.weight")
+    return Trained("regression", "y = x + 3, gradients clipped", graph, model.monitor)
 
 
 def text(steps: int = 60) -> Trained:
@@ -75,7 +73,7 @@ def text(steps: int = 60) -> Trained:
     model = gr.transform(character_model.CharacterModel(vocabulary), list(character_model.POLICY))
     train(model, ({"characters": batch} for batch in character_model.batches(characters, steps)), rate=1.0)
     graph = model.trace(torch.zeros(character_model.ROWS, character_model.UNROLL + 1, dtype=torch.int64))
-    return Trained("text", "a recurrent network, errors clipped in time", graph, model.monitor, "error:cell#20")
+    return Trained("text", "a recurrent network, errors clipped in time", graph, model.monitor)
 
 
 def bert(steps: int = 40) -> Trained:
@@ -101,7 +99,7 @@ def bert(steps: int = 40) -> Trained:
     batch = {"input_ids": ids, "labels": ids}
     train(model, [batch] * steps, rate=0.5)
     graph = model.trace(**batch)
-    return Trained("bert", "a tiny BERT, errors clipped", graph, model.monitor, "error:bert.encoder.layer.1")
+    return Trained("bert", "a tiny BERT, errors clipped", graph, model.monitor)
 
 
 EXAMPLES: Mapping[str, Callable[[], Trained]] = {"regression": regression, "text": text, "bert": bert}
@@ -120,17 +118,16 @@ def train(model: gr.RewrittenModule, batches: Iterable[Mapping[str, Tensor]], *,
 
 
 def draw(trained: Trained, folder: Path) -> list[str]:
-    """Draw the overview, the ladder, one site and the curves; returns their paths."""
+    """Draw the overview, the ladder and the curves; returns their paths."""
     given: dict[str, Any] = {"monitor": trained.monitor, "title": trained.title}
     name = str(folder / trained.name)
     found = [
         viz.draw(trained.graph, "overview", **given).render(f"{name}_overview"),
         viz.draw(trained.graph, "ladder", **given).render(f"{name}_ladder"),
-        viz.draw(trained.graph, "site", site=trained.site, hops=2, monitor=trained.monitor).render(f"{name}_site"),
         viz.plot(trained.monitor, title=trained.title).render(f"{name}_curves"),
     ]
     crop(Path(found[1]), CROP)
-    shrink(Path(found[3]))
+    shrink(Path(found[2]))
     return found
 
 

@@ -12,8 +12,16 @@ from gradrewrite.errors import RewriteWarning
 
 
 def warn(text: str) -> None:
-    """Warn of something that is not as it should be; the warning names the user's line."""
-    warn_caller(text, RewriteWarning)
+    """Warn of something that is not as it should be; the warning names the user's line: outside of torch and us."""
+    frame = _caller()
+    warnings.warn_explicit(
+        text,
+        RewriteWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 class PendingWarnings:
@@ -40,19 +48,6 @@ class PendingWarnings:
 
 
 _LIBRARIES = ("torch", "gradrewrite", "importlib", "")  # generated code has no module
-
-
-def warn_caller(text: str, category: type[Warning]) -> None:
-    """Warn, and name the user's line: the first outside of torch and gradrewrite."""
-    frame = _caller()
-    warnings.warn_explicit(
-        text,
-        category,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
 
 
 def _caller() -> FrameType:

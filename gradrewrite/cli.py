@@ -74,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     draw = commands.add_parser("draw", help="draw the rewritten backward graph of a model")
     _add_model(draw)
-    draw.add_argument("--view", default="ladder", choices=("ladder", "overview", "site"), help="default: ladder")
-    draw.add_argument("--site", help="the site of --view site, as error:decoder.0")
-    draw.add_argument("--hops", type=int, default=3, help="edges around the site that are shown (default: 3)")
+    draw.add_argument("--view", default="ladder", choices=("ladder", "overview"), help="default: ladder")
     draw.add_argument(
         "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colors and curves"
     )
@@ -140,8 +138,6 @@ def _draw(options: argparse.Namespace) -> None:
             drawing = viz.draw(
                 graph,
                 options.view,
-                site=options.site,
-                hops=options.hops,
                 monitor=steps,
                 color_by=options.color_by,
                 title=options.model,
@@ -160,8 +156,6 @@ def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
     """An export holds the whole graph, whatever a picture would show of it."""
     given = {
         "--view": options.view != "ladder",
-        "--site": options.site is not None,
-        "--hops": options.hops != 3,
         "--run": options.run is not None,
         "--color-by": options.color_by is not None,
         "--reshapes": options.reshapes,

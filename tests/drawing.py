@@ -1,8 +1,23 @@
-"""Legibility of a scene: texts that do not overlap and fit into their boxes."""
+"""Legibility of a scene: texts that do not overlap and fit into their boxes. And Graphviz, a reader of DOT source."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from gradrewrite.viz import _fonts, _scene
+
+_GRAPHVIZ = """
+import sys, pygraphviz
+graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
+sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog=sys.argv[2]))
+"""
+
+
+def read_by_graphviz(source: str, form: str) -> bytes:
+    """DOT source in another format; in a process of its own, for Graphviz can hang and crash."""
+    command = [sys.executable, "-c", _GRAPHVIZ, form, "nop" if "layout=nop" in source else "dot"]
+    return subprocess.run(command, input=source.encode(), capture_output=True, timeout=60, check=True).stdout
 
 
 def texts_of(scene: _scene.Scene) -> list[tuple[float, float, float, float, str]]:

@@ -4,7 +4,6 @@ from gradrewrite.viz._curves import Curves as Curves
 from gradrewrite.viz._curves import Format as CurveFormat
 from gradrewrite.viz._curves import plot as plot
 from gradrewrite.viz._draw import Drawing as Drawing
-from gradrewrite.viz._draw import DrawingWarning as DrawingWarning
 from gradrewrite.viz._draw import Format as Format
 from gradrewrite.viz._draw import draw as draw
 from gradrewrite.viz._export import ExportFormat as ExportFormat
@@ -17,7 +16,6 @@ __all__ = [
     "CurveFormat",
     "Curves",
     "Drawing",
-    "DrawingWarning",
     "ExportFormat",
     "Format",
     "Report",

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradrewrite.diagnostics.clipping import Clip, clips_of
+from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities, is_bad
-from gradrewrite.diagnostics.run_log import Run, Series, as_executed, kind_of
+from gradrewrite.diagnostics.run_log import Run, Series, as_executed
 
 Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
 MAX_SITES = 30  # sites of events that are drawn
-_MAX_WINDOW = 50  # steps
-_MAX_GROUPS = 4  # of parameters, each with a panel of its own
+_MAX_GROUPS = 4  # of parameters, in one panel
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,33 +28,6 @@ class Line:
     label: str
     steps: Steps
     values: Array
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Clipping:
-    """Sizes, bounds and clip rate of the clips of one measure, over all their sites.
-
-    Attributes:
-        label: What is clipped.
-        measure: Name of the record that is compared with the bound.
-        num_clips: How many clips these are.
-        steps: Steps that at least one of them reported.
-        largest: The largest size before clipping; inf if one was not finite, NaN if none is known.
-        low: The smallest bound; NaN where none is known or finite.
-        high: The largest.
-        rate: Share of the clips that acted, over the last ``window`` steps.
-        window: That many steps.
-    """
-
-    label: str
-    measure: str
-    num_clips: int
-    steps: Steps
-    largest: Array
-    low: Array
-    high: Array
-    rate: Array
-    window: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -116,42 +88,15 @@ def levels(run: Run, record: str, site: str, steps: Sequence[int], values: Seque
     return sizes
 
 
-def clippings(run: Run) -> list[Clipping]:
-    """Return the data of the clipping panels: group norms first, then each kind of site by measure."""
-    kinds: dict[tuple[str, str], list[Clip]] = {}
-    for clip in clips_of(run):
-        kinds.setdefault((clip.record, kind_of(clip.site)), []).append(clip)
-    found = []
-    for (_, kind), clips in sorted(kinds.items(), key=lambda item: item[0] != ("total_norm", "group")):
-        parts = [[clip] for clip in clips] if len(clips) <= (_MAX_GROUPS if kind == "group" else 1) else [clips]
-        found += [_clipping(run, part) for part in parts]
+def total_norms(run: Run) -> list[Line]:
+    """Return the total norms of at most 4 groups before clipping, inf where not finite, each with its finite bounds."""
+    found: list[Line] = []
+    for clip in [clip for clip in clips_of(run) if clip.record == "total_norm"][:_MAX_GROUPS]:
+        steps, bounds = _ints(clip.steps), np.array(clip.bounds)
+        found.append(Line(clip.site, steps, levels(run, clip.record, clip.site, clip.steps, clip.sizes)))
+        known = np.isfinite(bounds)
+        found += [Line(f"bound of {clip.site}", steps[known], bounds[known])] if known.any() else []
     return found
-
-
-def _clipping(run: Run, clips: Sequence[Clip]) -> Clipping:
-    steps = _ints(sorted({step for clip in clips for step in clip.steps}))
-    largest, low, high = (np.full(len(steps), math.nan) for _ in range(3))
-    acted, count = np.zeros(len(steps)), np.zeros(len(steps))
-    for clip in clips:
-        at = np.searchsorted(steps, clip.steps)
-        sizes = levels(run, clip.record, clip.site, clip.steps, clip.sizes)
-        bounds = np.where(np.isfinite(clip.bounds), clip.bounds, math.nan)
-        largest[at] = np.fmax(largest[at], sizes)
-        low[at], high[at] = np.fmin(low[at], bounds), np.fmax(high[at], bounds)
-        acted[at] += clip.acted
-        count[at] += 1
-    window = max(1, min(_MAX_WINDOW, len(steps) // 10))
-    label = clips[0].site if len(clips) == 1 else f"{len(clips)} sites of kind {kind_of(clips[0].site)}"
-    rate = _over_window(acted, window) / _over_window(count, window)
-    return Clipping(label, clips[0].record, len(clips), steps, largest, low, high, rate, window)
-
-
-def _over_window(values: Array, window: int) -> Array:
-    """Return sums over the last ``window`` values, over fewer at the start."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(sums))
-    result: Array = sums[ends] - sums[np.maximum(ends - window, 0)]
-    return result
 
 
 def events(run: Run) -> Events:

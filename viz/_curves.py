@@ -115,9 +115,9 @@ def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> 
     """Plot the records of a training run over its steps, one panel below the other.
 
     Loss (``monitor.log("loss", loss)``, or ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands); norms of
-    gradients and of errors, layer by step; what clips met, their bounds, and how often they acted; what was not finite;
-    ratios of update to weight (``gr.guard(..., update_ratios=True)``). What is not finite is marked, never left out.
-    Of several runs in one file the last is drawn.
+    gradients and of errors, layer by step; total norms and their bounds; the factors of clips, site by step;
+    what was not finite; ratios of update to weight (``gr.guard(..., update_ratios=True)``). What is not finite is
+    marked, never left out. Of several runs in one file the last is drawn.
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, or steps.

@@ -11,7 +11,6 @@ from gradrewrite.viz._scene import SMALL, Box, Scene
 from gradrewrite.viz._theme import CUT, INSERTED, INSERTED_EDGE, LINE, PAPER, PILL, RECORDS, SAVED
 
 _LONGEST = 3000  # characters of an attribute: Graphviz reads at most 16 KiB, escapes take several bytes
-_ARROW = 6.0
 
 
 def scene_dot(scene: Scene) -> str:
@@ -32,11 +31,9 @@ def scene_dot(scene: Scene) -> str:
         label = graphviz.nohtml(text.replace("\n", "\\l") + "\\l")
         dot.node(names[box.key], label=label, pos=pos, **size, **_colors(box), **_attributes(box))
     for line in scene.lines:
-        if "cross" not in line.classes:
-            dashed = {"style": "dashed"} if {"saved", "cut"} & set(line.classes) else {}
-            color = {"color": CUT if "cut" in line.classes else SAVED} if dashed else {}
-            width = {"penwidth": f"{line.width:g}", "class": " ".join(line.classes)}
-            dot.edge(names[line.source], names[line.target], **dashed, **color, **width)
+        dashed = {"style": "dashed", "color": SAVED} if "saved" in line.classes else {}
+        width = {"penwidth": f"{line.width:g}", "class": " ".join(line.classes)}
+        dot.edge(names[line.source], names[line.target], **dashed, **width)
     return str(dot.source)
 
 

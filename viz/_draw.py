@@ -9,39 +9,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
-from gradrewrite._warnings import warn_caller
 from gradrewrite.diagnostics.clipping import Clip, clips_by_edit
-from gradrewrite.diagnostics.health import first_non_finite
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.graph_view import GraphView, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.policy.rules import find_site
-from gradrewrite.sites import Site
 from gradrewrite.viz._curves import is_monitor, plot
 from gradrewrite.viz._dot import scene_dot
-from gradrewrite.viz._graphviz import GraphvizError
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, box_colors, choose_metric, site_metrics
 from gradrewrite.viz._overview import build_overview
 from gradrewrite.viz._raster import scene_to_bytes
 from gradrewrite.viz._scene import Scene, to_svg
-from gradrewrite.viz._site import SiteView
 from gradrewrite.viz.page._html import write_page
 
 if TYPE_CHECKING:
     from gradrewrite.monitoring.monitor import Monitor
 
-View = Literal["ladder", "overview", "site"]
+View = Literal["ladder", "overview"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
 VIEWS: tuple[View, ...] = get_args(View)
 FORMATS: tuple[Format, ...] = get_args(Format)
-_HOPS = 3
-
-
-class DrawingWarning(UserWarning):
-    """A drawing was made in another way than requested; the message says why."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,8 +40,6 @@ class Drawing:
     Attributes:
         graph: The graph.
         view: What is shown of it.
-        site: The site of the view ``"site"``; None otherwise.
-        hops: How far its neighborhood goes, in edges.
         run: What was recorded, for colors and curves; None without a monitor.
         color_by: What colors say; None if they say nothing.
         root_cause: Nodes of the op that made the first non-finite value.
@@ -63,8 +50,6 @@ class Drawing:
 
     graph: JointGraph
     view: View
-    site: Site | None = None
-    hops: int = _HOPS
     run: Run | None = None
     color_by: Metric | None = None
     root_cause: Collection[str] = ()
@@ -150,30 +135,9 @@ class Drawing:
 
     def _scene(self) -> Scene:
         legend = self._metric.legend() if self._metric is not None else []
-        if self.view != "site":
-            layout = self._overview if self.view == "overview" else self._ladder
-            colors = box_colors(layout.ladder, self._metric) if self._metric is not None else {}
-            return draw_ladder(layout, self.title, self._notes(layout.ladder), colors, legend, self.root_cause)
-        assert self.site is not None
-        before = read_graph(self.graph.before or self.graph)
-        colors = box_colors(self._ladder.ladder, self._metric) if self._metric is not None else {}
-        view = SiteView(before, self._view, self.site, self.hops, self._clips, colors, self.root_cause)
-        notes = view.notes(self._site_records())
-        try:
-            return view.scene(self.title, notes, legend)
-        except GraphvizError as err:
-            notice = f"{err}: drawn by gradrewrite's own layout"
-            warn_caller(notice, DrawingWarning)
-            return view.scene(self.title, [*notes, notice], legend, use_graphviz=False)
-
-    def _site_records(self) -> dict[str, float]:
-        """Return the last records of the site and of its groups."""
-        if self.run is None:
-            return {}
-        own = [edit.record_sites for edit in self.graph.edits if edit.site == self.site]
-        sites = {str(self.site), *(site for sites in own for site in sites)}
-        found = [one for one in self.run.series.values() if one.at.site in sites]
-        return {f"{one.at.name}, step {one.steps[-1]}": one.values[-1] for one in found}
+        layout = self._overview if self.view == "overview" else self._ladder
+        colors = box_colors(layout.ladder, self._metric) if self._metric is not None else {}
+        return draw_ladder(layout, self.title, self._notes(layout.ladder), colors, legend, self.root_cause)
 
     def _page(self) -> str:
         curves = plot(self.run.steps, title="curves")._repr_svg_() if self.run is not None else ""
@@ -189,8 +153,6 @@ class Drawing:
             metrics=self._metrics,
             chosen=self._metric,
             curves=curves,
-            view=self.view,
-            site="" if self.site is None else str(self.site),
             root_cause=self.root_cause,
         )
 
@@ -199,8 +161,6 @@ def draw(
     graph: JointGraph,
     view: View = "ladder",
     *,
-    site: Site | str | None = None,
-    hops: int = _HOPS,
     monitor: Monitor | Sequence[Step] | None = None,
     color_by: Metric | None = None,
     title: str = "",
@@ -212,15 +172,12 @@ def draw(
     Each edit is one box in every view: its action and site, and with a monitor the share of the steps in which it acted
     and the median factor of these steps. In ``"ladder"`` the forward runs down on the left and the backward up on the
     right, each op beside its backward and the edits of its error, in bands for the calls of modules. ``"overview"`` has
-    modules for ops, repeated blocks and their edits folded, at most 16 rows. ``"site"`` shows what is around one site,
-    with the edges that the rewrite replaced.
+    modules for ops, repeated blocks and their edits folded, at most 16 rows. The page has both, and
+    shows the edges that a chosen edit replaced.
 
     Args:
         graph: What ``model.trace(...)`` returned.
-        view: ``"ladder"``, ``"overview"`` or ``"site"``.
-        site: The site of the view ``"site"``: a Site, its name (``"error:decoder.0"``), or a pattern that only it
-            matches. If None, that of the first non-finite value that the monitor knows of.
-        hops: How many edges around the site are shown, >= 0.
+        view: ``"ladder"`` or ``"overview"``.
         monitor: Where colors and curves come from: a monitor (reading it waits for the device), or steps. Of several
             runs the last counts.
         color_by: ``"clip strength"`` (median factor), ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share
@@ -234,9 +191,7 @@ def draw(
 
     Raises:
         TypeError: ``graph`` is no JointGraph, ``monitor`` no monitor.
-        ValueError: An unknown view or metric, ``hops`` < 0, a pattern of several sites, a metric without records; the
-            view ``"site"`` without a site where nothing failed.
-        NoSuchSiteError: The site is none of the graph's.
+        ValueError: An unknown view or metric, a metric without records.
 
     Example:
         >>> import torch, gradrewrite as gr
@@ -247,29 +202,13 @@ def draw(
     """
     if view not in VIEWS:
         raise ValueError(f"view={view!r}: choose one of {', '.join(map(repr, VIEWS))}")
-    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
-        raise ValueError(f"hops is a whole number >= 0, got {hops!r}")
-    if view != "site" and hops != _HOPS:
-        raise ValueError(f"hops={hops} belongs to view='site', got view={view!r}")
     graph_view = read_graph(graph)
     steps = _steps(monitor)
     run = last_run(steps) if steps else None
     chosen = choose_metric(site_metrics(run, graph_view), color_by) if run is not None else choose_metric((), color_by)
-    found: Site | None = None
-    root_cause: Collection[str] = ()
-    if site is not None and view != "site":
-        raise ValueError(f"site={str(site)!r} belongs to view='site', got view={view!r}")
-    if view == "site" and site is not None:
-        found = find_site(list(graph_view.anchors), site)
-    elif view == "site":
-        found, root_cause = _first_failure(graph_view, monitor, run)
-    elif is_monitor(monitor):
-        root_cause = _blamed(graph_view, monitor.failure())
+    root_cause = _blamed(graph_view, monitor.failure()) if is_monitor(monitor) else ()
     metric = chosen.metric if chosen is not None else None
-    name = (
-        title or " \u00b7 ".join(filter(None, [graph.name, str(found) if found is not None else ""])) or "joint graph"
-    )
-    return Drawing(graph, view, found, hops, run, metric, root_cause, name, reshapes, records)
+    return Drawing(graph, view, run, metric, root_cause, title or graph.name or "joint graph", reshapes, records)
 
 
 def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
@@ -280,19 +219,6 @@ def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
     if isinstance(monitor, Sequence) and all(isinstance(step, Step) for step in monitor):
         return monitor
     raise TypeError(f"monitor is a Monitor (model.monitor) or a sequence of Step, got {type(monitor).__name__}")
-
-
-def _first_failure(graph_view: GraphView, monitor: object, run: Run | None) -> tuple[Site, Collection[str]]:
-    """Return the site of the first non-finite value, and the nodes of the op that made it."""
-    by_name = {str(site): site for site in graph_view.anchors}
-    error = monitor.failure() if is_monitor(monitor) else None
-    if error is not None and str(error.site) in by_name:
-        return by_name[str(error.site)], _blamed(graph_view, error)
-    found = first_non_finite(run, by_name) if run is not None else None
-    if found is not None:
-        return by_name[found[0]], ()
-    known = "nothing non-finite was recorded" if run is not None else "there is no monitor"
-    raise ValueError(f"view='site' needs a site: {known}; give site='error:...' (graph.sites has all of them)")
 
 
 def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:

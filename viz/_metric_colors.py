@@ -170,14 +170,6 @@ def site_colors(metric: SiteMetric) -> dict[str, ColorSample]:
     return found
 
 
-def nodes_of_sites(graph_view: GraphView) -> dict[str, list[str]]:
-    """Return the nodes of each site: first the one that holds its value, then those that its edits inserted."""
-    found: dict[str, list[str]] = {str(site): [name] for site, name in graph_view.anchors.items()}
-    for edit in graph_view.edits:
-        found[str(edit.site)] += edit.nodes
-    return found
-
-
 def edit_key(number: int | str) -> str:
     """Return the key of an edit's strength; several clips at one site differ in it."""
     return f"edit {number}"

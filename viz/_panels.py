@@ -15,14 +15,13 @@ from gradrewrite.diagnostics.run_log import Run, kind_of
 from gradrewrite.diagnostics.site_health import SiteHealth
 from gradrewrite.viz._curve_data import (
     Array,
-    Clipping,
     Events,
     Line,
     Ratios,
     Steps,
-    clippings,
     events,
     losses,
+    total_norms,
     update_ratios,
 )
 from gradrewrite.viz._fonts import displayable
@@ -32,7 +31,6 @@ from gradrewrite.viz._theme import (
     CURVE_BLUE,
     CURVE_GRID,
     CURVE_INK,
-    CURVE_ORANGE,
     CURVE_PALE,
     CURVE_RED,
     CURVE_ZERO,
@@ -95,11 +93,14 @@ def panels_of(run: Run, baseline: Baseline | None = None) -> tuple[list[Panel], 
         names = (baseline.other, baseline.name)
         lines = [Line(n, np.array([*v]), np.array([*v.values()])) for n, v in zip(names, both, strict=True)]
         found.append(Panel("total norm", 2.3, partial(_draw_lines, lines, f"{label}, before clipping", label)))
+    elif lines := total_norms(run):
+        title = "total norm before clipping, and its bound"
+        found.append(Panel("total norm, bound", 2.3, partial(_draw_lines, lines, title, "total norm")))
     for kind in ("gradient", "error"):
         if (heat := heat_map(run, kind)) is not None:
             found.append(Panel(f"{kind} norm", 0.9 + max(0.9, 0.18 * len(heat.rows)), partial(_draw_heat, heat)))
-    for clip in clippings(run):
-        found.append(Panel(f"clipping: {clip.label}", 2.1, partial(_draw_clipping, clip)))
+    if (factors := factor_map(run)) is not None:
+        found.append(Panel("factor", 0.9 + max(0.9, 0.18 * len(factors.rows)), partial(_draw_heat, factors)))
     seen = events(run)
     num_rows = len(seen.sites) + bool(len(seen.skipped))
     if num_rows:
@@ -108,12 +109,6 @@ def panels_of(run: Run, baseline: Baseline | None = None) -> tuple[list[Panel], 
     if (ratios := update_ratios(run)) is not None:
         found.append(Panel("update ratio", 2.3, partial(_draw_ratios, ratios)))
     return found, seen
-
-
-def factor_panel(run: Run) -> Panel | None:
-    """Return the panel of the factors of all clips by site and step; None without one."""
-    heat = factor_map(run)
-    return None if heat is None else Panel("factor", 0.9 + max(0.9, 0.18 * len(heat.rows)), partial(_draw_heat, heat))
 
 
 def depth_panel(sites: Sequence[SiteHealth]) -> Panel | None:
@@ -238,31 +233,6 @@ def _draw_depth(rows: list[tuple[str, SiteHealth]], measure: str, ax: Axes) -> N
     ax.set_xlabel(_measure_label(measure))
     ax.grid(axis="x", color=CURVE_GRID, linewidth=0.6)
     _head(ax, f"{_measure_label(measure)} by site")
-
-
-def _draw_clipping(clip: Clipping, ax: Axes) -> None:
-    rate = ax.twinx()
-    rate.fill_between(clip.steps, clip.rate, color=CURVE_ORANGE, alpha=0.18, linewidth=0)
-    rate.plot(clip.steps, clip.rate, color=CURVE_ORANGE, linewidth=0.8, alpha=0.7)
-    rate.set_ylim(0, 1.05)
-    rate.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"], color=CURVE_ORANGE)
-    rate.set_ylabel(f"clip rate\n(last {clip.window} steps)" if clip.window > 1 else "clip rate", color=CURVE_ORANGE)
-    ax.set_zorder(rate.get_zorder() + 1)
-    ax.patch.set_visible(False)
-    of = f", largest of {clip.num_clips}" if clip.num_clips > 1 else ""
-    label = f"{_measure_label(clip.measure)} before{of}"
-    ax.plot(clip.steps, _finite(clip.largest), color=CURVE_BLUE, linewidth=1.1, label=label)
-    _mark_top(ax, clip.steps[np.isinf(clip.largest)], "x", "not finite")
-    if np.isfinite(clip.low).any():
-        is_one = bool(np.nanmax(clip.high - clip.low) == 0)
-        label = "bound" if is_one else "smallest bound"
-        ax.plot(clip.steps, clip.low, color=CURVE_INK, linestyle="--", drawstyle="steps-mid", label=label)
-        if not is_one:
-            ax.plot(clip.steps, clip.high, color=CURVE_INK, linestyle=":", drawstyle="steps-mid", label="largest bound")
-    _scale(ax, [clip.largest, clip.low, clip.high])
-    ax.set_ylabel(_measure_label(clip.measure))
-    unknown = "" if np.isfinite(clip.low).any() else "; no bound recorded"
-    _head(ax, f"clipping of {displayable(clip.label, _WIDEST_LABEL)}{unknown}")
 
 
 def _draw_events(seen: Events, ax: Axes) -> None:

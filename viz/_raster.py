@@ -46,7 +46,7 @@ def _draw(axes: Any, scene: Scene) -> None:
         PatchCollection(frames, facecolor=theme.BAND, edgecolor=theme.BORDER, alpha=0.55, linewidth=0.7)
     )
     for dash in ("-", "--"):
-        lines = [n for n in scene.lines if bool({"saved", "cut"} & set(n.classes)) == (dash == "--")]
+        lines = [n for n in scene.lines if ("saved" in n.classes) == (dash == "--")]
         rest = {len(n.points): Path.LINETO if len(n.points) == 2 else Path.CURVE4 for n in lines}
         paths = [Path(n.points, [Path.MOVETO, *[rest[len(n.points)]] * (len(n.points) - 1)]) for n in lines]
         axes.add_collection(
@@ -58,9 +58,7 @@ def _draw(axes: Any, scene: Scene) -> None:
                 linestyles=dash,
             )
         )
-    axes.add_collection(
-        PatchCollection([_arrow(n.points) for n in scene.lines if "cross" not in n.classes], color=theme.FAINT)
-    )
+    axes.add_collection(PatchCollection([_arrow(n.points) for n in scene.lines], color=theme.FAINT))
     for edged in (False, True):
         boxes = [b for b in scene.boxes if _is_edged(b) == edged]
         patches = [Rectangle((b.x, b.y), b.width, b.height) for b in boxes]
@@ -122,5 +120,4 @@ def _fill(box: Box) -> str:
 def _line_color(classes: tuple[str, ...]) -> tuple[float, float, float, float]:
     from matplotlib.colors import to_rgba
 
-    color = theme.CUT if {"cut", "cross"} & set(classes) else theme.SAVED if "saved" in classes else theme.LINE
-    return to_rgba(color, 0.15 if "fan" in classes else 1.0)
+    return to_rgba(theme.SAVED if "saved" in classes else theme.LINE, 0.15 if "fan" in classes else 1.0)

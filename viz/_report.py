@@ -21,7 +21,7 @@ from gradrewrite.diagnostics.site_health import COLUMNS
 from gradrewrite.viz._curve_data import Events
 from gradrewrite.viz._curves import baseline_of, draw_panels, fix_layout, is_monitor, name_of, steps_of
 from gradrewrite.viz._fonts import figure_style, xml_safe
-from gradrewrite.viz._panels import Baseline, Panel, depth_panel, factor_panel, panels_of
+from gradrewrite.viz._panels import Baseline, Panel, depth_panel, panels_of
 from gradrewrite.viz._theme import css_variables
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Report:
             "reload": _RELOAD.format(milliseconds=1000 * reload, seconds=reload) if reload else "",
             "style": css_variables(),
             "loss_figure": figure(f"the loss by step. {health.loss}", panels.get("loss"), panels.get("total norm")),
-            "factors": still + figure(f"factors by site and step, {health.strongest}", factor_panel(health.run)),
+            "factors": still + figure(f"factors by site and step, {health.strongest}", panels.get("factor")),
             "table": html_table([COLUMNS[n] for n in kept], table, "all sites"),
             "depth": figure("norms by site: errors, weights, biases", depth_panel(health.sites)),
             "ratios": figure("ratio of update to weight by step", panels.get("update ratio")),

@@ -24,10 +24,9 @@ text {{ font-size: {TEXT}px; fill: {theme.INK}; white-space: pre; }}
 .pill rect {{ fill: {theme.PILL}; stroke: {theme.PILL_EDGE}; }}
 .inserted rect {{ fill: {theme.INSERTED}; stroke: {theme.INSERTED_EDGE}; stroke-width: 2; }}
 .records rect {{ fill: {theme.RECORDS}; stroke: {theme.INSERTED_EDGE}; stroke-width: 2; }}
-.anchor rect {{ stroke: {theme.INK}; stroke-width: 2; }} .root_cause rect {{ stroke: {theme.CUT}; stroke-width: 4; }}
+.root_cause rect {{ stroke: {theme.CUT}; stroke-width: 4; }}
 .lines path {{ fill: none; stroke: {theme.LINE}; }} .lines .saved {{ stroke: {theme.SAVED}; stroke-dasharray: 3 2; }}
-.lines .fan {{ opacity: 0.15; }} .lines .cut {{ stroke: {theme.CUT}; stroke-width: 2; stroke-dasharray: 4 3; }}
-.lines .cross {{ stroke: {theme.CUT}; stroke-width: 3; marker-end: none; }}
+.lines .fan {{ opacity: 0.15; }}
 .lines path {{ marker-end: url(#arrow); }} #arrow path {{ fill: {theme.FAINT}; stroke: none; }}
 """
 

@@ -16,14 +16,14 @@ PILL_EDGE = "#cfd7df"
 SAVED = "#9dbad6"  # values saved for the backward
 INSERTED, INSERTED_EDGE = "#ffd8a8", "#d9480f"
 RECORDS = "#e6e1f5"  # nodes that pack records
-CUT = "#c92a2a"  # replaced edges, the root cause, non-finite values in the page's curves
+CUT = "#c92a2a"  # the root cause; in the page replaced edges and non-finite values of curves
 NOT_FINITE = "#fa5252"  # fill of sites with a non-finite value
 ACCENT = "#1971c2"  # focus, search hits and curves of the page
 SELECTED = "#0b7285"
 
 # Figures of curves: a matplotlib palette.
 CURVE_INK, CURVE_PALE, CURVE_GRID = "#303030", "#9a9a9a", "#e6e6e6"
-CURVE_BLUE, CURVE_ORANGE, CURVE_RED = "#1f77b4", "#e07b00", "#d62728"
+CURVE_BLUE, CURVE_RED = "#1f77b4", "#d62728"
 CURVE_ZERO, CURVE_ABSENT = "#ffffff", "#c4c4c4"
 
 

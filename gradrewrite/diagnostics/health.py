@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
@@ -104,7 +104,7 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None) -> He
 
 def _first_bad(run: Run, loss: Loss | None) -> tuple[str, int, float] | None:
     """Return the first value that is not finite, the loss where that was so in an earlier step than any site."""
-    bad = first_non_finite(run)
+    bad = _first_non_finite(run)
     is_loss = loss is not None and loss.bad_step >= 0 and (bad is None or loss.bad_step < bad[1])
     return (loss.address, loss.bad_step, math.nan) if loss is not None and is_loss else bad
 
@@ -120,17 +120,12 @@ def _with_bound(finding: Finding, sites: Sequence[SiteHealth]) -> Finding:
     return replace(finding, suggestion=text)
 
 
-def first_non_finite(run: Run, among: Collection[str] | None = None) -> tuple[str, int, float] | None:
-    """Return site, step and number of elements of the first value that is not finite, expected infinities left out.
-
-    Args:
-        run: The run.
-        among: The sites that count; all if None.
-    """
+def _first_non_finite(run: Run) -> tuple[str, int, float] | None:
+    """Return site, step and number of elements of the first value that is not finite, expected infinities left out."""
     bad = bad_steps(run)
     expected = expected_infinities(run, bad)
     for one in bad:
-        site = next((s for s in one.sites if s not in expected and (among is None or s in among)), None)
+        site = next((s for s in one.sites if s not in expected), None)
         if site is not None:
             records = one.step.records
             counts = [records[key] for name in COUNTS if (key := f"{name}@{site}") in records]

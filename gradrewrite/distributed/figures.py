@@ -1,15 +1,17 @@
-"""Figures of whole tensors from those of their parts on several ranks, by one sum over the ranks."""
+"""Figures of wholes from those of parts on several ranks, by one sum over the ranks; records, on the host."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from gradrewrite.distributed.groups import this_rank
 from gradrewrite.distributed.shards import Spread
 
 # Norms of float64 elements are squared in three ranges, or their squares would leave that of float64 (after Blue, "A
@@ -152,3 +154,27 @@ def _norm(values: Tensor, order: float) -> Tensor:
     largest = values.amax()
     unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
     return unit * ((values / unit) ** order).sum() ** (1.0 / order)
+
+
+def combine_over_ranks(
+    records: Mapping[str, float], how: Literal["mean", "max", "sum"], group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Return the records of all ranks of a group (all ranks if None), each combined over the ranks that have it.
+
+    A collective call. NaN on one rank makes the result NaN.
+    """
+    if this_rank() is None:
+        return dict(records)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, dict(records), group=group)
+    names = dict.fromkeys(name for own in gathered for name in own)
+    return {name: _combine_values([own[name] for own in gathered if name in own], how) for name in names}
+
+
+def _combine_values(values: list[float], how: str) -> float:
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    if how == "max":
+        return max(values)
+    total = sum(values)  # of infinities of both signs: NaN, as for tensors
+    return total / len(values) if how == "mean" else total

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradrewrite.distributed.shards import is_sharded, ranks_of
+from gradrewrite._compat.dtensors import is_dtensor
+from gradrewrite.distributed.shards import ranks_of
 from gradrewrite.errors import PolicyError
 
 
@@ -49,7 +50,7 @@ class RankGroups:
 
     def note_tensor(self, tensor: Tensor) -> None:
         """Use the group of the mesh of a DTensor for its ranks, if there is one."""
-        if is_sharded(tensor):
+        if is_dtensor(tensor):
             self._note_mesh(tensor.device_mesh)
 
     def _note_mesh(self, mesh: DeviceMesh) -> None:
@@ -87,7 +88,7 @@ class RankGroups:
         Raises:
             ValueError: No mesh has all ranks of the others, so that ranks would not find the same group.
         """
-        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}
+        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if is_dtensor(t)}
         sets = []
         for number, mesh in meshes.items():
             if number not in self._meshes:

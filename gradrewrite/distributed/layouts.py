@@ -44,11 +44,6 @@ class Layout:
         """Whether no size is symbolic."""
         return all(isinstance(size, int) for size in (*self.shape, *self.stride))
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether the global tensor is a sum that is not added up yet, along a dimension of the mesh."""
-        return any(placement.is_partial() for placement in self.placements)
-
     def wrap(self, local: Tensor) -> DTensor:
         """Return the global tensor of which a process holds this part; nothing is sent."""
         from torch.distributed.tensor import DTensor

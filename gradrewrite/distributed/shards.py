@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gradrewrite._compat.dtensors import is_dtensor
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,6 @@ class Spread:
     size: int
 
 
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, whatever its placements."""
-    module = sys.modules.get("torch.distributed.tensor")  # without it there are none
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the global ranks of a mesh, ascending."""
     return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
@@ -43,7 +37,7 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank holds, without padding and with the same memory; else the tensor."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
@@ -51,7 +45,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def like_of(part: Tensor, whole: Tensor | None) -> Tensor:
     """Return a tensor as the part of a DTensor that is spread like another one; as it is beside a plain one."""
-    if whole is None or not is_sharded(whole):
+    if whole is None or not is_dtensor(whole):
         return part
     from torch.distributed.tensor import DTensor
 
@@ -66,7 +60,7 @@ def spread_of(tensor: Tensor) -> Spread | None:
     Raises:
         ValueError: A placement is partial: the parts must be added first (``reduced``).
     """
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a tensor with placements {tensor.placements} is to be reduced first")
@@ -77,7 +71,7 @@ def spread_of(tensor: Tensor) -> Spread | None:
 
 def reduced(tensor: Tensor) -> Tensor:
     """Return a DTensor with its partial placements reduced to replicas; any other tensor as it is."""
-    if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
 

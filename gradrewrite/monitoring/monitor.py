@@ -14,7 +14,7 @@ from gradrewrite._warnings import warn
 from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.root_cause import find_anywhere
 from gradrewrite.diagnostics.run_log import Finding, Step
-from gradrewrite.distributed.records import combine_over_ranks
+from gradrewrite.distributed.figures import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, distributed
 
 from gradrewrite._compat import data_parallel, dynamo, optimizers
+from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._warnings import warn
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
-from gradrewrite.distributed.shards import is_sharded
 from gradrewrite.errors import NonFiniteError, PolicyError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
@@ -267,7 +267,7 @@ class Guard:
         self._max_consecutive_skips = max_consecutive_skips
         self._ratios = ratios
         self._process_group = process_group
-        own = {id(p) for group in optimizer.param_groups for p in group["params"] if is_sharded(p)}
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
         named = ((name, p) for t in targets for name, p in t.parameters().items()) if own else ()
         self._sharded_names = {name for name, p in named if id(p) in own} or ({""} if own else set())
         self._is_agreed = False  # whether other ranks have a say in the counts
@@ -387,7 +387,7 @@ class Guard:
         if alive and not refs and not self._has_shards_of([p for p, _ in alive]):
             return  # those that are gone were replaced (``load_state_dict(assign=True)``), and may be its own by now
         # The gradients of micro-batches whose shards wait for the last one are elsewhere (FSDP2).
-        self._judged |= {id(p): ref for p, ref in alive if id(p) in own and not is_sharded(p)}
+        self._judged |= {id(p): ref for p, ref in alive if id(p) in own and not is_dtensor(p)}
         known = self._verdicts.get(bad.device)
         self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
 

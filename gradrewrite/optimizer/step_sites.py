@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
+from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._formatting import nearest
 from gradrewrite._warnings import warn
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import NUM_VOTES, Ballot
 from gradrewrite.distributed.groups import RankGroups, this_rank
-from gradrewrite.distributed.shards import Spread, is_sharded, like_of, local_of, reduced, spread_of
+from gradrewrite.distributed.shards import Spread, like_of, local_of, reduced, spread_of
 from gradrewrite.errors import NoSuchSiteError, PolicyError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
@@ -235,7 +236,7 @@ class StepSites:
         Those that this rank lacks count too: other ranks may have them.
         """
         missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
-        if not any(tensor is not None and is_sharded(tensor) for tensor in missing):
+        if not any(tensor is not None and is_dtensor(tensor) for tensor in missing):
             return None
         everywhere = asked
         if len(asked) < len(parameters):
@@ -443,7 +444,7 @@ def ask_at_step_sites(
         site = replace(site, call=num_before[n])
         for answered in answers:
             check_dense(answered.action, site, gradient)
-        if answers and fake_tensors.is_wrapper(gradient) and not is_sharded(gradient):
+        if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
             raise PolicyError(
                 f"{site}: the gradient is a {type(gradient).__name__}; actions at step sites take plain tensors and "
                 "DTensors only"
@@ -499,7 +500,7 @@ def _kind_of(gradient: Tensor, parameter: Tensor) -> Hashable:
     if gradient.layout is not torch.strided:
         return gradient.layout
     kind = (gradient.dtype, gradient.device, gradient.shape, _layout_of(gradient), _layout_of(parameter))
-    return (*kind, gradient.placements, gradient.device_mesh) if is_sharded(gradient) else kind
+    return (*kind, gradient.placements, gradient.device_mesh) if is_dtensor(gradient) else kind
 
 
 def _layout_of(tensor: Tensor) -> Hashable:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import optimizers
-from gradrewrite.distributed.shards import is_sharded
+from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.ir.record_key import RecordKey
 
 
@@ -41,7 +41,7 @@ class UpdateRatios:
     def before(self, optimizer: torch.optim.Optimizer) -> list[Before]:
         """Copy the parameters; nothing waits for the device."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(map(is_sharded, own)):
+        if any(map(is_dtensor, own)):
             raise ValueError("gr.guard(..., update_ratios=True): ratios of sharded parameters (DTensors) are not known")
         is_known = len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True))
         if not is_known:

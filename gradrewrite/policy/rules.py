@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradrewrite._formatting import nearest
-from gradrewrite.errors import NoSuchSiteError, PolicyError, RewriteError
+from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import Action, Answer, GroupAction, LiveBounds, Policy, actions_of, kinds_of
 from gradrewrite.sites import Pattern, Site
 
@@ -195,25 +194,3 @@ def step_site(name: str, parameter: Tensor) -> Site:
 
 def _flat(answer: Any) -> tuple[Any, ...]:
     return actions_of(answer, where="a rule")
-
-
-def find_site(sites: Sequence[Site], wanted: Site | str) -> Site:
-    """Return the one site that matches.
-
-    Raises:
-        NoSuchSiteError: None is.
-        ValueError: Several are.
-    """
-    if isinstance(wanted, Site):
-        if wanted not in sites:
-            raise NoSuchSiteError(str(wanted), nearest(str(wanted), [str(s) for s in sites]))
-        return wanted
-    named = [site for site in sites if str(site) == wanted]
-    pattern = Pattern.parse(wanted)
-    found = named or [site for site in sites if pattern.matches(site)]
-    if not found:
-        raise NoSuchSiteError(wanted, nearest(wanted, [str(s) for s in sites]))
-    if len(found) > 1:
-        names = ", ".join(str(s) for s in found[:5])
-        raise ValueError(f"{wanted!r} names {len(found)} sites; give one of them: {names}{', ...' * (len(found) > 5)}")
-    return found[0]

@@ -154,10 +154,6 @@ class ExampleGradients:
 
         return self._insert(add_noise, [result], has_live=True)
 
-    def num_examples(self, action: Asked) -> Size:
-        """Return B, of a batch that was looked at already."""
-        return self._found[action.batch_dim].num_examples
-
     def _tail(self, point: InsertionPoint, node: fx.Node, action: Asked) -> NeededTail:
         if point.layout is not None:
             raise PolicyError(f"{point.site}: {describe(action)} needs a plain gradient, and this one is a DTensor")

@@ -509,8 +509,3 @@ def runnable(rewrite: StepRewrite) -> tuple[fx.GraphModule, list[Tensor]]:
     gm.graph.lint()
     gm.recompile()
     return gm, [rewrite.live[name] for name, _ in lifted]
-
-
-def keys_of(rewrite: StepRewrite) -> frozenset[RecordKey]:
-    """Return the keys of the records of a step graph, bounds included."""
-    return frozenset((*rewrite.outputs.keys, *(key for key, _ in rewrite.outputs.bounds)))

@@ -216,6 +216,19 @@ def test_an_edit_unfolds_its_ops_and_the_address_names_the_node(browser: Any, op
     assert opened.count("#graph .chip") == 0
 
 
+def test_the_edges_that_an_edit_replaced_are_crossed_out_while_it_is_chosen(opened: Opened) -> None:
+    opened.page.click("#tab-ladder")
+    assert opened.count("#graph .cut, #graph .cross") == 0
+    key = edit_box("ClipByValue")
+    opened.page.click(f'#graph [data-part="{key}"]')
+    replaced = opened.page.evaluate(f"data.edits[{key.removeprefix('edit ')}].replaced")
+    assert len(replaced) >= 1
+    assert opened.count("#graph .cut") == opened.count("#graph .cross") == len(replaced)
+    assert "edges that it replaced" in opened.details()
+    opened.page.click('#graph [data-part^="forward"]')
+    assert opened.count("#graph .cut, #graph .cross") == 0
+
+
 def test_curves_are_enlarged(opened: Opened) -> None:
     assert opened.page.evaluate("document.querySelector('#curves img').naturalWidth") > 300
     opened.page.click("#enlarge")

@@ -19,14 +19,14 @@ MODEL = ("m:make", "--input", "m:inputs")
 CLIPPED = (*MODEL, "--policy", "m:policy")
 
 
-@pytest.mark.parametrize("view", [(), ("--view", "overview"), ("--view", "site", "--site", "error:0", "--hops", "1")])
+@pytest.mark.parametrize("view", [(), ("--view", "overview")])
 def test_draw_views(shell: Shell, view: tuple[str, ...]) -> None:
     assert shell.run("draw", *CLIPPED, *view, "--out", "a.b.svg") == (0, "a.b.svg\n", "")
     root = ET.parse("a.b.svg").getroot()
     text = " ".join("".join(e.itertext()) for e in root.iter())
     attributes = [value for element in root.iter() for value in element.attrib.values()]
     assert any("clamp_min" in value.split() for value in attributes)
-    assert f"{shell.module}:make" in text or "--site" in view  # the title
+    assert f"{shell.module}:make" in text  # the title
 
 
 def is_page(path: Path) -> bool:
@@ -219,14 +219,9 @@ def test_a_module_that_does_not_import(shell: Shell) -> None:
         (("--out", "folder/x.json"), "cannot write folder/x.json: No such file or directory"),
         (("--run", "none.jsonl"), "cannot read none.jsonl: No such file or directory; give a file of monitor.to_jsonl"),
         (("--run", "bad.jsonl"), "bad.jsonl, line 1: wanted one JSON object"),
-        (("--view", "site"), "view='site' needs a site"),
-        (("--view", "site", "--site", "error:9"), "no site matches 'error:9'; nearest sites: error:0"),
-        (("--view", "site", "--site", "error:*"), "'error:*' names 3 sites; give one of them: error:0, error:1, err"),
-        (("--site", "error:0"), "site='error:0' belongs to view='site', got view='ladder'"),
-        (("--hops", "-1"), "hops is a whole number >= 0, got -1"),
         (("--color-by", "clip rate"), "the monitor has no records for that"),
-        (("--out", "x.json", "--view", "overview", "--hops", "2"), "without colors; leave out --view, --hops"),
-        (("--out", "x.graphml", "--run", "empty.jsonl", "--site", "error:0"), "leave out --site, --run"),
+        (("--out", "x.json", "--view", "overview", "--reshapes"), "without colors; leave out --view, --resh"),
+        (("--out", "x.graphml", "--run", "empty.jsonl", "--records"), "leave out --run, --records"),
         (("--out", "x.model_explorer.json", "--color-by", "not finite"), "leave out --color-by"),
     ],
 )
@@ -258,15 +253,12 @@ def test_reshaping_ops_on_request(shell: Shell) -> None:
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_notice_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shell.folder / "bin").mkdir()
-    program = shell.folder / "bin" / "dot"
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/bin:/usr/bin")
-    status, out, err = shell.run("draw", *CLIPPED, "--view", "site", "--site", "error:0", "--out", "x.svg")
+def test_a_warning_is_one_line(shell: Shell) -> None:
+    Path("warns.py").write_text(
+        f"import warnings\nimport {shell.module}\n\n\n"
+        f"def make():\n    warnings.warn('two\\nlines')\n    return {shell.module}.make()\n"
+    )
+    status, out, err = shell.run("draw", "warns:make", *CLIPPED[1:], "--out", "x.svg")
 
     assert (status, out) == (0, "x.svg\n")
-    assert err.splitlines() == [
-        "gradrewrite: Graphviz failed (status 1): it said nothing: drawn by gradrewrite's own layout"
-    ]
+    assert err.splitlines() == ["gradrewrite: two lines"]

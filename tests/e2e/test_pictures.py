@@ -41,14 +41,14 @@ def test_pictures_of_one_model(program: ModuleType, tmp_path: Path, capsys: pyte
     assert program.main(["--out", str(tmp_path / "new"), "--only", "regression", "--no-page"]) == 0
 
     out, err = capsys.readouterr()
-    names = ["regression_overview.svg", "regression_ladder.svg", "regression_site.svg", "regression_curves.png"]
+    names = ["regression_overview.svg", "regression_ladder.svg", "regression_curves.png"]
     assert out.splitlines() == [str(tmp_path / "new" / name) for name in names]
     assert "no pictures" not in err
     assert all((PICTURES / name).exists() for name in names)
     ladder = ET.parse(tmp_path / "new" / names[1]).getroot()
     assert sum(e.get("data-edit") is not None for e in ladder.iter()) == 6
     assert "clip changed nothing (factor 1)" in "".join(ladder.itertext())
-    with Image.open(tmp_path / "new" / names[3]) as curves:
+    with Image.open(tmp_path / "new" / names[2]) as curves:
         assert (curves.mode, curves.width) == ("P", 1800)
         assert curves.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 

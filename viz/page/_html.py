@@ -8,13 +8,13 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, record_of
-from gradrewrite.ir.graph_view import GraphView, action_text
+from gradrewrite.ir.graph_view import GraphView, action_text, read_graph, visible_outputs
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.writers import plain_number
@@ -46,22 +46,18 @@ def write_page(
     metrics: Sequence[SiteMetric],
     chosen: SiteMetric | None,
     curves: str,
-    view: str,
-    site: str,
     root_cause: Collection[str],
 ) -> str:
-    """Return the page as HTML; ``view="site"`` opens it at ``site``, without curves ``curves`` is empty."""
+    """Return the page as HTML; without curves ``curves`` is empty."""
     ladder, blamed = layout.ladder, frozenset(root_cause)
     parts = [part for row in ladder.rows for part in row]
     data = {
         "schema": f"gradrewrite/page/{VERSION}",
-        "view": view,
-        "site": site,
         "most_rows": MOST_ROWS,
         "geometry": _geometry(layout),
         **_layout_data(layout, root_cause),
         "nodes": _nodes(graph, ladder.graph_view),
-        "edits": [_edit(edit) for edit in ladder.graph_view.edits],
+        "edits": _edits(graph, ladder),
         "overview": _sites(overview),
         "blamed": [part.key for part in parts if blamed.intersection(part.nodes)],
         **_measurements(run, metrics),
@@ -196,8 +192,40 @@ def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]
     }
 
 
-def _edit(edit: Any) -> dict[str, Any]:
-    return {"site": xml_safe(str(edit.site)), "action": xml_safe(edit.text), "nodes": list(edit.nodes)}
+def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
+    """Return the edits, each with the edges that it replaced, as pairs of numbers of boxes; what records has none."""
+    after, before = ladder.graph_view, read_graph(graph.before or graph)
+    at = {name: n for n, part in enumerate(p for row in ladder.rows for p in row) for name in (part.key, *part.nodes)}
+    sources = dict(visible_outputs(before, [(str(e.site), before.anchors[e.site]) for e in after.edits], ladder.hidden))
+    found = []
+    old, new = (_readers(view, ladder.hidden) for view in (before, after))
+    for edit in after.edits:
+        site, anchor = str(edit.site), before.anchors[edit.site]
+        source, still = sources[site], new(anchor)
+        is_shown = source in at and any(name not in ladder.hidden for name in edit.nodes)
+        cut = {(at[source], at[b]): None for b in old(anchor) if is_shown and b not in still and b in at}
+        texts = {"site": xml_safe(site), "action": xml_safe(edit.text)}
+        found.append({**texts, "nodes": edit.nodes, "replaced": [*cut]})
+    return found
+
+
+def _readers(view: GraphView, hidden: Collection[str]) -> Callable[[str], list[str]]:
+    """Return a function from a node to the nodes and outputs that read it, through hidden ones."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for source, reader in [*view.edges, *((name, f"returned {label}") for label, name in view.returned)]:
+        users[source].append(reader)
+
+    def readers(name: str) -> list[str]:
+        found, reached = [], [name]
+        for one in reached:  # grows
+            for reader in dict.fromkeys(users[one]):
+                if reader not in hidden:
+                    found.append(reader)
+                elif reader not in reached:
+                    reached.append(reader)
+        return found
+
+    return readers
 
 
 def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, Any]:

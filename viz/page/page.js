@@ -12,7 +12,7 @@
 /** @typedef {{target: string, op: string, module: string, shape: string, dtype: string, source: string, edit: number, code: string}} NodeData */
 /** @typedef {number | string | null} Value NaN and infinities are strings */
 /** @typedef {{name: string, low: number, high: number, legend: [string, string][], bins: number[], values: Record<string, {total: Value, steps: Value[]}>}} Metric */
-/** @typedef {{view: string, site: string, geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[]}[], overview: Record<string, string[]>, blamed: string[], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
+/** @typedef {{geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[], replaced: [number, number][]}[], overview: Record<string, string[]>, blamed: string[], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
 
 /** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
 function need(id, kind) {
@@ -48,7 +48,7 @@ for (const band of bands) opening[band.first].push(band);
 /** @type {number[][]} */ const linesOf = parts.map(() => []);
 data.lines.forEach(([from, to], at) => { linesOf[from].push(at); linesOf[to].push(at); });
 const behind = make(svg, "g", { class: "frames" }), between = make(svg, "g", { class: "lines" });
-const front = make(svg, "g", { class: "boxes" }), headings = make(svg, "g", { class: "headings" });
+const front = make(svg, "g", { class: "boxes" }), upon = make(svg, "g", { class: "lines" }), headings = make(svg, "g", { class: "headings" });
 
 // ---- layout: heights of rows from above; a folded band is one row
 /** @type {(Band | null)[]} */ let foldedAt = [];
@@ -137,6 +137,7 @@ function draw() {
   for (const band of bands) if (band.isDrawn && band.y < bottom && band.y + band.height > top) keep(`band ${band.key} ${band.y} ${band.height} ${band.folded}`, () => drawBand(band));
   for (const place of places) if (place.y < bottom && place.y + place.height > top) keep(`box ${place.key} ${place.y} ${place.height}`, () => drawBox(place));
   for (const line of drawnLines) if (line.top < bottom && line.bottom > top) keep(`line ${line.at} ${line.top} ${line.bottom}`, () => drawLine(line));
+  for (const [from, to] of selected ? replacedBy(selected) : []) keep(`replaced ${from.key} ${to.key} ${standIn(from).y} ${standIn(to).y}`, () => drawReplaced(from, to));
   for (const [key, element] of elements) if (!kept.has(key)) { element.remove(); elements.delete(key); }
   headings.setAttribute("transform", `translate(0 ${view.scrollTop / scale})`);
   drawMap();
@@ -215,6 +216,18 @@ function drawLine({ points, kind, at }) {
   if (tensors > 1) path.setAttribute("style", `stroke-width:${1 + 0.4 * Math.log2(tensors)}`);
   path.classList.toggle("lit", Boolean(selected && (from === selected.at || to === selected.at)));
   return path;
+}
+
+/** @returns {[Part, Part][]} the edges of the plain graph that the edits of a box replaced */
+function replacedBy(/** @type {Part} */ part) { return part.edits.flatMap((at) => data.edits[at].replaced).map(([from, to]) => [parts[from], parts[to]]); }
+
+/** @param {Part} from @param {Part} to */
+function drawReplaced(from, to) {
+  const ends = [from, to].map((part) => ({ x: G.columns[part.column].x + G.columns[part.column].width / 2, y: standIn(part).y + standIn(part).height / 2 }));
+  const x = (ends[0].x + ends[1].x) / 2, y = (ends[0].y + ends[1].y) / 2, group = make(upon, "g");
+  make(group, "path", { d: `M${ends[0].x} ${ends[0].y}L${ends[1].x} ${ends[1].y}`, class: "cut" });
+  make(group, "path", { d: `M${x - 6} ${y - 6}L${x + 6} ${y + 6}M${x - 6} ${y + 6}L${x + 6} ${y - 6}`, class: "cross" });
+  return group;
 }
 
 function light(/** @type {Part[]} */ inside, /** @type {boolean} */ isLit) {
@@ -333,6 +346,7 @@ function showDetails(/** @type {Part} */ part, /** @type {string} */ node) {
   list(place, "partners", partners(part));
   list(place, "inputs", linesOf[part.at].filter((at) => data.lines[at][1] === part.at).map((at) => parts[data.lines[at][0]]));
   list(place, "users", linesOf[part.at].filter((at) => data.lines[at][0] === part.at).map((at) => parts[data.lines[at][1]]));
+  list(place, "edges that it replaced, to", replacedBy(part).map(([, to]) => to));
   for (const site of part.sites) for (const [record, values] of Object.entries(data.records.values[site] || {})) { make(place, "h3", {}, `${record}@${site}`); curve(place, values); }
 }
 
@@ -565,5 +579,5 @@ if (data.blamed.length) {
   make(place, "h2", {}, "first non-finite value");
   list(place, "made by", data.blamed.flatMap((key) => partOf.get(key) || []));
 }
-if (!openHash() && data.view === "site" && data.site) select(parts.find((part) => part.sites.includes(data.site)));
+openHash();
 document.documentElement.dataset.ready = "yes";

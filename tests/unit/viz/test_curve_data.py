@@ -105,38 +105,25 @@ def test_many_layers_are_grouped_by_module() -> None:
     assert title == "norm of gradients by parameter; largest of each group, 73 sites in 25 rows"
 
 
-def test_clips_by_norm() -> None:
+def test_total_norms_and_their_bounds() -> None:
     group_ = [(0.5, 1.0), (2.0, 1.0), (3.0, 4.0), (NAN, 1.0), (9.0, INF)]
     run = run_of(*({"total_norm@group:all": n, "bound@group:all": b} for n, b in group_))
-    (clip,) = _curve_data.clippings(run)
+    norm, bound = _curve_data.total_norms(run)
 
-    assert (clip.measure, clip.num_clips, clip.window) == ("total_norm", 1, 1)
-    np.testing.assert_array_equal(clip.largest, [0.5, 2.0, 3.0, INF, 9.0])
-    np.testing.assert_array_equal(clip.low, [1.0, 1.0, 4.0, 1.0, NAN])
-    np.testing.assert_array_equal(clip.rate, [0.0, 1.0, 0.0, 0.0, 0.0])
-
-
-def test_clips_by_value_over_several_sites() -> None:
-    rows = [
-        {"max_abs@error:a": float(n), "clipped@error:a": float(n > 3), "max_abs@error:b": 2.0, "clipped@error:b": 0.0}
-        for n in range(40)
-    ]
-    (clip,) = _curve_data.clippings(run_of(*rows))
-
-    assert (clip.label, clip.measure, clip.window) == ("2 sites of kind error", "max_abs", 4)
-    np.testing.assert_array_equal(clip.largest, [max(2.0, n) for n in range(40)])
-    assert np.isnan(clip.low).all()
-    want = [np.mean([float(m > 3) / 2 for m in range(max(0, n - 3), n + 1)]) for n in range(40)]
-    np.testing.assert_allclose(clip.rate, want)
+    assert (norm.label, bound.label) == ("group:all", "bound of group:all")
+    np.testing.assert_array_equal(norm.values, [0.5, 2.0, 3.0, INF, 9.0])
+    assert (bound.steps.tolist(), bound.values.tolist()) == ([0, 1, 2, 3], [1.0, 1.0, 4.0, 1.0])
+    lines = viz.Curves(run, "").figure().axes[0].lines
+    labels = [line.get_label() for line in lines if line.get_gid() != "event"]
+    assert labels == ["group:all", "infinite (group:all)", "bound of group:all"]
 
 
-def test_bounds_that_differ() -> None:
-    rows = [{"norm@gradient:a": 1.0, "bound@gradient:a": 2.0, "norm@gradient:b": 3.0, "bound@gradient:b": 0.5}] * 2
-    (clip,) = _curve_data.clippings(run_of(*rows))
+def test_at_most_four_total_norms_are_drawn() -> None:
+    row = {f"{record}@group:{n}": 1.0 for n in range(6) for record in ("total_norm", "bound")}
 
-    assert (clip.low.tolist(), clip.high.tolist(), clip.rate.tolist()) == ([0.5, 0.5], [2.0, 2.0], [0.5, 0.5])
-    labels = [line.get_label() for line in viz.Curves(run_of(*rows), "").figure().axes[1].lines]
-    assert {"smallest bound", "largest bound", "norm before, largest of 2"} <= set(labels)
+    assert len(_curve_data.total_norms(run_of(row))) == 8
+    measured = _curve_data.total_norms(run_of({"total_norm@group:a": 1.0, "bound@group:a": INF}))
+    assert [line.label for line in measured] == ["group:a"]
 
 
 def test_update_ratios_over_layers() -> None:

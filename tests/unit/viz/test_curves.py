@@ -78,23 +78,27 @@ def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
         norms.append(float(plain.second.weight.grad.norm()))
     curves = viz.plot(model.monitor)
     heat = heat_map(curves.run, "gradient")
-    total, value = _curve_data.clippings(curves.run)
+    total, bound = _curve_data.total_norms(curves.run)
 
     assert heat is not None
     row = heat.values[heat.rows.index("second.weight")]
     want = np.where(np.isnan(norms), INF, norms)
     np.testing.assert_allclose(row, want, rtol=1e-4)
-    np.testing.assert_allclose(value.largest, np.where(np.isnan(largest), INF, largest), rtol=1e-4)
-    np.testing.assert_array_equal(total.low, [0.5] * 8)
-    np.testing.assert_array_equal(total.rate, [float(0.5 < n < INF) for n in total.largest])
+    np.testing.assert_array_equal(bound.values, [0.5] * 8)
+    factors = factor_map(curves.run)
+    assert factors is not None
+    shown = factors.values[factors.rows.index("group:default")]
+    np.testing.assert_allclose(shown, [min(1.0, 0.5 / n) if n < INF else INF for n in total.values], rtol=1e-4)
+    acted = factors.values[factors.rows.index("error:first")] < 1.0
+    np.testing.assert_array_equal(acted, [1e-2 < n for n in largest])
     seen = _curve_data.events(curves.run)
     assert (seen.steps.tolist(), seen.skipped.tolist()) == ([4], [4])
     assert curves.panels == (
         "loss",
+        "total norm, bound",
         "gradient norm",
         "error norm",
-        "clipping: group:default",
-        "clipping: error:first",
+        "factor",
         "non-finite",
         "update ratio",
     )
@@ -259,7 +263,7 @@ def test_files_name_the_runs(tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_a_baseline_without_common_records_or_steps() -> None:
-    assert viz.plot(RUN, baseline=[Step(0, {"own@error:a": 1.0})]).panels == ("loss", "clipping: group:default")
+    assert viz.plot(RUN, baseline=[Step(0, {"own@error:a": 1.0})]).panels == ("loss", "total norm, bound", "factor")
     assert viz.plot([], baseline=BASELINE).panels == ("loss",)
     viz.plot([], baseline=BASELINE).figure()
     assert viz.plot([], baseline=[]).panels == ()

@@ -22,10 +22,9 @@ from models.graphs import Three, three_layers
 
 
 @pytest.mark.parametrize("form", ["svg", "png", "pdf", "dot", "html"])
-@pytest.mark.parametrize("view", ["ladder", "overview", "site"])
+@pytest.mark.parametrize("view", ["ladder", "overview"])
 def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: str, form: viz.Format) -> None:
-    site = "error:second" if view == "site" else None
-    drawing = viz.draw(three_layers(), view, site=site)
+    drawing = viz.draw(three_layers(), view)
     path = drawing.render(tmp_path / "a.b", form)
 
     assert path == str(tmp_path / f"a.b.{form}")
@@ -37,12 +36,10 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     graph = three_layers()
     with pytest.raises(TypeError, match=r"as model\.trace.* got Three"):
         viz.draw(Three())
-    with pytest.raises(ValueError, match="view='tree': choose one of 'ladder', 'overview', 'site'"):
+    with pytest.raises(ValueError, match="view='tree': choose one of 'ladder', 'overview'"):
         viz.draw(graph, "tree")
     with pytest.raises(ValueError, match="format='gif': choose one of 'svg'"):
         viz.draw(graph).render(tmp_path / "x", "gif")
-    with pytest.raises(ValueError, match="hops is a whole number >= 0, got -1"):
-        viz.draw(graph, hops=-1)
     with pytest.raises(TypeError, match=r"monitor is a Monitor .* got int"):
         viz.draw(graph, monitor=3)
     with pytest.raises(
@@ -167,10 +164,8 @@ def test_a_step_graph_shows_the_records_of_the_step() -> None:
         (model(torch.ones(2, 4)) * 100).backward()
         optimizer.step()
     graph = model.trace_step(optimizer)
-    svg = viz.draw(graph, "site", site="step:first.weight", monitor=model.monitor)._repr_svg_()
-    factor = model.monitor.latest()["factor@step:group:default"]
+    svg = viz.draw(graph, monitor=model.monitor)._repr_svg_()
 
-    assert f"factor, step 1 = {factor:.6g}" in svg
     assert "step:first.weight \u00b7 100 %" in svg
 
 
@@ -193,13 +188,11 @@ def test_a_small_difference_is_no_other_color() -> None:
         assert largest.color(value) == _metric_colors.palette()[index]
 
 
-@pytest.mark.parametrize(
-    ("view", "site"), mostly_slow([("ladder", None), ("overview", None), ("site", "error:second")])
-)
-def test_every_view_has_colors_and_a_legend(view: str, site: str | None) -> None:
+@pytest.mark.parametrize("view", mostly_slow(["ladder", "overview"]))
+def test_every_view_has_colors_and_a_legend(view: str) -> None:
     model, _ = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3, 1e-9])
     graph = model.trace(torch.ones(2, 4))
-    svg = viz.draw(graph, view, site=site, monitor=model.monitor, color_by="clip rate")._repr_svg_()
+    svg = viz.draw(graph, view, monitor=model.monitor, color_by="clip rate")._repr_svg_()
 
     assert "clip acted in every step" in svg
     assert "clip never acted" in svg
@@ -282,8 +275,8 @@ def test_an_edit_without_nodes_is_colored_too() -> None:
 
 
 def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
-    for view, site in (("overview", None), ("site", "error:second")):
-        data = Path(viz.draw(three_layers(), view, site=site).render(tmp_path / "a", "pdf")).read_bytes()
+    for view in ("overview", "ladder"):
+        data = Path(viz.draw(three_layers(), view).render(tmp_path / "a", "pdf")).read_bytes()
         assert b"/CreationDate (D:19700101" in data or b"/CreationDate" not in data
 
 
@@ -292,38 +285,15 @@ def test_a_monitor_without_records_colors_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_failure_is_found_without_naming_a_site() -> None:
+def test_the_root_cause_of_the_first_failure_is_known() -> None:
     model = gr.transform(RootOfZero(), gr.on("error:*/*", CheckFinite("record")))
     x = torch.ones(2, 4)
     model(x).backward()
     graph = model.trace(x)
-    drawing = viz.draw(graph, "site", monitor=model.monitor)
-    failure = model.monitor.failure()
+    drawing = viz.draw(graph, monitor=model.monitor)
 
-    assert failure is not None
-    assert drawing.site == failure.site
     origins = graph.provenance.origins
     assert {(origins[n].op, origins[n].lane) for n in drawing.root_cause} == {("sqrt", "backward")}
-    assert "nonfinite, step 0 = 8" in drawing._repr_svg_()
-    # from records alone, as of a file
-    assert viz.draw(graph, "site", monitor=model.monitor.steps()).site is not None
-
-
-def test_of_records_alone_the_first_site_in_the_order_of_execution_counts() -> None:
-    steps = [
-        Step(0, {"nonfinite@error:first": 0.0, "nonfinite@error:second": 0.0}),
-        Step(1, {"nonfinite@error:first": 4.0, "nonfinite@error:second": 4.0}),  # the backward meets second first
-        Step(2, {"nonfinite@error:first": 0.0, "nonfinite@error:second": 0.0}),
-    ]
-
-    assert str(viz.draw(three_layers(), "site", monitor=steps).site) == "error:second"
-
-
-@pytest.mark.slow
-def test_nothing_failed() -> None:
-    model, _ = trained(gr.on("gradient:*", ClipByNorm(1.0)), [1.0])
-    with pytest.raises(ValueError, match="nothing non-finite was recorded; give site="):
-        viz.draw(model.trace(torch.ones(2, 4)), "site", monitor=model.monitor)
 
 
 def test_reprs_are_short_and_html_is_the_page() -> None:
@@ -344,7 +314,7 @@ def test_the_op_at_fault_is_marked_in_every_view() -> None:
     model = gr.transform(RootOfZero(), gr.on("error:*/*", CheckFinite("record")))
     model(torch.ones(2, 4)).backward()
     graph = model.trace(torch.ones(2, 4))
-    for view in ("ladder", "overview", "site"):
+    for view in ("ladder", "overview"):
         svg = viz.draw(graph, view, monitor=model.monitor)._repr_svg_()
         assert svg.count("root_cause") - svg.count(".root_cause") >= 1
     assert '"blamed":["backward' in viz.draw(graph, monitor=model.monitor)._bytes("html").decode()

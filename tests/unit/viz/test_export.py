@@ -8,10 +8,10 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from drawing import read_by_graphviz
 
 from gradrewrite import viz
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _graphviz
 
 from models.graphs import EACH, odd_names, three_layers
 
@@ -62,7 +62,7 @@ def test_json_and_graphml_come_back_as_they_were(make: Callable[[], JointGraph],
 def test_dot_is_read_by_graphviz(tmp_path: Path) -> None:
     for make in (three_layers, odd_names):
         source = Path(viz.export(make(), tmp_path / "g", "dot")).read_text()
-        found = json.loads(_graphviz.run_dot(source, "json"))
+        found = json.loads(read_by_graphviz(source, "json"))
         wanted = viz.to_networkx(make())
         assert [one["name"] for one in found["objects"]] == list(wanted.nodes)
         assert len(found["edges"]) == wanted.number_of_edges()

@@ -11,12 +11,12 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from drawing import assert_readable
+from drawing import assert_readable, read_by_graphviz
 
 from gradrewrite import viz
 from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _fonts, _graphviz, _ladder, _layout, _scene
+from gradrewrite.viz import _dot, _fonts, _ladder, _layout, _scene
 
 from helpers import mostly_slow
 from models.graphs import EACH, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer
@@ -197,8 +197,25 @@ def test_dot_has_every_edit_with_its_nodes_and_graphviz_draws_it(view: str) -> N
         for edit in graph.edits:
             for name in edit.nodes:
                 assert re.search(rf"\b{name}\b", source)
-        found = ET.fromstring(_graphviz.run_dot(source, "svg"))
+        found = ET.fromstring(read_by_graphviz(source, "svg"))
         assert sum(e.get("class", "").startswith("node node") for e in found.iter()) == len(drawing._scene().boxes)
+
+
+@pytest.mark.parametrize(
+    "text", ['a"b', "<b>", "a\\nb", "x|y{z}", "a\x07b", "\u5c64", "</td>", "p" * 300, "&amp;", "a:b"]
+)
+@pytest.mark.pure
+def test_any_text_can_stand_in_a_box(text: str) -> None:
+    box = _scene.Box("k:1", 10, 10, 200, 36, text, text, ("node",), text, {"node": text})
+    (fitted,) = _scene.fit_boxes([box])
+    scene = _scene.Scene(text, 300, 100, boxes=[fitted], labels=[_scene.Label(5, 90, text)])
+    svg = ET.fromstring(_scene.to_svg(scene))
+
+    (group,) = [g for g in svg.iter(f"{SVG}g") if g.get("data-node") is not None]
+    assert group.get("data-node") == group.findtext(f"{SVG}title") == _fonts.xml_safe(text)
+    drawn = ET.fromstring(read_by_graphviz(_dot.scene_dot(scene), "svg"))
+    shown = ["".join(t.itertext()).replace("\xa0", " ") for t in drawn.iter(f"{SVG}text")]
+    assert _fonts.xml_safe(fitted.text) in shown
 
 
 @pytest.mark.pure

@@ -99,6 +99,24 @@ def test_the_data_is_that_of_the_graph(make: Make) -> None:
             assert data["nodes"][name]["code"].endswith(f"# {edit.text} at {edit.site}")
 
 
+def test_an_edit_has_the_edges_that_it_replaced() -> None:
+    graph = three_layers()
+    _, data = page_of(graph)
+    before = _graph_view.read_graph(graph.before or graph)
+    hidden = _graph_view.hidden_nodes(before)
+    box = {name: part["key"] for part in data["parts"] for name in part["nodes"]}
+    for number, edit in enumerate(graph.edits):
+        found = {(data["parts"][a]["key"], data["parts"][b]["key"]) for a, b in data["edits"][number]["replaced"]}
+        anchor = before.anchors[edit.site]
+        readers = [box[b] for a, b in _graph_view.contracted_edges(before, hidden - {anchor}) if a == anchor]
+        outputs = [f"returned {label}" for label, _ in before.returned if label == str(edit.site)]
+        is_change = edit.text.startswith(("ClipByValue", "ClipByGlobalNorm"))
+        ends = [*readers, *outputs] if is_change else []
+        assert [b for _, b in sorted(found)] == sorted(set(ends)), str(edit.site)
+        assert len({a for a, _ in found}) == int(is_change)
+        assert not is_change or anchor in hidden or {a for a, _ in found} == {box[anchor]}
+
+
 def test_nothing_comes_from_outside() -> None:
     reader, _ = page_of(three_layers(), monitor=[Step(0, {"loss@run": 1.0})])
 
