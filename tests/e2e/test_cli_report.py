@@ -80,7 +80,7 @@ def test_follow_writes_what_is_new(shell: Shell, monkeypatch: pytest.MonkeyPatch
         seen.append(page())
         naps.pop(0)()
 
-    monkeypatch.setattr("gradrewrite.cli.time.sleep", nap)
+    monkeypatch.setattr("gradrewrite.cli.runs.time.sleep", nap)
     status, out, err = shell.run("report", "run.jsonl", "--follow", "--out", "r.html")
 
     assert (status, out) == (0, "r.html\n")

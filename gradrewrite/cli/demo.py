@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import html
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm import tqdm
 
+from gradrewrite.cli.messages import Refused
 from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.examples import character_model, regression
 from gradrewrite.ir.edits import Edit
@@ -83,6 +85,14 @@ class Part:
     graph: JointGraph
     monitor: Monitor
     plain: list[Step]
+
+
+def demo(options: argparse.Namespace) -> None:
+    """Run the demo; see ``run``."""
+    try:
+        run(options.out)
+    except OSError as err:
+        raise Refused(f"cannot write to {options.out}: {err.strerror}; choose another folder with --out") from err
 
 
 def run(out: Path) -> Path:

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradrewrite._formatting import nearest
+from gradrewrite.cli.messages import Refused, one_line
 from gradrewrite.errors import RewriteError, TraceError
 from gradrewrite.policy.actions import Policy
 
 if TYPE_CHECKING:
     from gradrewrite.ir.joint_graph import JointGraph
-
-
-class LoadError(Exception):
-    """An object that cannot be loaded; the message is one line and says what to do."""
 
 
 def load(spec: str, what: str) -> Any:
@@ -31,32 +28,32 @@ def load(spec: str, what: str) -> Any:
         what: What it is, for messages.
 
     Raises:
-        LoadError: The text has another form, the module cannot be imported, or has no such name.
+        Refused: The text has another form, the module cannot be imported, or has no such name.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise LoadError(f"{what} is given as module:name, got {spec!r}")
+        raise Refused(f"{what} is given as module:name, got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
     try:
         return pkgutil.resolve_name(spec)
     except ModuleNotFoundError as err:
-        raise LoadError(
+        raise Refused(
             f"{what}: no module named {err.name!r}; run this where it can be imported, or set PYTHONPATH"
         ) from err
     except AttributeError as err:
         if module_name not in sys.modules:  # the module's own error
             raise _failed_import(what, module_name, err) from err
         known = nearest(str(err.name), [n for n in dir(err.obj) if not n.startswith("_")], count=3)
-        raise LoadError(
+        raise Refused(
             f"{what}: {module_name!r} has no {name!r}; nearest: {', '.join(known) or 'it has no names'}"
         ) from err
     except Exception as err:
         raise _failed_import(what, module_name, err) from err
 
 
-def _failed_import(what: str, module_name: str, err: Exception) -> LoadError:
-    return LoadError(f"{what}: importing {module_name!r} failed: {one_line(err)}; import it in Python to see where")
+def _failed_import(what: str, module_name: str, err: Exception) -> Refused:
+    return Refused(f"{what}: importing {module_name!r} failed: {one_line(err)}; import it in Python to see where")
 
 
 def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
@@ -69,7 +66,7 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
         policy: Names a policy; None for none.
 
     Raises:
-        LoadError: One of them cannot be had, or is something else; or the model cannot run on the inputs.
+        Refused: One of them cannot be had, or is something else; or the model cannot run on the inputs.
         RewriteError: The model cannot be traced, or the policy cannot be followed.
     """
     # Commands that only read files should not wait for the compiler to be imported.
@@ -77,14 +74,12 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
 
     model = _made(factory, "the model", nn.Module)
     if not isinstance(model, nn.Module):
-        raise LoadError(f"the model: {factory!r} made a {type(model).__name__}, wanted a torch.nn.Module")
+        raise Refused(f"the model: {factory!r} made a {type(model).__name__}, wanted a torch.nn.Module")
     asked: Policy = load(policy, "the policy") if policy is not None else []
     given = _made(inputs, "the input", (Tensor, tuple, Mapping))
     if isinstance(model, RewrittenModule):
         if policy is not None:
-            raise LoadError(
-                f"the model: {factory!r} made a transformed model; leave out --policy, or give its original"
-            )
+            raise Refused(f"the model: {factory!r} made a transformed model; leave out --policy, or give its original")
         rewritten = model
     else:
         rewritten = transform(model, asked)
@@ -94,20 +89,18 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as err:
-        raise LoadError(f"the input: {inputs!r} does not fit forward{signature}: {err}") from err
+        raise Refused(f"the input: {inputs!r} does not fit forward{signature}: {err}") from err
     try:
         return rewritten.trace(*args, **kwargs)
     except TraceError as err:
         if err.__cause__ is None:  # it was traced, and has no backward
             raise
-        raise LoadError(f"{factory!r} cannot be traced with {inputs!r}: {one_line(err)}") from err
+        raise Refused(f"{factory!r} cannot be traced with {inputs!r}: {one_line(err)}") from err
     except RewriteError:
         raise
     except Exception as err:
         said = one_line(err).partition(" Hint:")[0]  # torch goes on with links and lines of its own
-        raise LoadError(
-            f"{factory!r} cannot be traced with {inputs!r}: {said}; call it in Python to see where"
-        ) from err
+        raise Refused(f"{factory!r} cannot be traced with {inputs!r}: {said}; call it in Python to see where") from err
 
 
 def _made(spec: str, what: str, ready: Any) -> Any:
@@ -118,9 +111,4 @@ def _made(spec: str, what: str, ready: Any) -> Any:
     try:
         return found()
     except Exception as err:
-        raise LoadError(f"{what}: {spec}() raised {one_line(err)}; call it in Python to see where") from err
-
-
-def one_line(err: BaseException) -> str:
-    """An error with its type, in one line."""
-    return " ".join(f"{type(err).__name__}: {err}".split())
+        raise Refused(f"{what}: {spec}() raised {one_line(err)}; call it in Python to see where") from err

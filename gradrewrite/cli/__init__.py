@@ -1,0 +1,99 @@
+"""The command line: arguments, and the command that they name; nothing else is imported before it is known."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradrewrite._version import __version__
+from gradrewrite.cli.messages import Refused, one_line, warn
+
+_RUNS = "what monitor.to_jsonl wrote; of several ranks all files, as run.rank*.jsonl"
+_COMMANDS = {"draw": "graphs", "sites": "graphs", "plot": "runs", "report": "runs", "doctor": "runs", "demo": "demo"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments without the program's name; those of the process if None.
+
+    Returns:
+        Exit status: 0, or 2 with one line on the error stream that says what to do.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if options.command == "sites" and options.pattern is None and len(rest) == 1 and not rest[0].startswith("-"):
+        options.pattern, rest = rest[0], []  # argparse takes a pattern only right behind the model
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = warn
+            command = importlib.import_module(f"{__name__}.{_COMMANDS[options.command]}")
+            getattr(command, options.command)(options)
+    except Refused as err:
+        return _fail(str(err))
+    except Exception as err:
+        from gradrewrite.errors import RewriteError
+
+        if not isinstance(err, RewriteError):
+            raise
+        return _fail(one_line(err))
+    return 0
+
+
+def _fail(message: str) -> int:
+    warn(message)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradrewrite", description="A compiler for the backward pass of PyTorch models."
+    )
+    parser.add_argument("--version", action="version", version=f"gradrewrite {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    draw = commands.add_parser("draw", help="draw the rewritten backward graph of a model")
+    _add_model(draw)
+    draw.add_argument("--view", default="ladder", choices=("ladder", "overview"), help="default: ladder")
+    draw.add_argument(
+        "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colors and curves"
+    )
+    draw.add_argument(
+        "--color-by", choices=("clip strength", "clip rate", "largest error", "not finite"), help="what colors say"
+    )
+    draw.add_argument("--reshapes", action="store_true", help="show ops that only reshape too")
+    draw.add_argument("--records", action="store_true", help="show nodes that only serve logs and records too")
+    endings = ".svg, .png, .pdf, .dot, .html, .json, .graphml or .model_explorer.json"
+    draw.add_argument("--out", type=Path, default=Path("backward.html"), help=f"{endings} (default: backward.html)")
+    sites = commands.add_parser("sites", help="list the sites of a model: where a policy can act")
+    _add_model(sites)
+    sites.add_argument("pattern", nargs="?", help="list only those that it matches, as 'error:decoder.*'")
+    sites.add_argument("--json", action="store_true", help="print a JSON list")
+    plot = commands.add_parser("plot", help="draw how training went, from its records")
+    plot.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
+    plot.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
+    plot.add_argument("--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: curves.png)")
+    health = commands.add_parser("report", help="write a page that says whether the backward pass of a run is healthy")
+    health.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
+    health.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
+    health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
+    health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
+    demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
+    demo.add_argument("--out", type=Path, default=Path(), help="folder for what it writes (default: the current one)")
+    doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
+    doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
+    doctor.add_argument(
+        "--json", action="store_true", help="print a JSON list: findings, then rules without enough steps"
+    )
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
+    command.add_argument("--input", required=True, metavar="module:inputs", help="makes the inputs, or is them")
+    command.add_argument("--policy", metavar="module:policy", help="the policy (default: none)")

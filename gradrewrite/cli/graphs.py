@@ -1,0 +1,102 @@
+"""Commands on the graph of a model: draw, sites."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import get_args
+
+from gradrewrite import viz
+from gradrewrite._formatting import nearest, plain_table
+from gradrewrite.cli.loading import load_graph
+from gradrewrite.cli.messages import Refused, reading, split_ending
+from gradrewrite.diagnostics.run_log import read_jsonl
+from gradrewrite.sites import Pattern
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draw or export the rewritten backward graph of a model."""
+    pictures: dict[str, viz.Format] = {f".{form}": form for form in get_args(viz.Format)}
+    exports: dict[str, viz.ExportFormat] = {
+        ".json": "json",
+        ".graphml": "graphml",
+        ".model_explorer.json": "model_explorer",
+    }
+    name, ending = split_ending(options.out, [*pictures, *exports])
+    if ending in exports:
+        _refuse_ignored(options, ending)
+    elif (options.reshapes or options.records) and options.view != "ladder" and ending != ".html":
+        flag = "--reshapes" if options.reshapes else "--records"
+        raise Refused(f"{flag} belongs to the ladder and the page; leave it out, or take --view ladder")
+    steps = reading(lambda: read_jsonl(options.run)) if options.run is not None else None
+    graph = load_graph(options.model, options.input, options.policy)
+    try:
+        if ending in exports:
+            path = viz.export(graph, name, exports[ending])
+        else:
+            drawing = viz.draw(
+                graph,
+                options.view,
+                monitor=steps,
+                color_by=options.color_by,
+                title=options.model,
+                reshapes=options.reshapes,
+                records=options.records,
+            )
+            path = drawing.render(name, pictures[ending])
+    except OSError as err:
+        raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+    except ValueError as err:
+        raise Refused(str(err)) from err
+    print(path)
+
+
+def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
+    """An export holds the whole graph, whatever a picture would show of it."""
+    given = {
+        "--view": options.view != "ladder",
+        "--run": options.run is not None,
+        "--color-by": options.color_by is not None,
+        "--reshapes": options.reshapes,
+        "--records": options.records,
+    }
+    ignored = [flag for flag, is_given in given.items() if is_given]
+    if ignored:
+        raise Refused(f"a {ending} file holds the whole graph, without colors; leave out {', '.join(ignored)}")
+
+
+def sites(options: argparse.Namespace) -> None:
+    """List the sites of a model."""
+    try:
+        pattern = Pattern.parse(options.pattern) if options.pattern is not None else None
+    except ValueError as err:
+        raise Refused(str(err)) from err
+    known = load_graph(options.model, options.input, options.policy).sites
+    found = [site for site in known if pattern is None or pattern.matches(site)]
+    if not found and pattern is not None:
+        names = ", ".join(nearest(options.pattern, [str(s) for s in known])) or "there are none"
+        raise Refused(f"no site matches {options.pattern!r}; nearest: {names}")
+    rows = [
+        {
+            "site": str(site),
+            "kind": site.kind,
+            "name": site.name,
+            "call": site.call,
+            "module": site.module,
+            "op": site.op,
+            "output_of": list(site.output_of),
+            "shape": list(site.shape),
+            "dtype": str(site.dtype).removeprefix("torch."),
+            "source": site.source,
+        }
+        for site in found
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    sizes = [", ".join("?" if size is None else str(size) for size in site.shape) for site in found]
+    cells = [
+        (str(r["site"]), f"[{size}]", str(r["dtype"]), str(r["source"])) for r, size in zip(rows, sizes, strict=True)
+    ]
+    print(plain_table(("site", "shape", "dtype", "source"), cells))
+    print(f"{len(found)} of {len(known)} sites")

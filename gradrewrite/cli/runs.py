@@ -1,0 +1,75 @@
+"""Commands on the records of runs: plot, report, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from gradrewrite import viz
+from gradrewrite.cli.messages import Refused, reading, split_ending, warn
+from gradrewrite.diagnostics import doctor as diagnosis
+from gradrewrite.diagnostics.ranks import diagnose_ranks, read_ranks
+
+_FOLLOW = 2  # seconds between two looks at a file
+
+
+def plot(options: argparse.Namespace) -> None:
+    """Draw the curves of a run."""
+    formats: dict[str, viz.CurveFormat] = {f".{form}": form for form in get_args(viz.CurveFormat)}
+    name, ending = split_ending(options.out, list(formats))
+    curves = reading(lambda: viz.plot(options.run, baseline=options.baseline))
+    try:
+        print(curves.render(name, formats[ending]))
+    except OSError as err:
+        raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the health report of a run, again and again with ``--follow``."""
+    name, _ = split_ending(options.out, [".html"])
+    if options.follow:
+        _follow(options, name)
+    print(_write_report(options, name))
+
+
+def _follow(options: argparse.Namespace, name: str) -> None:
+    """Write the report whenever a file has changed, until Ctrl-C; a file that is not there yet is waited for."""
+    warn(f"following {', '.join(map(str, options.run))}, writing {name}.html until Ctrl-C")
+    files = [path for path in (*options.run, options.baseline) if path is not None]
+    seen: list[tuple[int, int]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            start = time.monotonic()
+            found = [(stat.st_size, stat.st_mtime_ns) for path in files if path.exists() for stat in [path.stat()]]
+            if found != seen and len(found) == len(files):
+                _write_report(options, name, reload=_FOLLOW)
+                seen = found
+            # The work on a long run must not take more than half of a core from its training.
+            time.sleep(max(_FOLLOW, time.monotonic() - start))
+
+
+def _write_report(options: argparse.Namespace, name: str, *, reload: int = 0) -> str:
+    page = reading(lambda: viz.report(_one_or_all(options.run), baseline=options.baseline))
+    try:
+        return page.render(name, reload=reload)
+    except OSError as err:
+        raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+
+
+def doctor(options: argparse.Namespace) -> None:
+    """Print the findings on a run."""
+    runs = reading(lambda: read_ranks(options.run))
+    steps = max(runs.values(), key=len)  # of ranks that recorded alike; to say how much was looked at
+    found = diagnose_ranks(runs)
+    as_json = [*(one.to_json() for one in found), *(rule.to_json() for rule in diagnosis.skipped_rules(steps))]
+    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else diagnosis.report(found, steps)
+    print(text if options.json or len(runs) == 1 else f"{len(runs)} ranks: {', '.join(map(str, runs))}\n\n{text}")
+
+
+def _one_or_all(paths: Sequence[Path]) -> Path | list[Path]:
+    return paths[0] if len(paths) == 1 else list(paths)
