@@ -26,7 +26,7 @@ def replace_random(gm: fx.GraphModule) -> None:
 
 
 def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Inductor as it is."""
+    """Compile with Inductor, unchanged."""
     with needed_for("Inductor can be called with a compiler of ours around its own"):
         from torch._inductor.compile_fx import compile_fx
 
@@ -177,7 +177,10 @@ def num_generated_kernels() -> int:
 
 
 def stop_folding() -> None:
-    """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; for the joint pass."""
+    """Stop Inductor's constant folding of ``get_attr`` and of ``x * 0``.
+
+    It is for the joint pass.
+    """
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
 
