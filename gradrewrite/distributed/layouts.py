@@ -46,11 +46,11 @@ class Layout:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the global tensor is a sum that is not added up yet, along a dimension of the mesh."""
+        """Return whether the global tensor is a pending sum over a mesh dimension."""
         return any(placement.is_partial() for placement in self.placements)
 
     def wrap(self, local: Tensor) -> DTensor:
-        """Return the global tensor of which a process holds this part; nothing is sent."""
+        """Return the global tensor of this process's part; nothing is sent."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -58,7 +58,7 @@ class Layout:
         )
 
     def unwrap(self, tensor: DTensor) -> Tensor:
-        """Return the part of a global tensor that a process holds in this layout.
+        """Return this process's part of a global tensor, in this layout.
 
         Partial sums are equal in all processes: the tensor divided by their number.
         """
@@ -97,5 +97,5 @@ def without_partial(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a global tensor whole, as a plain one; a plain tensor as it is."""
+    """Return a global tensor whole, as a plain one; a plain tensor itself."""
     return tensor.full_tensor() if dtensors.is_dtensor(tensor) else tensor

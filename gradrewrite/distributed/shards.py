@@ -1,4 +1,4 @@
-"""Tensors that are spread over a device mesh (DTensors): the part of this rank, and how parts make up the whole."""
+"""DTensors over a device mesh: this rank's part, and the parts of the whole."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def spread_of(tensor: Tensor) -> Spread | None:
 
 
 def reduced(tensor: Tensor) -> Tensor:
-    """Return a DTensor with its partial placements reduced to replicas; any other tensor as it is."""
+    """Return a DTensor with partial placements reduced; any other tensor itself."""
     if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
