@@ -157,7 +157,7 @@ def pack(reports: Sequence[tuple[Tensor, Sequence[str]]], checks: Sequence[int] 
 
 
 def _text(reports: Sequence[tuple[Tensor, Sequence[str]]]) -> str:
-    """All statistics in one string, which is parsed once."""
+    """All statistics in one string, to parse once."""
     return "; ".join(",".join(names) for _, names in reports)
 
 

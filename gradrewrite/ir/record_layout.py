@@ -20,7 +20,10 @@ BOUNDS = frozenset(("bound", "limit"))
 
 
 def acting_bound(number: float) -> float:
-    """Return ``max(bound, 0)``, which a clip acts with; NaN, which bounds nothing, as it is."""
+    """Return the effective bound of a clip, ``max(bound, 0)``.
+
+    NaN, which bounds nothing, is returned unchanged.
+    """
     return max(number, 0.0)
 
 
@@ -58,7 +61,10 @@ class NormClip:
     is_wide: bool
 
     def strength(self, known: Mapping[RecordKey, float]) -> float:
-        """Return bound / norm, in float64, where the clip acts; else 1, also for a norm of 0, inf or NaN."""
+        """Return the factor of the clip, bound / norm, in float64.
+
+        It is 1 where the clip does not act, also for a norm of 0, inf or NaN.
+        """
         norm, bound = known[self.norm], known[self.bound]
         bound = bound if self.is_wide else ctypes.c_float(bound).value
         return bound / norm if bound < norm < math.inf and norm != 0 else 1.0
@@ -81,9 +87,10 @@ class ValueClip:
     factor: RecordKey
 
     def strength(self, known: Mapping[RecordKey, float]) -> float:
-        """Return after / before, where an element changed and there was a norm; else 1.
+        """Return the ratio of the norms after and before the clip.
 
-        By IEEE rules: 0 where infinities were bounded, NaN where an element is NaN or remains infinite.
+        It is 1 where no element changed, and for a norm of 0. By IEEE rules: 0 where infinities were bounded, NaN where
+        an element is NaN or remains infinite.
         """
         before, after = known[self.before], known[self.after]
         return after / before if known[self.clipped] > 0 and before != 0 else 1.0
@@ -151,7 +158,7 @@ class BackwardOutputs:
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Find the counts of the checks, which are looked at after every step."""
+        """Index the counts of the checks, for the look after every step."""
         modes: dict[OnFailure, set[RecordKey]] = {}
         for check in self.checks:
             modes.setdefault(check.on_failure, set()).add(check.key)
