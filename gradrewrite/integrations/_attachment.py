@@ -119,7 +119,7 @@ class Attachment:
         return self._last
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state into the model, or into the next one if there is none yet."""
+        """Load a state into the current model, or else into the next."""
         if self._model is not None and state_of(self._model) is not None:
             load_state_dict(self._model, state)
         elif state:

@@ -165,7 +165,7 @@ def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:
 def _checkpoint_in_use() -> Path | None:
     """Return the checkpoint folder of the calling Trainer's resumed training.
 
-    No callback is told of it.
+    The Trainer tells no callback of it.
     """
     frame: FrameType | None = _calling_handler()
     while frame is not None and "resume_from_checkpoint" not in frame.f_locals:
