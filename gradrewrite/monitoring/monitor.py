@@ -155,9 +155,9 @@ class Monitor:
         return [row.get(address, math.nan) for row in rows]
 
     def kept(self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor") -> dict[Site, Tensor]:
-        """Return copies of the tensors of ``Keep(what)`` in the last backward.
+        """Return copies of the tensors kept in the last backward.
 
-        They are on their device, with their dtype.
+        They are those of ``Keep(what)``, on their device, with their dtype.
 
         Raises:
             ValueError: ``what`` is nothing that ``Keep`` keeps.

@@ -225,7 +225,7 @@ class StepRecorder:
         return Seat(next(n for n in itertools.count() if n not in numbers), first, num_groups)
 
     def last_used_step(self) -> int:
-        """Return the last step that a new guard adds nothing to; -1 if none.
+        """Return the last step that a new guard adds nothing to; -1 if there is none.
 
         Such are steps of guards that were removed, and a step that updates alone made: no backward recorded anything,
         so nothing tells whether one has followed, and a guard is rarely added between a backward and its last update.
