@@ -1,4 +1,4 @@
-"""Records: named scalars that actions report from inside the graph."""
+"""Records: named scalars from inside the graph, reported by actions."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", d
 
 
 def current_recording() -> Recording | None:
-    """Return what collects the records of the action that is traced; None outside of a rewrite."""
+    """Return the collector of the traced action's records; None outside of a rewrite."""
     return _recording.get()
 
 
@@ -141,9 +141,10 @@ def record(name: str, value: Tensor | float) -> None:
 
 
 def record_clip(before: Tensor, after: Tensor, *, strength: bool = False) -> None:
-    """Report last what a log line of a clip needs: largest and mean absolute value before, and whether it acted.
+    """Report the figures of a clip's log line; they come last.
 
-    It acted if an element changed; NaN is no change. Empty tensors: not acted, both figures NaN.
+    They are the largest and the mean absolute value before, and whether it acted. It acted if an element changed; NaN
+    is no change. Empty tensors: not acted, both figures NaN.
 
     Args:
         before: The tensor.
@@ -180,7 +181,10 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor, *, strength: bool) -> None:
-    """Report what ``record_clip`` does of a global tensor; one collective for all of it."""
+    """Report the figures of ``record_clip`` for a global tensor.
+
+    One collective is enough for all of it.
+    """
     unchanged = _changed(before, after).logical_not().to(torch.float32)
     reports: list[tuple[Tensor, tuple[str, ...]]] = [
         (before, ("max_abs", "mean_abs", "norm")),
@@ -201,7 +205,9 @@ def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor,
 
 
 def record_norm(name: str, norm: Tensor, bound: float | Tensor, *, is_computed: bool = False) -> None:
-    """Report first the norm that a clip bounds, and its bound: from inside the graph if that is a tensor on a device.
+    """Report a clip's norm and bound, first.
+
+    The bound is reported from inside the graph if it is a tensor on a device.
 
     What the clip multiplies by follows from both, and is computed where they are read.
 
@@ -237,7 +243,10 @@ def record_shares(norms: Tensor, norm_type: float) -> None:
 
 
 def record_limit(limit: float | Tensor, device: torch.device) -> None:
-    """Report the largest absolute value that a clip lets pass: from inside the graph if it is a tensor on a device."""
+    """Report the largest absolute value that passes a clip.
+
+    It is reported from inside the graph if it is a tensor on a device.
+    """
     recording = _recording.get()
     if _is_on_device(limit):
         record("limit", limit.detach().to(device).clamp(min=0))
@@ -251,7 +260,10 @@ def _is_on_device(bound: float | Tensor) -> TypeGuard[Tensor]:
 
 
 def keep(tensor: Tensor, what: str = "tensor") -> None:
-    """Carry a tensor out of the graph, to ``monitor.kept(what)``; it is copied where it leaves, at run time."""
+    """Keep a tensor as an output of the graph, for ``monitor.kept``.
+
+    It is copied where it leaves, at run time.
+    """
     recording = _recording.get()
     if recording is not None:
         recording.kept.append(tensor)
@@ -293,7 +305,7 @@ def recording(
     scale: Tensor | None = None,
     states: StateScope | None = None,
 ) -> Iterator[Recording]:
-    """Collect what is reported inside the block; numbers become tensors on ``device``."""
+    """Collect the reports inside the block; numbers become tensors on ``device``."""
     current = Recording(device=device, is_opaque=is_opaque, scale=scale, states=states)
     token = _recording.set(current)
     try:
