@@ -23,7 +23,7 @@ Size: TypeAlias = "int | torch.SymInt"
 class Const:
     """A value without examples, or a function of counts alone.
 
-    Such a count is how many targets are not ignored.
+    Such a count is the number of targets that are not ignored.
     """
 
 
