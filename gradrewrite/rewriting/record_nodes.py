@@ -1,4 +1,4 @@
-"""Nodes that carry records, and the numbering of their keys."""
+"""Record nodes, and the numbering of their keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RecordNumbering:
     def of_action(
         self, named: Sequence[Sequence[str]], where: str, bound: str | None
     ) -> tuple[list[list[RecordKey]], RecordKey | None]:
-        """Make the keys of what one action reports.
+        """Make the keys of one action's records.
 
         Args:
             named: Names of its records, in each of its tensors.

@@ -1,4 +1,4 @@
-"""Packing of records: the nodes that leave a joint graph beside the gradients, and their layout."""
+"""Packing of records: auxiliary outputs of a joint graph, and their layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = 1 << 20
 
 @dataclass
 class RecordPacking:
-    """The nodes that become auxiliary outputs of the backward.
+    """The nodes for the auxiliary outputs of the backward.
 
     Attributes:
         records: Nodes of records.
@@ -63,7 +63,7 @@ class RecordPacking:
     def add(
         self, where: str, site: Site, traced: TracedAction, extras: Sequence[fx.Node], members: Sequence[Site] = ()
     ) -> list[RecordKey]:
-        """Take what a traced action returns beside the replacement.
+        """Add the outputs of a traced action beside the replacement.
 
         Args:
             where: The site of its records.
@@ -119,7 +119,7 @@ class RecordPacking:
         self.shown |= {before: (factor,), after: ()}
 
     def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
-        """Take for each node of a graph the one that is read instead of it now, before anything is packed."""
+        """Replace each node by its current successor, before anything is packed."""
         nodes = {node.name: node for node in graph.nodes}
         self.records = [replace(record, node=current(record.node)) for record in self.records]
         self.kept = [(site, current(node)) for site, node in self.kept]
@@ -127,7 +127,10 @@ class RecordPacking:
         self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
 
     def pack_into(self, graph: fx.Graph, forward: ForwardValues) -> tuple[BackwardOutputs, list[fx.Node]]:
-        """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""
+        """Pack the records, hold the auxiliary outputs, and return their layout.
+
+        All new nodes are returned too.
+        """
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
         keys = [key for record in self.records for key in record.keys]
         order = tuple(shown for key in keys for shown in self.shown.get(key, (key,)))
@@ -178,7 +181,7 @@ class RecordPacking:
 
 
 def _comes_later(record: RecordNode) -> bool:
-    """Order of records: counts of checks that skip come first."""
+    """Order records: counts of checks that skip come first."""
     return not record.skips
 
 
@@ -187,7 +190,10 @@ def _num_skips(records: Sequence[RecordNode]) -> int:
 
 
 def _measured_once(records: Sequence[RecordNode]) -> list[RecordNode]:
-    """Put together what is measured of one tensor, which is then read once; counts of checks that skip stay apart."""
+    """Merge the statistics of one tensor, to read it once.
+
+    Counts of checks that skip stay apart.
+    """
     found: dict[tuple[fx.Node, bool] | int, RecordNode] = {}
     for number, record in enumerate(records):
         place = (record.node, record.skips) if record.statistics else number
