@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class _Refused(Exception):
-    """Something cannot be done; the message says what to do."""
+    """An error for the user; the message says how to fix it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -288,7 +288,7 @@ def _read(path: Path) -> list[Step]:
 
 
 def _reading(read: Callable[[], _T]) -> _T:
-    """Call what reads files of records; refuse those that cannot be read."""
+    """Call a reader of record files; refuse unreadable ones."""
     try:
         return read()
     except OSError as err:
