@@ -1,4 +1,4 @@
-"""The view of one site: its neighborhood, with the edits that were inserted and the edges that they replaced."""
+"""The view of one site: its neighborhood, its edits and the replaced edges."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class SiteView:
         colors: Mapping[str, ColorSample],
         root_cause: Collection[str],
     ) -> None:
-        """Read what is within ``hops`` edges of the site; ``colors`` are by key of an edit's box."""
+        """Read the nodes within ``hops`` edges of the site.
+
+        ``colors`` are by key of an edit's box.
+        """
         anchor = before.anchors[site]
         own = [f"edit {number}" for number, edit in enumerate(after.edits) if edit.site == site]
         old, new = _pairs(before, anchor), _pairs(after, anchor)

@@ -144,7 +144,10 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
 
 
 def _sites(ladder: Ladder) -> dict[str, list[str]]:
-    """Return for each box the sites whose records and colors it shows: of its edits, else whose values it holds."""
+    """Return for each box the sites of its records and colors.
+
+    They are those of its edits, or else those of the values in it.
+    """
     view = ladder.graph_view
     edited = {edit.site for edit in view.edits}
     held: dict[str, list[str]] = defaultdict(list)
