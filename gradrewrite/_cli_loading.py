@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoadError(Exception):
-    """A failure to load an object; the message, one line, says how to fix it."""
+    """A failure to load an object; the message says how to fix it in one line."""
 
 
 def load(spec: str, what: str) -> Any:

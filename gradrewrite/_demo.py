@@ -1,7 +1,4 @@
-"""``gradrewrite demo``: two diverging examples, without and with clipping.
-
-The clips are in the backward.
-"""
+"""``gradrewrite demo``: two diverging examples, without and with clipping in the backward."""
 
 from __future__ import annotations
 

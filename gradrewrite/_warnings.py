@@ -17,10 +17,7 @@ def warn(text: str) -> None:
 
 
 class PendingWarnings:
-    """Warnings that wait for a flush.
-
-    While a graph is compiled it is not safe to warn.
-    """
+    """Warnings held back until a flush; none is issued during a compilation."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()

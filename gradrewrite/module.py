@@ -205,10 +205,7 @@ class RewrittenModule(nn.Module):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skip the ``__init_subclass__`` of the model's class.
-
-        It may list its subclasses.
-        """
+        """Skip ``__init_subclass__`` of the model's class; it may list its subclasses."""
 
     if TYPE_CHECKING:  # the attributes of the model's class
 
@@ -331,18 +328,12 @@ class RewrittenModule(nn.Module):
         return _state(self).session.explanation()
 
     def __copy__(self) -> RewrittenModule:
-        """Copy the plain module as ``copy.copy`` does, and share the policy.
-
-        The monitor is new.
-        """
+        """Copy the plain module as ``copy.copy`` does; share the policy, not the monitor."""
         config, *others = _settings(self)
         return _rebuild(copy.copy(_state(self).original), (_with_own_states(config), *others))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
-        """Copy the plain module, and share the policy with its thresholds.
-
-        The monitor is new.
-        """
+        """Copy the plain module; share the policy and its thresholds, not the monitor."""
         state = _state(self)
         # The model may refer to itself: what is copied then refers to this object.
         copied = memo[id(self)] = object.__new__(type(self))
@@ -354,10 +345,7 @@ class RewrittenModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the plain module, the policy and the settings.
-
-        Compiled code and records stay behind.
-        """
+        """Pickle the plain module, policy and settings, without compiled code and records."""
         settings = _settings(self)
         if not settings[-1]:
             return _rebuild, (_state(self).original, settings)

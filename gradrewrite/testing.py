@@ -186,10 +186,7 @@ def assert_matches_eager(
 
 
 def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled: bool) -> float:
-    """Return the error of plain torch.compile against the eager model.
-
-    It is relative to each element and to the largest of its kind.
-    """
+    """Return plain torch.compile's error, relative to each element and the largest."""
     eager, traced = copy.deepcopy(model), copy.deepcopy(model)
     options = {"fallback_random": True} if compiled else None
     run = inductor.compiled_alone(
@@ -424,10 +421,7 @@ class _Hooked:
         self._handles.append(register(act))
 
     def _note_records(self, reported: Recording, where: str, members: Sequence[str] = ()) -> None:
-        """Record an action's reports, and the factor of a clip.
-
-        The host computes the factor from them.
-        """
+        """Record an action's reports, and a clip's factor, computed by the host."""
         names = reported.names[:-1] if reported.has_members else reported.names
         named, key_of_bound = self._numbering.of_action(names, where, reported.bound and reported.bound[0])
         for keys, values in zip(named, reported.values, strict=False):
@@ -460,10 +454,7 @@ class _Hooked:
                 self.acted[str(site)] = None
 
     def finish(self) -> None:
-        """Remove the hooks after the backward, and run the group actions.
-
-        They run in the order in which the policy names them.
-        """
+        """Remove the hooks, and run group actions in the order of the policy."""
         for handle in self._handles:
             handle.remove()
         groups: dict[Any, list[_Member]] = {}
@@ -554,10 +545,7 @@ class _Op:
 
 
 class _Observer(TorchFunctionMode):
-    """An observer of an eager forward: the op and module calls around each value.
-
-    They are those that made it, and those that used it.
-    """
+    """An observer of an eager forward: each value's ops and module calls."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -146,10 +146,7 @@ def choose_metric(found: Sequence[SiteMetric], wanted: Metric | None) -> SiteMet
 
 
 def box_colors(ladder: Ladder, metric: SiteMetric) -> dict[str, ColorSample]:
-    """Return colors by box, the strongest of several sites.
-
-    The sites are those of its edits, or else those of the values in it.
-    """
+    """Return colors by box: the strongest of its edits' sites, or else of its values'."""
     samples = site_colors(metric)
     view = ladder.graph_view
     edited = {str(edit.site) for edit in view.edits}

@@ -1,7 +1,4 @@
-"""``report``: the health of a training run as one offline page.
-
-It prints, too.
-"""
+"""``report``: the health of a training run as one page, offline and printable."""
 
 from __future__ import annotations
 

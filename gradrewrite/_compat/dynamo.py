@@ -118,10 +118,7 @@ def outside_of_graphs(fn: _Function, reason: str) -> _Function:
 
 
 def source_name(node: fx.Node) -> str:
-    """Return Dynamo's source of a placeholder, such as ``L['x']``.
-
-    It is ``""`` in a graph of another tracer.
-    """
+    """Return Dynamo's source of a placeholder, ``L['x']``; ``""`` without one."""
     source = getattr(node, "_dynamo_source", None)
     return source.name if source is not None else ""
 

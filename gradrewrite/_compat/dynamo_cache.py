@@ -126,10 +126,7 @@ class CompiledCode:
     """Code objects compiled for one backend."""
 
     def __init__(self, backend: Any) -> None:
-        """Start without code, and unregister the backend from torch's table.
-
-        That table would keep every backend alive.
-        """
+        """Start without code, and unregister the backend from torch's table of all backends."""
         self._backend = weakref.ref(backend)
         self._codes: dict[int, types.CodeType] = {}
         cached_backends.pop(id(backend), None)
@@ -240,10 +237,7 @@ class _Frames:
 
 
 def _forget_stacks() -> None:
-    """Clear the Python stacks in torch's records of this thread's compilations.
-
-    Their code objects would never die.
-    """
+    """Clear torch's stacks of this thread's compilations; they keep code objects alive."""
     metrics = get_metrics_context()
     if not metrics.in_progress():
         metrics._edits.clear()

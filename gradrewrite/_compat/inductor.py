@@ -177,10 +177,7 @@ def num_generated_kernels() -> int:
 
 
 def stop_folding() -> None:
-    """Stop Inductor's constant folding of ``get_attr`` and of ``x * 0``.
-
-    It is for the joint pass.
-    """
+    """Stop the joint pass from folding ``get_attr`` values and ``x * 0``."""
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
 

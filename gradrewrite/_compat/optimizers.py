@@ -94,10 +94,7 @@ def check_unmixed(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scaler_in_use(depth: int = 40) -> torch.amp.GradScaler | None:
-    """Return the GradScaler running ``step`` on this stack; None without one.
-
-    It looks at the nearest ``depth`` frames.
-    """
+    """Return the GradScaler running ``step`` in the nearest frames; None without one."""
     frame = sys._getframe(1)
     for _ in range(depth):
         if frame.f_code is torch.amp.GradScaler.step.__code__:

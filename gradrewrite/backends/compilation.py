@@ -78,10 +78,7 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
 
 
 def needs_gradients(inputs: Sequence[Any]) -> bool:
-    """Return whether an input of a Dynamo graph needs a gradient.
-
-    Otherwise there is no backward to rewrite.
-    """
+    """Return whether an input of a Dynamo graph needs a gradient."""
     return any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
 
@@ -199,10 +196,7 @@ class GraphCompilation:
         self.report()
 
     def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
-        """Return the disk cache's entry of the rewrite.
-
-        It is None where other processes would need another one.
-        """
+        """Return the disk cache's entry of the rewrite; None if it depends on this process."""
         result, replay_graph = self.result, self.forwards.replay_graph if self.forwards is not None else None
         answers = hash_of_answers(result.answers) if result is not None else None
         if result is None or answers is None or result.live or result.outputs.states or result.assumes:
@@ -335,10 +329,7 @@ class GraphCompilation:
         return self.wrap_forward(compile_graph(gm, inputs), names)
 
     def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
-        """Let a compiled forward record the inputs of each call, if they are needed.
-
-        ``names`` are those of its outputs.
-        """
+        """Let a compiled forward record the inputs of each call, if they are needed."""
         if self.result is None or (self.forwards is None and self.region is None):
             return compiled
         uses = self.uses
@@ -355,10 +346,7 @@ class GraphCompilation:
         return aot_autograd.boxed(run)
 
     def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile the backward with its auxiliary outputs and live inputs.
-
-        Its wrapper takes both off.
-        """
+        """Compile the backward, and wrap its auxiliary outputs and live inputs."""
         assert self.result is not None  # a graph with a backward was rewritten
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         num_outputs = editing.release(gm.graph)
@@ -463,10 +451,7 @@ _SPLIT = (
 
 @contextlib.contextmanager
 def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any]) -> Iterator[None]:
-    """Replace torch's error on shared memory by one that names the tensors.
-
-    These are a buffer and a parameter.
-    """
+    """Name the buffer and the parameter in torch's error on shared memory."""
     try:
         yield
     except AssertionError as err:

@@ -55,10 +55,7 @@ class Engine(Protocol):
         ...
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile a graph of ATen nodes for runs without gradients.
-
-        It may write to its inputs.
-        """
+        """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
         ...
 
 

@@ -26,10 +26,7 @@ Compiler = Callable[..., Any]
 
 
 class _WeakBackend:
-    """A weak reference to a backend, for torch.
-
-    torch may keep it for longer than its model lives.
-    """
+    """A weak reference to a backend; torch may keep it longer than its model lives."""
 
     __name__ = "gradrewrite"
 

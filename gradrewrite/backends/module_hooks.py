@@ -47,10 +47,7 @@ class WithHooks:
     """First base of the class of an object that runs the hooks of a module around another forward."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skip the ``__init_subclass__`` of the module's class.
-
-        It may list its subclasses.
-        """
+        """Skip ``__init_subclass__`` of the module's class; it may list its subclasses."""
 
 
 class HookedForwards:

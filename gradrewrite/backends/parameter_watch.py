@@ -1,7 +1,4 @@
-"""Parameters with gradients from outside of the rewritten graphs.
-
-There the policy does not hold.
-"""
+"""Parameters with gradients from outside of the rewritten graphs, beyond the policy."""
 
 from __future__ import annotations
 
@@ -155,10 +152,7 @@ def _remove_watch(hooks: Iterable[_ParameterHook], watch: ParameterWatch | None 
 
 
 def methods_that_use(model: nn.Module, attributes: Sequence[str]) -> list[str]:
-    """Return the public methods of a model's own classes that name an attribute.
-
-    ``forward`` is excepted.
-    """
+    """Return a model's own public methods, except ``forward``, that name an attribute."""
     found: dict[str, None] = {}
     for cls in type(model).__mro__[: type(model).__mro__.index(nn.Module)]:
         for name, value in vars(cls).items():

@@ -66,10 +66,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def outside_of(model: nn.Module, regions: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the outermost modules outside of all regions.
-
-    A module that contains a region is not among them.
-    """
+    """Return the outermost modules outside of all regions, by name, that contain none."""
     inner = tuple(regions)
     found: list[str] = []
     for name, module in model.named_modules():

@@ -318,10 +318,7 @@ class Session:
             )
 
     def _names_without_site(self, pattern: Pattern) -> set[str]:
-        """Return the names that match a pattern without sites.
-
-        They are those of modules, parameters or inputs.
-        """
+        """Return module, parameter or input names that match a pattern without sites."""
         names: set[str] = set()
         if pattern.kind in (None, "error", "activation"):
             names.update(self.names.modules.values())
@@ -363,10 +360,7 @@ def _first_group(report: GraphReport) -> Any:
 
 
 def _lone_skip_of(report: GraphReport) -> Site | None:
-    """Return the first site of a skipping check on this process's values alone.
-
-    No average of gradients comes before it.
-    """
+    """Return the site of the first skipping check that no average precedes."""
     averaged = set()
     for edit in report.edits:  # in their order at each site
         if isinstance(edit.action, BucketedAction):

@@ -216,7 +216,7 @@ def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, Clip]:
 
 
 def _norm_clip(run: Run, bound: Series, own: Sequence[Series]) -> Clip | None:
-    """Return the clip of a bound; the two have the same occurrence of a norm."""
+    """Return the clip of a bound, by the occurrence of its norm."""
     site = bound.at.site
     keys = [RecordKey(name, n, site) for n in (bound.at.occurrence, 1) for name in ("norm", "total_norm")]
     norms = _first_of(run, keys)

@@ -172,10 +172,7 @@ class _Profile:
 
 
 def growth_over_layers(run: Run) -> list[Finding]:
-    """Return a finding for errors with a steady factor per layer.
-
-    The errors grow or shrink on the way back.
-    """
+    """Return a finding for errors that grow or shrink steadily per layer backward."""
     profile = _profile(run)
     values = [v for _, v in profile.sites]
     if len(values) < MIN_LAYERS:

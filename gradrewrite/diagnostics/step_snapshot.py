@@ -246,10 +246,7 @@ class PendingForwards:
             self._calls.append(call)
 
     def snapshot(self, args: Sequence[Any]) -> StepSnapshot:
-        """Return the step snapshot for these arguments of a backward.
-
-        See ``note_saved``.
-        """
+        """Return the step snapshot for a backward with these arguments; see ``note_saved``."""
         call = self._find(args)
         if call is None:
             return StepSnapshot(

@@ -1,7 +1,4 @@
-"""Agreement of the ranks of a process group on skipped steps.
-
-A step that one rank skips is skipped by all.
-"""
+"""Agreement of a process group: a step skipped by one rank is skipped by all."""
 
 from __future__ import annotations
 

@@ -22,10 +22,7 @@ def this_rank() -> int | None:
 
 
 def check_group(group: Any) -> None:
-    """Raise TypeError unless this is a process group.
-
-    It is a ValueError if this process is not in the group.
-    """
+    """Raise TypeError unless given a process group, ValueError outside of it."""
     if group is None:
         return
     is_outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER

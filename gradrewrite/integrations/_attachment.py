@@ -60,10 +60,7 @@ class Attachment:
     def attach(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
     ) -> None:
-        """Rewrite the model in place and guard the optimizers.
-
-        An earlier attachment is detached first.
-        """
+        """Detach the last model, rewrite this one in place, and guard the optimizers."""
         self.detach()
         left = state_of(model)
         if left is not None and left.is_temporary:  # by a training that failed
@@ -108,10 +105,7 @@ class Attachment:
         self._model, self._optimizers = None, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``gr.state_dict`` of the model, or of the last one.
-
-        It is empty before the first.
-        """
+        """Return ``gr.state_dict`` of the model, or of the last one; empty before the first."""
         if self._loaded is not None:
             return dict(self._loaded)
         if self._model is not None and state_of(self._model) is not None:

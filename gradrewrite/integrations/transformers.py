@@ -120,10 +120,7 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             torch.save(self._attachment.state_dict(), file)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the model's actions; see ``gr.state_dict``.
-
-        After training, it is the last state.
-        """
+        """Return the state of the model's actions, or the last; see ``gr.state_dict``."""
         return self._attachment.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,19 +151,13 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:
-    """Return the file of the actions' state, in the folder of a checkpoint.
-
-    Each process has its own.
-    """
+    """Return this process's file of the actions' state, in a checkpoint's folder."""
     number = f"_{args.process_index}" if args.world_size > 1 else ""
     return checkpoint / f"gradrewrite_state{number}.pt"
 
 
 def _checkpoint_in_use() -> Path | None:
-    """Return the checkpoint folder of the calling Trainer's resumed training.
-
-    The Trainer tells no callback of it.
-    """
+    """Return the checkpoint folder of the calling Trainer; no callback is told of it."""
     frame: FrameType | None = _calling_handler()
     while frame is not None and "resume_from_checkpoint" not in frame.f_locals:
         frame = frame.f_back

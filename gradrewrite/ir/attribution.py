@@ -1,7 +1,4 @@
-"""Attribution of the nodes of a joint graph to torch-level ops.
-
-It makes their provenance.
-"""
+"""Attribution of joint-graph nodes to torch-level ops, for their provenance."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """Return the new value in an update of a buffer; None for other nodes.
-
-    AOTAutograd puts such updates behind the backward.
-    """
+    """Return the new value in an update of a buffer; None for other nodes."""
     into, *rest = node.args or (None,)
     is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
     return rest[0] if is_update and isinstance(rest[0], fx.Node) else None

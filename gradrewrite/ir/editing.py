@@ -86,10 +86,7 @@ def insert_copy(
 
 
 def call_instead(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Replace a node's operator by an equivalent one.
-
-    The name and the metadata of the node remain.
-    """
+    """Replace a node's operator by an equivalent one; keep its name and metadata."""
     node.target, node.args, node.kwargs = target, args, kwargs
 
 
@@ -187,10 +184,7 @@ def drop_outputs(graph: fx.Graph, position: int, count: int) -> None:
 
 
 def insert_saved_copy(node: fx.Node) -> fx.Node:
-    """Insert a copy of a forward value behind it, saved for the backward.
-
-    See ``nodes_for_forward``.
-    """
+    """Insert a copy of a forward value, saved for the backward; see ``nodes_for_forward``."""
     with node.graph.inserting_after(node):
         copied = node.graph.call_function(ops.copy, (node,))
     mode = fake_tensors.fake_mode_of([node.meta["val"]])

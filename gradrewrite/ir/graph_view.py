@@ -1,7 +1,4 @@
-"""``GraphView``: an immutable view of a joint graph, with provenance.
-
-Drawings and exports read it.
-"""
+"""``GraphView``: an immutable view of a joint graph, for drawings and exports."""
 
 from __future__ import annotations
 

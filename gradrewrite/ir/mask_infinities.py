@@ -1,7 +1,4 @@
-"""Expected infinities: those in masks and the like, written by the program itself.
-
-They are no faults.
-"""
+"""Expected infinities, written by the program itself (a mask before a softmax)."""
 
 from __future__ import annotations
 

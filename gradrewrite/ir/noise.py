@@ -47,10 +47,7 @@ class NoiseSource:
         _SOURCES[id(self)] = self
 
     def __repr__(self) -> str:
-        """A text that is the same for all sources.
-
-        They differ in numbers, but not in compiled code.
-        """
+        """A text without numbers: compiled code is the same for all sources."""
         return "NoiseSource()"
 
     def __reduce__(self) -> tuple[Any, ...]:

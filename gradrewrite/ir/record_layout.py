@@ -20,10 +20,7 @@ BOUNDS = frozenset(("bound", "limit"))
 
 
 def acting_bound(number: float) -> float:
-    """Return the effective bound of a clip, ``max(bound, 0)``.
-
-    NaN, which bounds nothing, is returned unchanged.
-    """
+    """Return the effective bound of a clip, ``max(bound, 0)``; NaN is kept."""
     return max(number, 0.0)
 
 

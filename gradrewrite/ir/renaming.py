@@ -103,10 +103,7 @@ class Renaming:
         return replace(edit, site=self.site(edit.site), records=records)
 
     def replay_graph(self, graph: ReplayGraph, sites: Sequence[Site]) -> ReplayGraph:
-        """Rename the sites of a replay graph.
-
-        ``inputs`` stays, for it refers to parameters.
-        """
+        """Rename the sites of a replay graph; ``inputs`` stays, for it refers to parameters."""
         return replace(
             graph,
             activations={number: self.site(site) for number, site in graph.activations.items()},

@@ -155,10 +155,7 @@ def share_of(mask: Tensor) -> Tensor:
 
 
 def _count(mask: Statistic) -> Statistic:
-    """Number of the mask's elements, as a float.
-
-    Integer sums do not fuse with those beside them.
-    """
+    """Number of the mask's elements, as a float: integer sums would not fuse."""
     return lambda x: reduce_all(torch.sum, mask(x).to(_dtype(x)))
 
 

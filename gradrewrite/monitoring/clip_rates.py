@@ -9,10 +9,7 @@ from gradrewrite.ir.record_key import RecordKey
 
 
 class ClipRates:
-    """Counts of clipped steps, by clip.
-
-    A clip has a rate where it records its factor.
-    """
+    """Counts of clipped steps, for clips that record their factor."""
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = defaultdict(int)

@@ -15,7 +15,7 @@ from gradrewrite.ir.record_key import RecordKey
 
 @dataclass
 class LateRecord:
-    """Records of a step from after its backward; they come to the host by themselves.
+    """Records added to a step after its backward, copied to the host by themselves.
 
     Attributes:
         keys: Their keys.
@@ -79,10 +79,7 @@ def number_of(value: float | Tensor) -> float:
 
 
 def last_float_of(pack: Tensor) -> float:
-    """Return the last value of a flat float tensor in host memory.
-
-    The tensor is not empty.
-    """
+    """Return the last value of a non-empty flat float tensor in host memory."""
     number = ctypes.c_double if pack.dtype == torch.float64 else ctypes.c_float
     value: float = number.from_address(pack.data_ptr() + (pack.numel() - 1) * pack.element_size()).value
     return value

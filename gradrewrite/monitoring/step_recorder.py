@@ -32,7 +32,7 @@ class StepListener(Protocol):
     """Reacts to finished steps."""
 
     def on_step(self, record: StepRecord) -> None:
-        """React to a step after its backward; its figures may still be on their device."""
+        """React to a step after its backward; figures may still be on their device."""
         ...
 
     def flush(self) -> None:
@@ -73,10 +73,7 @@ class SkipGuard(Protocol):
         ...
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        """Note the verdict of one graph.
-
-        It is 0-d float32 on its device, 1 if a check that skips failed.
-        """
+        """Note a graph's verdict: 0-d float32, 1 if a check that skips failed."""
         ...
 
     @property
@@ -197,7 +194,7 @@ class StepRecorder:
                 self.remove_guard(guard)
 
     def add_guard(self, guard: SkipGuard, num_groups: int) -> Seat:
-        """Add a guard and return its seat; it is told of every check that skips."""
+        """Add a guard, told of every check that skips; return its seat."""
         with self.lock:
             self.let_go()
             self.guards.append(guard)
@@ -428,10 +425,7 @@ _numbers = itertools.count()
 
 
 def let_guards_follow() -> None:
-    """Let all guards follow their models to new monitors.
-
-    They do so in the order in which they were made.
-    """
+    """Let all guards follow their models to new monitors, in order of creation."""
     for guard in list(_guards.values()):
         guard.follow()
 

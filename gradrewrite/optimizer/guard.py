@@ -182,10 +182,7 @@ def _names_of(targets: Sequence[Target]) -> dict[int, str]:
 
 
 def unguard(optimizer: torch.optim.Optimizer) -> None:
-    """Take the guard off an optimizer, if it has one.
-
-    Later wrappers of its methods (a scheduler) go on without it.
-    """
+    """Take the guard off an optimizer, if any; later wrappers of methods go on."""
     inner = optimizers.inside_of(optimizer)
     watching = inner.__dict__.pop(GUARD, None)
     if not isinstance(watching, Guard):
@@ -296,10 +293,7 @@ class Guard:
         return self._optimizer() is not None and not self.is_removed
 
     def follow(self) -> None:
-        """Follow the models to their current recorders.
-
-        A model may have been rewritten again in place.
-        """
+        """Follow the models to their current recorders, after another rewrite in place."""
         optimizer = self._optimizer()
         recorders = _recorders_of(self.targets)
         before = [recorder for recorder, _ in self._seats]
@@ -386,10 +380,7 @@ class Guard:
             self._count(bad)
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        """Note the verdict of one graph with a parameter of the optimizer.
-
-        A graph without parameters counts too.
-        """
+        """Note a graph's verdict, if it has parameters of the optimizer or none at all."""
         optimizer = self._optimizer()
         assert optimizer is not None
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -95,10 +95,7 @@ class _Names:
 
 
 class StepSites:
-    """The actions at an optimizer's step sites.
-
-    There is one graph for each set of present gradients.
-    """
+    """The actions at an optimizer's step sites: one graph for each set of gradients."""
 
     def __init__(self, targets: Sequence[Target], number: int, groups: RankGroups | None = None) -> None:
         """Ask the policies of these targets.
@@ -314,10 +311,7 @@ class StepSites:
         )
 
     def _states(self) -> StateStore | None:
-        """Return the state store of the first model.
-
-        Groups may have several models.
-        """
+        """Return the state store of the first model; groups may have several models."""
         return next((t.session.config.states for t in self._targets if t.session is not None), None)
 
     def _one(self, device: torch.device) -> Tensor:
@@ -463,10 +457,7 @@ def ask_at_step_sites(
 
 
 def _numbers_of_equal_names(named: Sequence[tuple[int, str] | None]) -> list[int]:
-    """Return each parameter's number among those of equal name.
-
-    Other models have the others.
-    """
+    """Return the number of each parameter among equal names of several models."""
     counts: Counter[str] = Counter()
     numbers = []
     for own in named:

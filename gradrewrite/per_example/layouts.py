@@ -21,10 +21,7 @@ Size: TypeAlias = "int | torch.SymInt"
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A value without examples, or a function of counts alone.
-
-    Such a count is the number of targets that are not ignored.
-    """
+    """A value without examples, or a function of counts (of targets that are not ignored)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +75,7 @@ Layout: TypeAlias = Const | Batch | Sum | Mixed
 
 
 class MixesExamplesError(Exception):
-    """An op that mixes examples, or may do so.
-
-    The message says what it does.
-    """
+    """An op that mixes examples, or may do so; the message says how."""
 
 
 def same_size(a: Size, b: Size) -> bool:
@@ -197,10 +191,7 @@ def unflatten(tensor: Tensor, layout: Batch, num_examples: Size) -> Tensor:
 
 
 def weighted(tensor: Tensor, layout: Batch, weights: Tensor) -> Tensor:
-    """Multiply the examples of a tensor by weights ``[B]``.
-
-    A weight of 1 changes no bit.
-    """
+    """Multiply a tensor's examples by weights ``[B]``; a weight of 1 changes no bit."""
     rows, pre, post = weights.to(tensor.device), as_number(layout.pre), as_number(layout.post)
     if not same_size(post, 1):
         rows = rows.unsqueeze(1).expand(-1, post).reshape(-1)

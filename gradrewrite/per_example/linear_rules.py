@@ -86,9 +86,6 @@ _LINEAR[ops.mark_error] = lambda call, sums: True
 
 
 def is_linear(call: OpCall, sums: Sums) -> bool:
-    """Return whether an op is linear in these sums over examples.
-
-    No other input may have the batch.
-    """
+    """Return whether an op is linear in these sums; no other input may have the batch."""
     rule = _LINEAR.get(call.node.target)
     return rule is not None and not call.batched and rule(call, sums)

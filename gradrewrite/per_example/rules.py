@@ -457,10 +457,7 @@ def _vector_product(call: OpCall) -> Layouts:
 
 @_rule("_trilinear")
 def _trilinear(call: OpCall) -> Layouts:
-    """Multiply three tensors, each expanded, and add up along ``sumdim``.
-
-    Each is broadcast along its dimensions ``expand1`` to ``expand3``.
-    """
+    """Multiply three tensors, each broadcast along its ``expand``, and sum along ``sumdim``."""
     found: dict[fx.Node, Batch] = {}
     for name, expand in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
         layout, node = call.batch_of(call[name]), call[name]
@@ -658,7 +655,7 @@ def _embedding_bag_backward(call: OpCall) -> Layouts:
 
 
 def _bags_of(call: OpCall, words: Batch) -> Batch:
-    """Return the layout of bags of one size, as rows of a matrix of words."""
+    """Return the layout of bags of one size: rows of a matrix of words."""
     (number, *_), (total, *_) = call.size("offsets"), call.size("indices")
     number = number - 1 if call["include_last_offset"] else number
     each = quotient(total, number)

@@ -142,10 +142,7 @@ class _Terms:
         return dict(fx.map_arg(operators.arguments_of(node), lambda argument: value(node, argument)))
 
     def _along(self, node: fx.Node) -> Any:
-        """Run an op along dimensions on all examples at once.
-
-        The examples are one more dimension in front.
-        """
+        """Run an op along dimensions on all examples, one more dimension in front."""
         given = operators.arguments_of(node)
         list_of_rows = given.get("index") if node.target in _ALONG_LISTS else None
 
@@ -211,10 +208,7 @@ def _cast(named: Mapping[str, Any], node: fx.Node) -> Tensor:
 
 
 def _convolution(named: Mapping[str, Any], node: fx.Node) -> tuple[Tensor | None, ...]:
-    """Return the terms of a convolution's weight and bias.
-
-    Unread ones are removed later.
-    """
+    """Return the terms of a convolution's weight and bias; unread ones are removed later."""
     errors, values, size = named["grad_output"], named["input"], size_of(operators.arguments_of(node)["weight"])
     # Inductor (2.13) fixes the number of groups.
     is_symbolic = isinstance(fake_tensors.as_number(errors.shape[0]), torch.SymInt) and len(size) <= 4

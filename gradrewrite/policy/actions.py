@@ -137,10 +137,7 @@ class BucketedAction(Action, Protocol):
         ...
 
     def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute all replacements from the result of ``begin``.
-
-        No elements of ``tensors`` are read.
-        """
+        """Compute all replacements from ``begin``'s result; read no elements of ``tensors``."""
         ...
 
 
@@ -229,10 +226,7 @@ class LiveBounds(Protocol):
 
 @runtime_checkable
 class ParameterScaling(Action, Protocol):
-    """An action on the parameter after the update (internal until 1.0).
-
-    It multiplies the parameter by a factor.
-    """
+    """An action with a factor of the parameter after the update (internal until 1.0)."""
 
     @property
     def parameter_factor(self) -> float | Tensor:

@@ -181,10 +181,7 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _record_clip_of_shards(recording: Recording, before: DTensor, after: Tensor, *, strength: bool) -> None:
-    """Report the figures of ``record_clip`` for a global tensor.
-
-    One collective is enough for all of it.
-    """
+    """Report the figures of ``record_clip`` for a global tensor, by one collective."""
     unchanged = _changed(before, after).logical_not().to(torch.float32)
     reports: list[tuple[Tensor, tuple[str, ...]]] = [
         (before, ("max_abs", "mean_abs", "norm")),

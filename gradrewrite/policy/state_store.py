@@ -275,10 +275,7 @@ class StateStore:
             self._load_noise(key, source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the values alone, without compiled code.
-
-        Noise is copied with its action.
-        """
+        """Return the values alone; noise is copied with its action."""
         return self._without_noise()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -265,10 +265,7 @@ def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Ten
 
 
 def action_key(action: Any) -> Hashable:
-    """Return a key, equal for actions that insert the same nodes.
-
-    Tensors are compared by identity.
-    """
+    """Return a key of the nodes that an action inserts; tensors count by identity."""
     if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
         return id(action)
     values = (getattr(action, f.name) for f in fields(action))

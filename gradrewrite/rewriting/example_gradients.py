@@ -130,10 +130,7 @@ class ExampleGradients:
     def weighted_gradient(
         self, point: InsertionPoint, node: fx.Node, weights: fx.Node, action: ExampleClip, scale: Tensor | None
     ) -> fx.Node:
-        """Return the node of a gradient with weights ``[B]`` of the examples.
-
-        Noise is added, if the action has any.
-        """
+        """Return the node of a gradient with weighted examples ``[B]``, and noise if any."""
         tail = self._tail(point, node, action)
         found = self._found[action.batch_dim]
         if found.is_empty:
@@ -285,10 +282,7 @@ class ExampleGradients:
                 self.replaced += [other for other in tail.nodes if other is not node]
 
     def _small_terms(self, node: fx.Node, tail: Tail, action: Asked) -> fx.Node | None:
-        """Return the node of the terms; None if not computed, or too large.
-
-        They are too large if they are larger than their operands.
-        """
+        """Return the node of the terms; None if not computed, or larger than their operands."""
         terms = self._terms.get((node, action.batch_dim))
         if terms is None:
             return None
@@ -305,10 +299,7 @@ class ExampleGradients:
         return self._insert(add_up, [terms, weights])
 
     def _clone(self, tail: Tail, weights: fx.Node) -> fx.Node:
-        """Return a copy of a tail with weights at its frontier.
-
-        One argument of each node of the frontier is weighted.
-        """
+        """Return a copy of a tail with one weighted argument at each frontier node."""
         copies = self._copies.setdefault(weights, {})  # one op may make the gradients of two parameters
         for node in tail.nodes:
             if node in copies:

@@ -63,10 +63,7 @@ _SHARED = -1
 
 
 def share_nodes(new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[str, ...]]:
-    """Return the names of the new nodes by member of a group.
-
-    A node that several need belongs to the first of them.
-    """
+    """Return new nodes' names by member of a group; shared ones belong to the first."""
     reads: dict[fx.Node, int | None] = {node: i for i, node in enumerate(inputs)}
     for node in new:
         reads[node] = _common(reads.get(a) for a in node.all_input_nodes)

@@ -92,10 +92,7 @@ class ModuleNames:
         return found
 
     def first_names(self, pattern: Pattern) -> set[str]:
-        """Return first names by a pattern for the second ones (shared, tied).
-
-        They are those of modules and parameters.
-        """
+        """Return first names of modules and parameters with a matching second (shared, tied)."""
         found = set()
         for prefix, ref in self._roots:
             root = ref()

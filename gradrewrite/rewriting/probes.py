@@ -73,10 +73,7 @@ def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
 
 
 def tap_module(x: Any) -> Any:
-    """Return a pass-through module's value unchanged, while it is traced.
-
-    It is named by the module around it.
-    """
+    """Return a pass-through module's value; while tracing, the module around names it."""
     return x
 
 
@@ -85,10 +82,7 @@ def note_return(key: str, path: str, *returned: Any) -> None:
 
 
 def erase_notes(gm: fx.GraphModule) -> None:
-    """Erase the notes of modules' results from a Dynamo graph.
-
-    Those in the bodies in it are erased too.
-    """
+    """Erase the notes of modules' results from a Dynamo graph and its inner bodies."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue

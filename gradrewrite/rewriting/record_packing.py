@@ -190,10 +190,7 @@ def _num_skips(records: Sequence[RecordNode]) -> int:
 
 
 def _measured_once(records: Sequence[RecordNode]) -> list[RecordNode]:
-    """Merge the statistics of one tensor, to read it once.
-
-    Counts of checks that skip stay apart.
-    """
+    """Merge statistics of one tensor into one read; counts of skipping checks stay apart."""
     found: dict[tuple[fx.Node, bool] | int, RecordNode] = {}
     for number, record in enumerate(records):
         place = (record.node, record.skips) if record.statistics else number

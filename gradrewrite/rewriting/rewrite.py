@@ -260,10 +260,7 @@ class Rewriter:
             self._measure(point, measurement)
 
     def _further_arguments(self, point: InsertionPoint, action: Any, current: fx.Node) -> list[fx.Node]:
-        """Return the further arguments of an action.
-
-        They are the value at a gradient site, or per-example quantities.
-        """
+        """Return an action's further arguments: the value, or per-example quantities."""
         found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
         if isinstance(found, ExampleAction) and found.example_quantities:
             assert self.examples is not None
@@ -310,7 +307,7 @@ class Rewriter:
             self.check(point, measurement.fails, keys[-1], point.node)
 
     def check(self, point: InsertionPoint, fails: Any, key: RecordKey, seen: fx.Node) -> None:
-        """Add the check of a node at a site, by the count under a key."""
+        """Add a node's check at a site, by the count under a key."""
         self.packing.checks.append(Check(point.site, fails, key, point.order, seen.name))
 
     def states_at(self, where: str) -> StateScope | None:
@@ -381,10 +378,7 @@ class Rewriter:
             self._replace(point, result)
 
     def _behind(self, nodes: Sequence[fx.Node]) -> fx.Node:
-        """Return the node right behind these nodes and all inputs.
-
-        New nodes are inserted before it.
-        """
+        """Return the insertion position right behind these nodes and all inputs."""
         last_input = self.graph.find_nodes(op="placeholder")[-1]
         last: fx.Node = max([last_input, *nodes])  # nodes compare by their position
         return last.next
@@ -535,7 +529,7 @@ def _is_on_cuda(node: fx.Node) -> bool:
 
 
 def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[Layout | None]:
-    """Return the layouts of a gradient and its value, if either is of a DTensor."""
+    """Return the layouts of a gradient and its value; ``()`` without a DTensor."""
     layouts = (point.layout, point.value_layout)[: 1 + len(further)]
     return layouts if any(layout is not None for layout in layouts) else ()
 

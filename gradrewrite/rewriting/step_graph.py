@@ -308,10 +308,7 @@ class _Builder:
     def insert_scaling(
         self, action: NormScaling, points: Sequence[InsertionPoint], scale: fx.Node | None, *, divides: bool
     ) -> None:
-        """Insert the nodes for the factor of a group.
-
-        The gradients are multiplied after the graph.
-        """
+        """Insert a group's factor; the gradients are multiplied after the graph."""
         rewriter = self.rewriter
         for point in points:
             check_dense(action, point.site, value_of(point.node))

@@ -144,10 +144,7 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
 
 
 def _sites(ladder: Ladder) -> dict[str, list[str]]:
-    """Return for each box the sites of its records and colors.
-
-    They are those of its edits, or else those of the values in it.
-    """
+    """Return for each box the sites of its edits, or else of its values."""
     view = ladder.graph_view
     edited = {edit.site for edit in view.edits}
     held: dict[str, list[str]] = defaultdict(list)
