@@ -1,4 +1,4 @@
-"""``locate``: which op makes the first value that is not finite, on demand."""
+"""``locate``: the op behind the first non-finite value, on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradrewrite.sites import Kind, Site
 def locate(
     model: nn.Module, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None, **kwargs: Any
 ) -> NonFiniteError | None:
-    """Run one step op by op and say which op makes the first value that is not finite.
+    """Run one step op by op and find the op of the first non-finite value.
 
     The model stays as it was: parameters, gradients, buffers, random state. Its policy, if it has one, holds.
 
@@ -77,7 +77,7 @@ def locate(
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """Count what is not finite, and do nothing about it."""
+    """Count non-finite elements, and change nothing."""
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
     has_units: ClassVar[bool] = False

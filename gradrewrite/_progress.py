@@ -15,7 +15,7 @@ INTERVAL = 0.5  # seconds
 
 @dataclass
 class Progress:
-    """The progress of one stage, of which another thread reads.
+    """The progress of one stage, for a reader on another thread.
 
     Attributes:
         stage: What is done now.
@@ -40,7 +40,7 @@ _progress: ContextVar[Progress | None] = ContextVar("gradrewrite_progress", defa
 
 
 def current_progress() -> Progress:
-    """Return the progress that is shown; one that nobody reads where none is."""
+    """Return the shown progress, or else one without a reader."""
     return _progress.get() or Progress()
 
 

@@ -1,3 +1,3 @@
-"""The version, in one place that can be read without torch."""
+"""The version, readable without torch."""
 
 __version__ = "0.1.0"

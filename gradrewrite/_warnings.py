@@ -1,4 +1,4 @@
-"""Warnings that name the user's line."""
+"""Warnings with the user's line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def warn(text: str) -> None:
 
 
 class PendingWarnings:
-    """Warnings that wait for a moment at which warning is safe: not while a graph is compiled."""
+    """Warnings held back until a flush; none is issued during a compilation."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -42,7 +42,7 @@ class PendingWarnings:
             self._pending.append(text)
 
     def flush_warnings(self) -> None:
-        """Warn of what has gathered."""
+        """Issue the pending warnings."""
         while self._pending:
             warn(self._pending.pop(0))
 
@@ -75,7 +75,7 @@ def _is_library(module: str) -> bool:
 
 
 def _running_backward(thread: int, frame: FrameType | None) -> FrameType | None:
-    """The frame in which another thread waits for a backward that it has started."""
+    """Return another thread's frame that waits for its backward; None without one."""
     if thread == threading.get_ident():
         return None
     while frame is not None and not autograd.runs_backward(frame):

@@ -1,4 +1,4 @@
-"""Every error and warning that gradrewrite raises on purpose.
+"""Errors and warnings of gradrewrite.
 
 RewriteError
  +-- PolicyError                  what a policy answered cannot be done
@@ -31,7 +31,7 @@ class PolicyError(RewriteError):
 
 
 class UnsupportedGradientError(PolicyError, TypeError):
-    """An action at a gradient whose layout or dtype it does not support."""
+    """An action at a gradient with an unsupported layout or dtype."""
 
 
 class CallbackError(RewriteError):
@@ -76,7 +76,7 @@ class TraceError(RewriteError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PrecedingSite:
-    """A site that was executed just before the failure.
+    """A site executed just before the failure.
 
     Attributes:
         site: The site.
@@ -120,7 +120,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         note: str = "",
         rank: int | None = None,
     ) -> None:
-        """Keep all of it."""
+        """Keep all arguments as attributes."""
         super().__init__(site)
         self.site = site
         self.percent = percent
@@ -134,11 +134,11 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.rank = rank
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with everything that is known."""
+        """Pickle with all attributes."""
         return type(self), (self.site,), dict(self.__dict__)
 
     def __str__(self) -> str:
-        """One line: the site, its share, the op and its line; then what came before it, and what else failed."""
+        """One line: site, share, op and source line, then earlier sites and other failures."""
         sizes = self.site.shape
         number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
         elements = f"of {number} elements" if number is not None else "of the elements"
@@ -161,4 +161,4 @@ class NonFiniteError(RewriteError, ArithmeticError):
 
 
 class RewriteWarning(UserWarning):
-    """Something differs from what the policy says; each is said once."""
+    """Warning of a difference from the policy; each is issued once."""

@@ -197,7 +197,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 class RewrittenModule(nn.Module):
-    """A model whose backward pass follows a policy; made by ``transform``.
+    """A model with a policy for its backward pass; made by ``transform``.
 
     It is the first base of the class of such a model, before the model's own class. A name below that the model's
     class or the model itself defines too stays the model's; ours is then ``RewrittenModule.trace(model, ...)``,
@@ -205,7 +205,7 @@ class RewrittenModule(nn.Module):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Do not run that of the model's class, which may list its subclasses."""
+        """Skip ``__init_subclass__`` of the model's class; it may list its subclasses."""
 
     if TYPE_CHECKING:  # the attributes of the model's class
 
@@ -234,7 +234,7 @@ class RewrittenModule(nn.Module):
 
     @property
     def monitor(self) -> Monitor:
-        """Reads what the backward passes reported."""
+        """The monitor, with the records of the backward passes."""
         return _state(self).monitor
 
     @monitor.setter
@@ -296,7 +296,9 @@ class RewrittenModule(nn.Module):
         return replace(graph, name=type(state.original).__name__, to_html=_page)
 
     def trace_step(self, optimizer: torch.optim.Optimizer) -> JointGraph:
-        """Show what ``gr.guard`` does to the gradients of an optimizer before its update; nothing runs or changes.
+        """Return the step graph of an optimizer, without running or changing anything.
+
+        It is what ``gr.guard`` does to the gradients before the update.
 
         Args:
             optimizer: An optimizer of the model's parameters, guarded or not; each parameter that needs a gradient is
@@ -322,16 +324,16 @@ class RewrittenModule(nn.Module):
         return replace(trace_step(self, optimizer), name=type(_state(self).original).__name__, to_html=_page)
 
     def explain(self) -> Explanation:
-        """Return what was compiled and rewritten so far, and which regions the tracer skipped."""
+        """Return the compiled graphs and the skipped regions so far."""
         return _state(self).session.explanation()
 
     def __copy__(self) -> RewrittenModule:
-        """Copy the plain module as ``copy.copy`` does, and share the policy; the monitor is new."""
+        """Copy the plain module as ``copy.copy`` does; share the policy, not the monitor."""
         config, *others = _settings(self)
         return _rebuild(copy.copy(_state(self).original), (_with_own_states(config), *others))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenModule:
-        """Copy the plain module; the policy, with the thresholds that you change, is shared; the monitor is new."""
+        """Copy the plain module; share the policy and its thresholds, not the monitor."""
         state = _state(self)
         # The model may refer to itself: what is copied then refers to this object.
         copied = memo[id(self)] = object.__new__(type(self))
@@ -343,7 +345,7 @@ class RewrittenModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the plain module, the policy and the settings; compiled code and records stay behind."""
+        """Pickle the plain module, policy and settings, without compiled code and records."""
         settings = _settings(self)
         if not settings[-1]:
             return _rebuild, (_state(self).original, settings)
@@ -352,7 +354,7 @@ class RewrittenModule(nn.Module):
         return _empty, (type(original),), (original, settings), None, None, _fill_in_place
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Refuse nn.DataParallel, whose replicas would run without the policy."""
+        """Refuse nn.DataParallel; its replicas would run without the policy."""
         raise TypeError(
             "nn.DataParallel replicates the model at every call, and its replicas have no policy; use "
             "DistributedDataParallel(gr.transform(model, policy))"

@@ -1,4 +1,4 @@
-"""Sites: the insertion points of a backward graph, and patterns that name them."""
+"""Sites of a backward graph, and patterns of their names."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Take ``[kind:]glob[#call]`` apart; ValueError says which part is wrong."""
+        """Parse ``[kind:]glob[#call]``; the ValueError names the wrong part."""
         if not isinstance(text, str) or not text:
             raise ValueError(f"a pattern is a non-empty string such as 'error:decoder.*', got {text!r}")
         kind: Kind | None = None

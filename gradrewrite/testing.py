@@ -1,4 +1,4 @@
-"""The oracle for users: a policy on one's own model, compared with hooks on the plain model.
+"""The oracle for users: a policy on one's own model, against eager hooks.
 
 The plain model runs eagerly, and what it does is observed from outside: a ``TorchFunctionMode`` sees its torch-level
 ops, hooks on the modules see their calls. From that the values are named by the rules that hold for rewritten graphs,
@@ -186,7 +186,7 @@ def assert_matches_eager(
 
 
 def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled: bool) -> float:
-    """How far plain torch.compile is from the eager model, relative to each element and the largest of its kind."""
+    """Return plain torch.compile's error, relative to each element and the largest."""
     eager, traced = copy.deepcopy(model), copy.deepcopy(model)
     options = {"fallback_random": True} if compiled else None
     run = inductor.compiled_alone(
@@ -421,7 +421,7 @@ class _Hooked:
         self._handles.append(register(act))
 
     def _note_records(self, reported: Recording, where: str, members: Sequence[str] = ()) -> None:
-        """Note what an action reported, and the factor of a clip, which the host computes from it."""
+        """Note the reports of an action, and the factors of clips."""
 
         def number(_: str, leaf: Leaf) -> float:
             if isinstance(leaf, HostBound):
@@ -447,7 +447,7 @@ class _Hooked:
                 self.acted[str(site)] = None
 
     def finish(self) -> None:
-        """After the backward: remove the hooks, and run group actions in the order in which the policy names them."""
+        """Remove the hooks, and run group actions in the order of the policy."""
         for handle in self._handles:
             handle.remove()
         groups: dict[Any, list[_Member]] = {}
@@ -509,7 +509,10 @@ class _Seen:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether it has an error: not what lost its identity, as the tensor inside of a custom function does."""
+        """Return whether the value has an error.
+
+        A tensor that lost its identity has none, such as that inside a custom function.
+        """
         return self.tensor.requires_grad and (self.key[0] is not self.tensor or self.tensor.grad_fn is None)
 
     def register(self, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -535,7 +538,7 @@ class _Op:
 
 
 class _Observer(TorchFunctionMode):
-    """Watches an eager forward: which op, in which calls of modules, made and used each value."""
+    """An observer of an eager forward: each value's ops and module calls."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -553,7 +556,7 @@ class _Observer(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what runs inside the block, not what a checkpoint runs again later."""
+        """Watch the code inside the block, but no recomputation of a checkpoint."""
         handles = [h for module in self._model.modules() for h in self._watch_calls(module)]
         self._is_watching = True
         try:
@@ -588,7 +591,7 @@ class _Observer(TorchFunctionMode):
         ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """ModuleCall one torch-level op and note what it read and made."""
+        """Call one torch-level op, and note its inputs and results."""
         kwargs = kwargs or {}
         read = list(tensors_in((args, kwargs)))
         if not self._is_watching or func in _ASKED_ONLY:
@@ -634,7 +637,7 @@ class _Observer(TorchFunctionMode):
             known.value.used_in.append(tuple(self._stack))
 
     def note_returned(self, out: Any) -> None:
-        """Note what the model returns."""
+        """Note the values that the model returns."""
         for tensor in tensors_in(out):
             known = self._find(tensor)
             if known is not None:
@@ -668,7 +671,7 @@ class _Observer(TorchFunctionMode):
         return self._by_key[key]
 
     def sites(self) -> list[tuple[_Seen, Site]]:
-        """The error sites of differentiable values, in the order in which they were made."""
+        """The error sites of differentiable values, in the order of execution."""
         seen = sorted(self._seen, key=lambda s: s.order)
         for value in (s.value for s in seen):
             value.stored_by = {c for c in value.calls if c in self._returns and value not in self._returns[c]}

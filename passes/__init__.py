@@ -1,4 +1,4 @@
-"""Actions: what a policy may answer."""
+"""Actions: the answers of a policy."""
 
 from gradrewrite.passes._adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradrewrite.passes._adaptive_norm import AutoClip as AutoClip

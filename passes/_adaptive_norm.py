@@ -1,4 +1,4 @@
-"""Clipping by a global norm whose bound follows from the norms of the steps before."""
+"""Clipping by a global norm, with a bound from earlier steps' norms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradrewrite.sites import Kind
 
 
 class _ClipByFollowedNorm(ABC):
-    """A clip of a group by its total L2 norm, with a bound that it computes from the norms of former steps."""
+    """A clip of a group by its total L2 norm, with a bound from earlier norms."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class _ClipByFollowedNorm(ABC):
 
     @abstractmethod
     def follow(self, total: Tensor) -> Tensor:
-        """Return the bound for a total norm, and remember the norm if it is finite."""
+        """Return the bound for a total norm, and store the norm if it is finite."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,4 +1,4 @@
-"""Averaging gradients over processes, by collectives that are nodes of the joint graph."""
+"""Averages of gradients over processes, by collectives in the joint graph."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AllReduce:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not positive, and what is no process group."""
+        """Refuse sizes that are not positive, and objects other than process groups."""
         store_python_numbers(self)
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float):
             raise TypeError(f"AllReduce: bucket_mb is a number, got {self.bucket_mb!r}")
@@ -95,7 +95,7 @@ class AllReduce:
         return collectives.begin_sum(flatten(tensors) / group.size(), group)
 
     def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Wait for what ``begin`` returned; the averages, as views of one tensor."""
+        """Wait for the sum from ``begin``; return the averages as views of one tensor."""
         return unflatten(collectives.wait(begun), tensors)
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -103,5 +103,5 @@ class AllReduce:
         return self.end(self.begin([tensor]), [tensor])[0]
 
     def processes(self) -> ProcessGroup:
-        """Return ``process_group``, or that of all processes."""
+        """Return ``process_group``, or the default group."""
         return resolve_group(self.process_group, repr(self))

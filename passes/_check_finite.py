@@ -1,4 +1,4 @@
-"""Checking that a tensor is finite."""
+"""Finite checks of tensors."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class ClipPerExample:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Refuse invalid settings."""
         store_python_numbers(self)
         check_norm("ClipPerExample", self.max_norm, 2.0)
         if isinstance(self.noise_multiplier, Tensor):
@@ -124,7 +124,7 @@ class ClipPerExample:
         return self.noise_multiplier > 0
 
     def noise(self, tensor: Tensor) -> Tensor:
-        """Return what is added to the sum of the clipped gradients of one parameter."""
+        """Return the noise for the sum of one parameter's clipped gradients."""
         source, recording = self._source, current_recording()
         assert source is not None  # asked for where there is noise
         if recording is not None and recording.states is not None:

@@ -22,10 +22,11 @@ _QUANTITIES: dict[str, tuple[ExampleQuantity, ...]] = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keep:
-    """Keep a tensor of the last backward in ``model.monitor.kept()``; the tensor of the site passes unchanged.
+    """Keep a tensor of the last backward in ``model.monitor.kept()``.
 
-    ``"tensor"`` keeps the tensor of the site, NaN and infinities included: ``retain_grad`` for compiled code. What is
-    kept is a copy, as it is where the action stands in the order of its site.
+    The tensor of the site passes unchanged. ``"tensor"`` keeps the tensor of the site, NaN and infinities included:
+    ``retain_grad`` for compiled code. What is kept is a copy, as it is where the action stands in the order of its
+    site.
 
     At gradient sites, of the gradients of single examples (the gradient of an example is that of its own loss, in units
     of the unscaled loss; see ``docs/per-example.md``):
@@ -60,7 +61,7 @@ class Keep:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse what is not kept."""
+        """Refuse unknown quantities."""
         store_python_numbers(self)
         if self.what not in _QUANTITIES:
             raise ValueError(f"Keep(what) is one of {', '.join(map(repr, _QUANTITIES))}, got {self.what!r}")
@@ -68,17 +69,17 @@ class Keep:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of site at which it is allowed."""
+        """The allowed kinds of site."""
         return ANYWHERE if self.what == "tensor" else frozenset(("gradient",))
 
     @property
     def has_units(self) -> bool:
-        """A tensor is kept as it is, as ``retain_grad`` does."""
+        """False: a tensor is kept unchanged, as ``retain_grad`` does."""
         return False
 
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:
-        """The figures of the gradients of single examples that it reads."""
+        """The required figures of single examples' gradients."""
         return _QUANTITIES[self.what]
 
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _REAL = frozenset(("min", "max", "saturated_tanh", "saturated_sigmoid"))
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Observe:
-    """Record statistics of a tensor, which passes unchanged.
+    """Record statistics of a tensor; it passes unchanged.
 
     ``max_abs``, ``mean_abs``, ``norm`` (L2), ``min``, ``max`` in units of the unscaled loss: NaN if an element is
     NaN, inf if one is infinite. ``nan``, ``inf``, ``nonfinite``: counts of elements. ``zeros``: share of elements
@@ -59,7 +59,7 @@ class Observe:
     batch_dim: int
 
     def __init__(self, *statistics: str, loss_reduction: LossReduction = "mean", batch_dim: int = 0) -> None:
-        """Refuse names that are unknown."""
+        """Refuse unknown names."""
         unknown = [name for name in statistics if name not in _KNOWN]
         if unknown or not statistics:
             got = repr(unknown[0]) if unknown else "none"
@@ -78,7 +78,7 @@ class Observe:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of site at which it is allowed."""
+        """The allowed kinds of site."""
         return ANYWHERE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
 
     @property
@@ -87,7 +87,7 @@ class Observe:
         return not set(_EXAMPLES).isdisjoint(self.statistics)
 
     def specialize(self, site: Site) -> _Observation | _ExampleObservation:
-        """The statistics that mean something at one site."""
+        """Return the meaningful statistics at one site."""
         chosen = []
         for name in self.statistics:
             if name in _EXAMPLES:
@@ -108,7 +108,7 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class _Observation:
-    """Records at one site: names, and what is measured."""
+    """The records at one site: names and statistics."""
 
     chosen: tuple[tuple[str, str], ...]
 

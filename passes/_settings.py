@@ -1,4 +1,4 @@
-"""Checks of settings that several actions share."""
+"""Checks of settings shared by several actions."""
 
 from __future__ import annotations
 

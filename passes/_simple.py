@@ -1,4 +1,4 @@
-"""Actions that are one operation."""
+"""Actions of a single operation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Replace by zeros, NaN and infinities included: what lies behind the site learns nothing through it.
+    """Replace by zeros, NaN and infinities included.
+
+    Nothing behind the site learns from it.
 
     Example:
         >>> Zero()

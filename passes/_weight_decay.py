@@ -41,7 +41,7 @@ class DecayWeights:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse rates that are none."""
+        """Refuse invalid rates."""
         store_python_numbers(self)
         check_number("DecayWeights", "rate", self.rate)
         if not isinstance(self.rate, Tensor) and not 0 <= self.rate <= 1:
@@ -53,7 +53,7 @@ class DecayWeights:
         return 1 - (self.rate.detach() if isinstance(self.rate, Tensor) else self.rate)
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """Leave the gradient as it is."""
+        """Return the gradient unchanged."""
         return tensor
 
 

@@ -157,7 +157,7 @@ def name_of(source: Source, otherwise: str) -> str:
 
 
 def steps_of(source: Source) -> list[Step]:
-    """Return the steps of a source; see ``plot`` for what it raises."""
+    """Return the steps of a source; raise the errors of ``plot``."""
     if is_monitor(source):
         return source.steps()
     if isinstance(source, str | os.PathLike):

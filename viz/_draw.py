@@ -35,7 +35,9 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
-    """Drawing of a rewritten graph, as ``draw`` returns it. The same graph gives the same bytes.
+    """Drawing of a rewritten graph, from ``draw``.
+
+    The same graph gives the same bytes.
 
     Attributes:
         graph: The graph.

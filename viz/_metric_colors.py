@@ -61,7 +61,7 @@ class SiteMetric:
         return min(max(1.0 - place if self.metric == "clip strength" else place, 0.0), 1.0)
 
     def bins(self) -> list[float]:
-        """Return the values at which the color changes, rising."""
+        """Return the thresholds of the colors, rising."""
         places = [(n + 0.5) / (STOPS - 1) for n in range(STOPS - 1)]
         if self.metric == "clip rate":
             return places
@@ -146,7 +146,7 @@ def choose_metric(found: Sequence[SiteMetric], wanted: Metric | None) -> SiteMet
 
 
 def box_colors(ladder: Ladder, metric: SiteMetric) -> dict[str, ColorSample]:
-    """Return colors by box: the edits of a site, else what holds its value; of several the strongest."""
+    """Return colors by box: the strongest of its edits' sites, or else of its values'."""
     samples = site_colors(metric)
     view = ladder.graph_view
     edited = {str(edit.site) for edit in view.edits}

@@ -76,7 +76,7 @@ def _source(nodes: Sequence[Node]) -> str:
 
 
 def _by_action(graph_view: GraphView, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Return the edits of a row by action and kind of site; what has no room is together."""
+    """Return the edits of a row by action and site kind; the rest is together."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number in numbers:
         edit = graph_view.edits[number]

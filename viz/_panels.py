@@ -128,7 +128,7 @@ def depth_panel(sites: Sequence[SiteHealth]) -> Panel | None:
 
 
 def _part(row: SiteHealth) -> tuple[str, bool]:
-    """Return what is compared with each other: sites of a kind, biases apart; errors sort first."""
+    """Return the comparison group of a site: its kind, biases apart; errors sort first."""
     return kind_of(row.site), row.site.endswith("bias")
 
 

@@ -1,4 +1,4 @@
-"""``report``: the health of a training run as one page that works offline and prints."""
+"""``report``: the health of a training run as one page, offline and printable."""
 
 from __future__ import annotations
 
@@ -139,11 +139,12 @@ class Report:
 def report(
     source: Source | Sequence[str | os.PathLike[str]], *, baseline: Source | None = None, title: str = ""
 ) -> Report:
-    """Judge the backward passes of a training run: what was clipped, how strongly, what is wrong, and what to change.
+    """Return the health report of a training run as a page.
 
-    The page has the verdict in one sentence, the loss against the baseline, a map of the factors of clips by site and
-    step, a table of the sites with quantiles of their norms and the bounds these suggest, norms by site, update ratios,
-    the first value that was not finite, and the doctor's findings. It loads nothing.
+    It says what was clipped, how strongly, what is wrong, and what to change. The page has the verdict in one sentence,
+    the loss against the baseline, a map of the factors of clips by site and step, a table of the sites with quantiles
+    of their norms and the bounds these suggest, norms by site, update ratios, the first value that was not finite, and
+    the doctor's findings. It loads nothing.
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, steps, or

@@ -118,7 +118,7 @@ class LegendEntry:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything that is drawn, from back to front."""
+    """All parts of a drawing, from back to front."""
 
     title: str
     width: float
@@ -151,7 +151,7 @@ def to_svg(scene: Scene) -> str:
 
 
 def add_arrow(parent: ET.Element) -> None:
-    """Append the head of arrows, which lines refer to, to an SVG element."""
+    """Append the arrowhead of lines to an SVG element."""
     arrow = {"id": "arrow", "viewBox": "0 0 6 6", "refX": "6", "refY": "3", "orient": "auto"}
     size = {"markerWidth": "7", "markerHeight": "7", "markerUnits": "userSpaceOnUse"}
     marker = ET.SubElement(ET.SubElement(parent, "defs"), "marker", arrow | size)

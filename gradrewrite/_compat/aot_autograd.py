@@ -86,7 +86,7 @@ def refuses_shared_memory(err: AssertionError) -> bool:
 
 
 def regenerated_outputs(graph: fx.Graph) -> set[int]:
-    """Positions of the Dynamo graph's outputs whose gradients do not come into a joint graph.
+    """Return positions of Dynamo outputs without gradients in the joint graph.
 
     Those that need no gradient, and views that AOTAutograd makes outside of the graph, from a base that it returns.
     """
@@ -98,7 +98,7 @@ def regenerated_outputs(graph: fx.Graph) -> set[int]:
 
 
 def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
-    """``(position among the outputs, position of the Dynamo input)`` of each gradient of a joint graph."""
+    """Return ``(output position, Dynamo input position)`` of each gradient of a joint graph."""
     output = graph.output_node()
     descs = output.meta.get("desc")
     found = []
@@ -123,14 +123,14 @@ def _described(desc: Any) -> Any:
 
 
 def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Placeholders of a joint graph that are inputs of the Dynamo graph, with their positions there."""
+    """Return placeholders of the Dynamo graph's inputs, with their positions there."""
     placeholders = graph.find_nodes(op="placeholder")
     descs = {node: _described(node.meta.get("desc")) for node in placeholders}
     return {node: desc.idx for node, desc in descs.items() if isinstance(desc, PlainAOTInput)}
 
 
 def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
-    """Return the outputs of a joint graph that the model's caller gets."""
+    """Return the joint graph's outputs for the model's caller."""
     output = graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, list | tuple)
@@ -145,13 +145,13 @@ def output_positions(graph: fx.Graph) -> list[int]:
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:
-    """Placeholders of a joint graph that are gradients of its outputs."""
+    """Return the placeholders of the output gradients of a joint graph."""
     placeholders = graph.find_nodes(op="placeholder")
     return [node for node in placeholders if isinstance(_described(node.meta.get("desc")), TangentAOTInput)]
 
 
 def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return, by the placeholder of each gradient that comes in from outside, the output that it is of."""
+    """Return the outputs of a joint graph, by tangent placeholder."""
     output = graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, list | tuple)
@@ -162,7 +162,10 @@ def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """On a hit of AOTAutograd's cache no pass runs, so that cache is off around our compilations."""
+    """Turn AOTAutograd's cache off around a compilation.
+
+    On a hit of that cache no pass runs.
+    """
     patch: contextlib.AbstractContextManager[None] = functorch_config.patch(enable_autograd_cache=False)
     return patch
 
@@ -182,7 +185,7 @@ def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark a callable as one that takes its inputs in one list."""
+    """Mark a callable as taking its inputs in one list."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -192,7 +195,7 @@ class CodeStore(Protocol):
 
     @property
     def identity(self) -> str:
-        """The part of the cache's key that tells policies apart."""
+        """The policy's part of the cache key."""
         ...
 
     @property
@@ -201,11 +204,11 @@ class CodeStore(Protocol):
         ...
 
     def forward_payload(self) -> Any:
-        """Return what ``restore_forward`` needs; None if the graph is not to be stored."""
+        """Return the payload for ``restore_forward``; None if the graph is not stored."""
         ...
 
     def backward_payload(self) -> Any:
-        """Return what ``restore_backward`` needs; None if the graph is not to be stored."""
+        """Return the payload for ``restore_backward``; None if the graph is not stored."""
         ...
 
     def restore_forward(self, compiled: Callable[[list[Any]], Any], payload: Any) -> Callable[[list[Any]], Any]:
@@ -218,7 +221,7 @@ class CodeStore(Protocol):
 
 
 class CompilationHooks(Protocol):
-    """The functions that a compiler calls on the way of one joint graph."""
+    """The hooks of a compiler into one joint graph."""
 
     @property
     def is_cacheable(self) -> bool:
@@ -227,7 +230,7 @@ class CompilationHooks(Protocol):
 
     @property
     def store(self) -> CodeStore | None:
-        """The side of AOTAutograd's cache; None if that cache is not to be used."""
+        """The store for AOTAutograd's cache; None to bypass that cache."""
         ...
 
     def rewrite(self, graph: fx.Graph) -> None:

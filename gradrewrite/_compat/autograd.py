@@ -45,7 +45,7 @@ def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:
 
 
 def backward_id() -> int:
-    """Number of the backward that autograd is running on this thread; -1 outside one."""
+    """Return the number of this thread's running backward; -1 outside one."""
     return torch._C._current_graph_task_id()
 
 
@@ -63,7 +63,9 @@ def runs_backward(frame: FrameType) -> bool:
 
 
 def compiled_nodes(outputs: Iterable[Tensor], ends: Collection[Any]) -> list[Any]:
-    """Return the autograd nodes of compiled graphs that outputs come from, those before a graph break too.
+    """Return the compiled graphs' autograd nodes behind outputs.
+
+    Nodes before a graph break are among them.
 
     Args:
         outputs: Tensors; AOTAutograd may have made views of what a graph returned.
@@ -83,7 +85,7 @@ def compiled_nodes(outputs: Iterable[Tensor], ends: Collection[Any]) -> list[Any
 
 
 def running_node() -> Any:
-    """Return the autograd node that this thread runs; None outside of a backward."""
+    """Return this thread's running autograd node; None outside of a backward."""
     return torch._C._current_autograd_node()
 
 

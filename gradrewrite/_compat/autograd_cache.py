@@ -36,7 +36,7 @@ _store: ContextVar[CodeStore] = ContextVar("store")
 
 @dataclasses.dataclass
 class CachedCode(OutputCode):
-    """A compiled graph with what its run-time wrapper needs, as an entry of AOTAutograd's cache.
+    """A compiled graph and its wrapper's payload, as an AOTAutograd cache entry.
 
     Attributes:
         inner: Inductor's code.
@@ -49,7 +49,7 @@ class CachedCode(OutputCode):
     is_backward: bool
 
     def __post_init__(self) -> None:
-        """Take over what torch reads of its own code."""
+        """Copy the attributes that torch reads from its own code."""
         self._fx_graph_cache_key = self.inner._fx_graph_cache_key
         self._fx_graph_cache_debug_lines = self.inner._fx_graph_cache_debug_lines
         self._time_taken_ns = self.inner._time_taken_ns or 0  # torch divides by it after a hit

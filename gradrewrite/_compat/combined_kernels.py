@@ -16,7 +16,7 @@ _SMALL = 1 << 18  # bytes: kernels that read and write less are launches and not
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node that is inserted."""
+    """Mark an inserted node."""
     node.meta[_MARK] = True
 
 
@@ -92,7 +92,10 @@ def _combine(nodes: list[Any]) -> list[Any]:
 
 
 def _is_inserted(node: Any, *, wholly: bool = True) -> bool:
-    """Whether what a node of the scheduler computes on CUDA was inserted, or part of it."""
+    """Return whether a scheduler node on CUDA computes inserted ops.
+
+    With ``wholly``, all of its ops; otherwise any of them.
+    """
     if not _is_on_cuda(node):
         return False
     marks = [origin.meta.get(_MARK, False) for part in node.get_nodes() for origin in part.node.get_origins()]

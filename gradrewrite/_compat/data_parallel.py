@@ -34,9 +34,10 @@ def is_inside_data_parallel() -> bool:
 
 
 def whole_graphs() -> contextlib.AbstractContextManager[None]:
-    """Keep the DistributedDataParallel in whose forward this runs from splitting graphs into its buckets.
+    """Keep DistributedDataParallel from splitting graphs into its buckets.
 
-    Outside of such a forward it is not to be used: up to 2.11 torch's settings are process-wide.
+    It is entered in the forward of that module. Outside of such a forward it is not to be used: up to 2.11 torch's
+    settings are process-wide.
     """
     if dynamo_config.optimize_ddp not in _SPLITS:
         return contextlib.nullcontext()

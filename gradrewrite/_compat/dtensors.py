@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor; does not import what makes them."""
+    """Return whether a value is a DTensor, without importing DTensors."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """The part of a DTensor that this process holds, itself and without an autograd node."""
+    """Return this process's part of a DTensor, without an autograd node."""
     return tensor._local_tensor

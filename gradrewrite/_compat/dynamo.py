@@ -104,7 +104,7 @@ def module_given_to_compile() -> nn.Module | None:
 
 
 def outside_of_graphs(fn: _Function, reason: str) -> _Function:
-    """A function that no graph of an outer torch.compile contains."""
+    """Keep a function out of the graphs of an outer torch.compile."""
     disabled = torch.compiler.disable(fn, reason=reason)
 
     @functools.wraps(fn)
@@ -118,12 +118,15 @@ def outside_of_graphs(fn: _Function, reason: str) -> _Function:
 
 
 def source_name(node: fx.Node) -> str:
-    """Dynamo's path to what a placeholder stands for, ``L['x']``; ``""`` where a graph was made by something else."""
+    """Return Dynamo's source of a placeholder, ``L['x']``; ``""`` without one."""
     source = getattr(node, "_dynamo_source", None)
     return source.name if source is not None else ""
 
 
 def note_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text to torch's structured log (``TORCH_TRACE``), which ``tlparse`` shows; made only if there is a log."""
+    """Add a text to torch's structured log (``TORCH_TRACE``).
+
+    ``tlparse`` shows it. ``text`` is called only if there is a log.
+    """
     metadata = {"name": name, "encoding": "string"}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)

@@ -1,4 +1,4 @@
-"""Compiled code that Dynamo keeps: functions under torch.compile, and freeing what torch keeps for them."""
+"""Lifetime of compiled code: functions under torch.compile, and Dynamo's caches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compiling() -> Iterator[None]:
 
 
 class CompiledFunction:
-    """A function under ``torch.compile``, and what torch keeps for it.
+    """A function under ``torch.compile``, with its compiled code in torch's caches.
 
     torch keeps compiled code with the code object of each frame, which Python's garbage collector does not look into,
     and every backend in a table. So nothing is freed by itself; ``drop`` frees it.
@@ -111,7 +111,10 @@ class CompiledFunction:
 
     @property
     def drop(self) -> Callable[[], None]:
-        """Frees what torch keeps; a function that does not keep this object alive."""
+        """Return a function that frees torch's compiled code for this one.
+
+        It does not keep this object alive.
+        """
         return self._frames.compiled.drop if self._frames is not None else _nothing
 
 
@@ -120,10 +123,10 @@ def _nothing() -> None:
 
 
 class CompiledCode:
-    """The code that torch has compiled for one backend."""
+    """Code objects compiled for one backend."""
 
     def __init__(self, backend: Any) -> None:
-        """Start without code, and remove the backend from the table in which torch keeps every backend."""
+        """Start without code, and unregister the backend from torch's table of all backends."""
         self._backend = weakref.ref(backend)
         self._codes: dict[int, types.CodeType] = {}
         cached_backends.pop(id(backend), None)
@@ -191,7 +194,7 @@ class _Frames:
                 _forget_stacks()
 
     def _settings(self, code: types.CodeType) -> contextlib.AbstractContextManager[None]:
-        """Return the settings of Dynamo under which a code object is compiled.
+        """Return Dynamo's settings for compiling a code object.
 
         Each backend may compile it as often as torch allows all; dropped code does not count. Methods of loggers that
         log once in a process (``warning_once`` of transformers) break no graph: what they would say is not logged.
@@ -209,7 +212,10 @@ class _Frames:
 
     @contextlib.contextmanager
     def _without_guards_on(self, unguarded: Collection[int]) -> Iterator[None]:
-        """Let compiled code be used whatever has become of these objects, and of what they contain."""
+        """Compile without guards on these objects and their contents.
+
+        Compiled code is used whatever becomes of them.
+        """
         if not unguarded:
             yield
             return
@@ -231,7 +237,7 @@ class _Frames:
 
 
 def _forget_stacks() -> None:
-    """Clear what torch remembers of this thread's compilations: Python stacks, whose code objects would never die."""
+    """Clear torch's stacks of this thread's compilations; they keep code objects alive."""
     metrics = get_metrics_context()
     if not metrics.in_progress():
         metrics._edits.clear()

@@ -49,7 +49,7 @@ def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def fake_copy(node: fx.Node, mode: FakeTensorMode) -> Tensor | None:
-    """Return a fake tensor like the value of a node, with memory of its own: what the same op makes of like inputs.
+    """Return a copy of the fake value of a node, with memory of its own.
 
     It takes a tenth of the time of ``fake_result``. None where that has to be asked: for views, several results, sizes
     that are not known, and values of another fake mode.

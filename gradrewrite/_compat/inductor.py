@@ -26,7 +26,7 @@ def replace_random(gm: fx.GraphModule) -> None:
 
 
 def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Inductor as it is."""
+    """Compile with Inductor, unchanged."""
     with needed_for("Inductor can be called with a compiler of ours around its own"):
         from torch._inductor.compile_fx import compile_fx
 
@@ -177,7 +177,7 @@ def num_generated_kernels() -> int:
 
 
 def stop_folding() -> None:
-    """Stop Inductor from folding what is derived from a ``get_attr``, and ``x * 0``; for the joint pass."""
+    """Stop the joint pass from folding ``get_attr`` values and ``x * 0``."""
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
 

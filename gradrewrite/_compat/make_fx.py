@@ -26,7 +26,7 @@ def is_tracing() -> bool:
 
 
 def trace_parts(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace ``fn``, in which there may be DTensors, into nodes on the plain tensors of this process.
+    """Trace a function of DTensors into nodes on this process's plain tensors.
 
     These are neither decomposed nor functional; ``trace`` of the result is.
     """
@@ -81,7 +81,7 @@ class RefuseToLeave(TorchFunctionMode):
         self._errors = {**dict.fromkeys(self._LEAVING, leaves), **dict.fromkeys(self._READING, reads)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what is called."""
+        """Raise the error of a refused function; call any other."""
         error = self._errors.get(getattr(func, "__name__", ""))
         if error is not None and is_tracing():  # a schedule reads its tensors outside of the trace
             raise error
@@ -97,7 +97,7 @@ class RefuseToChangeReal(TorchDispatchMode):
         self._error = error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the arguments that the schema says are written to."""
+        """Refuse writes to real arguments, by the operator's schema."""
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
         for argument in func._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 
 def keep_lstms_differentiable(gm: fx.GraphModule) -> None:
-    """Let the LSTMs of a Dynamo graph be traced as what can be differentiated.
+    """Trace the LSTMs of a Dynamo graph as differentiable ops.
 
     On the CPU torch decomposes an LSTM into oneDNN's inference kernel if its *input* needs no gradient, though its
     parameters may; that kernel has no backward (2.11 to 2.15). The setting that switches it off is process-wide.
@@ -62,10 +62,11 @@ def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 @contextlib.contextmanager
 def shown_while_tracing(modules: Sequence[nn.Module], show: Callable[[Any], Any]) -> Iterator[Collection[int]]:
-    """Pass what these modules return (or are given, where they have forward hooks) through ``show``.
+    """Pass the results of modules through ``show``, while tracing.
 
-    It is done by a hook on each module, put into its dictionary without the counter of hooks moving. Gives the
-    identities of the dictionaries. A module that has forward hooks and forward pre-hooks is left out.
+    Where a module has forward hooks, its first argument is passed instead. It is done by a hook on each module, put
+    into its dictionary without the counter of hooks moving. Gives the identities of the dictionaries. A module that has
+    forward hooks and forward pre-hooks is left out.
     """
 
     def on_output(module: nn.Module, args: Any, output: Any) -> Any:

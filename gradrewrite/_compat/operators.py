@@ -50,7 +50,7 @@ def with_any_strides(target: Any) -> Any:
 
 
 def nodes_that_matter(node: fx.Node) -> list[fx.Node]:
-    """Return what a node's result depends on: batch normalisation reads its running statistics in evaluation alone."""
+    """Return the inputs of a result: batch normalization reads running statistics in evaluation alone."""
     if isinstance(node.target, OpOverload):
         arguments = [a.name for a in node.target._schema.arguments]
         given = dict(zip(arguments, node.args, strict=False)) | node.kwargs

@@ -34,7 +34,10 @@ def inside_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def use_methods_of(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> None:
-    """Let accelerate's optimizer, which beside a GradScaler keeps two versions of ``step``, use the inner one's."""
+    """Point accelerate's optimizer at the ``step`` of the inner one.
+
+    Beside a GradScaler it keeps two versions of ``step``.
+    """
     if outer is inner or "_optimizer_patched_step_method" not in vars(outer):
         return
     from accelerate.optimizer import patch_optimizer_step
@@ -91,7 +94,7 @@ def check_unmixed(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scaler_in_use(depth: int = 40) -> torch.amp.GradScaler | None:
-    """Return the GradScaler whose ``step`` calls us, if one of the nearest frames is that."""
+    """Return the GradScaler running ``step`` in the nearest frames; None without one."""
     frame = sys._getframe(1)
     for _ in range(depth):
         if frame.f_code is torch.amp.GradScaler.step.__code__:

@@ -50,7 +50,9 @@ def check_torch(version: str | None = None) -> str:
 
 @contextlib.contextmanager
 def needed_for(fact: str) -> Iterator[None]:
-    """Import private names of torch inside the block; the error for a missing one says what it was needed for.
+    """Import private names of torch inside the block.
+
+    The ImportError for a missing name says which fact does not hold.
 
     Args:
         fact: What of torch is relied on, as ``docs/design.md`` lists it.

@@ -77,7 +77,10 @@ class Backend:
         return make_backend, (self.session.config.policy, None, type(self.engine)())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        """Share the policy, which has the thresholds that you change, and the monitor; Lightning compiles copies."""
+        """Return a backend with the same policy and monitor.
+
+        Lightning compiles copies; the policy has the thresholds that you change.
+        """
         return make_backend(self.session.config.policy, self._monitor, type(self.engine)())
 
     @property
@@ -86,7 +89,7 @@ class Backend:
         return self._monitor
 
     def explain(self) -> Explanation:
-        """Return what was compiled and rewritten so far, and what was skipped."""
+        """Return the compiled graphs and the skipped regions so far."""
         return self.session.explanation()
 
     def __call__(
@@ -108,9 +111,10 @@ class Backend:
         return run
 
     def _live_with_modules(self) -> None:
-        """Let torch forget what is compiled for a module, as ``torch.compile(module)`` does, when that is gone.
+        """Free the compiled code of a module when the module is freed.
 
-        What is compiled for a function that is given modules stays: it may be given others.
+        ``torch.compile(module)`` does so too. What is compiled for a function that is given modules stays: it may be
+        given others.
         """
         used = dynamo.backend_in_use()
         if used is None:
@@ -136,7 +140,7 @@ def _drop_unused(ref: weakref.ref[Backend]) -> None:
 
 
 def backend(policy: Policy, *, monitor: Monitor | None = None) -> Backend:
-    """Make a torch.compile backend that rewrites the backward, for people who call torch.compile themselves.
+    """Make a torch.compile backend that rewrites the backward.
 
     Names are those of the module that is compiled; with several modules in one compiled function they begin
     with the variable (``gen.x``). A rule that matches nothing raises ``NoSuchSiteError`` from the first backward.
@@ -169,7 +173,7 @@ def make_backend(policy: Policy, monitor: Monitor | None, engine: Engine) -> Bac
 
 
 def monitor_or_new(monitor: Monitor | None) -> Monitor:
-    """Return a monitor that was given, or a new one; TypeError if what was given is none."""
+    """Return the given monitor, or a new one; TypeError for another type."""
     if monitor is not None and not isinstance(monitor, Monitor):
         raise TypeError(f"monitor is a gr.Monitor, got {type(monitor).__name__}")
     return Monitor() if monitor is None else monitor

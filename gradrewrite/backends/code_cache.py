@@ -1,4 +1,4 @@
-"""The disk cache of rewritten code: its keys, and what an entry holds beside the code.
+"""The disk cache of rewritten code: keys, and entries beside the code.
 
 AOTAutograd's cache keys on the Dynamo graph, which a policy is no part of. So the key has two levels: what decides the
 sites leads to a file with these sites; the policy is asked at them, and its answers lead to an identity that our pass
@@ -69,7 +69,7 @@ class CachedRewrite:
 
 
 class CacheKey:
-    """The key of one compilation, with the answers of the policy at the sites that are known from the file.
+    """The key of one compilation, and the policy's answers at cached sites.
 
     Attributes:
         identity: Becomes a part of AOTAutograd's key.
@@ -102,7 +102,10 @@ class CacheKey:
             self.identity = self._identities.get(self.hash, self.identity)
 
     def save(self, sites: tuple[Site, ...], answers: str) -> None:
-        """Write the sites of a rewrite, and the identity of these answers, into the file; other processes may too."""
+        """Write the sites of a rewrite, and the identity of its answers.
+
+        Other processes may write the file too.
+        """
         known = self._identities if sites == self.sites else {}
         if known.get(answers) == self.identity:
             return
@@ -118,10 +121,10 @@ class CacheKey:
 
 
 class Compilation(Protocol):
-    """The compilation of a graph, as its store sees it."""
+    """The compilation of a graph; the store's view of it."""
 
     def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
-        """Return what the cache keeps of the rewrite; None if it may not.
+        """Return the cache entry of the rewrite; None if it may not be stored.
 
         Args:
             names: Names of the outputs of the forward.
@@ -129,7 +132,10 @@ class Compilation(Protocol):
         ...
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
-        """Take a rewrite from the cache; ``answers`` are those of the policy now, which are equal."""
+        """Restore a rewrite from the cache.
+
+        ``answers`` are those of the policy now, and equal to the stored ones.
+        """
         ...
 
     def report(self) -> None:
@@ -184,7 +190,7 @@ class StoredCompilation:
         return self._key.answers
 
     def save_key(self) -> None:
-        """Write the key of what was stored, if anything was."""
+        """Write the key of a stored rewrite; do nothing without one."""
         if self._stored is not None:
             self._key.save(self._stored.sites, self._stored.answers)
 
@@ -226,7 +232,7 @@ def find_key(
     policy: Policy,
     *further: object,
 ) -> CacheKey | None:
-    """Return the key of a compilation; None if what decides its sites cannot be hashed.
+    """Return the key of a compilation; None if a part of it cannot be hashed.
 
     Args:
         folder: The folder of Inductor's caches.
@@ -255,7 +261,9 @@ def find_key(
 
 
 def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:
-    """Return the hash of a policy's answers by site; None if one of them is no action of ours with plain settings.
+    """Return the hash of a policy's answers by site.
+
+    It is None if an answer is not an action of ours with plain settings.
 
     Code of the user's, and tensors, which are read at every backward, have no hash that would hold in other processes.
     """
@@ -288,7 +296,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _described(value: Any) -> object:
-    """Return what is known of an input or a value before it runs; None if a size is symbolic."""
+    """Return the static description of a value; None if it is not static."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
     if not isinstance(value, Tensor):

@@ -41,7 +41,10 @@ logger = logging.getLogger("gradrewrite.cache")
 
 
 def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
-    """Compile one Dynamo graph; a policy's error becomes a callable that raises it when the graph runs."""
+    """Compile one Dynamo graph.
+
+    A policy's error becomes a callable that raises it when the graph runs.
+    """
     if not needs_gradients(inputs):
         erase_notes(gm)
         return engine.compile_plain(gm, inputs)
@@ -75,7 +78,7 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
 
 
 def needs_gradients(inputs: Sequence[Any]) -> bool:
-    """Whether an input of a Dynamo graph needs a gradient, so that there is a backward to rewrite."""
+    """Return whether an input of a Dynamo graph needs a gradient."""
     return any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
 
@@ -127,7 +130,7 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
 
 @dataclass(eq=False, repr=False)
 class GraphCompilation:
-    """The hooks of one graph's compilation, and what is known of the graph.
+    """The hooks of one graph's compilation, and the state of that compilation.
 
     Attributes:
         session: Whose policy it follows.
@@ -170,7 +173,7 @@ class GraphCompilation:
         return self.result is None or not self.result.assumes
 
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
-        """Return a joint graph of this Dynamo graph with what its markers and inputs mean."""
+        """Return a joint graph with its probes' values, inputs and layouts."""
         number = 0 if self.region is None else self.region.number
         is_whole = self.is_whole and self.region is None
         return MarkedJointGraph(graph, self.values, self.inputs, self.is_last, number, is_whole, self.layouts)
@@ -193,7 +196,7 @@ class GraphCompilation:
         self.report()
 
     def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
-        """Return what the disk cache keeps of the rewrite; None where it is not the same in other processes."""
+        """Return the disk cache's entry of the rewrite; None if it depends on this process."""
         result, replay_graph = self.result, self.forwards.replay_graph if self.forwards is not None else None
         answers = hash_of_answers(result.answers) if result is not None else None
         if result is None or answers is None or result.live or result.outputs.states or result.assumes:
@@ -225,7 +228,7 @@ class GraphCompilation:
         )
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
-        """Take the rewrite out of the cache, with the actions that the policy answered now."""
+        """Restore the rewrite from the cache, with the policy's actions of now."""
 
         def answered(edit: Edit) -> Edit:
             return replace(edit, action=next(a.action for a in answers[edit.site] if a.action == edit.action))
@@ -249,7 +252,7 @@ class GraphCompilation:
             self.forwards = PendingForwards(replace(cached.replay_graph, graph=graph))
 
     def report(self) -> None:
-        """List the graph among those of the session, with warnings of what its rewrite could not do."""
+        """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
         self.session.note_graph(self._graph_report())
         self._note_warnings(self.result)
@@ -325,7 +328,7 @@ class GraphCompilation:
         return self.wrap_forward(compile_graph(gm, inputs), names)
 
     def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
-        """Let a compiled forward, with outputs of these names, note the inputs of each call, if they are needed."""
+        """Let a compiled forward record the inputs of each call, if they are needed."""
         if self.result is None or (self.forwards is None and self.region is None):
             return compiled
         uses = self.uses
@@ -342,7 +345,7 @@ class GraphCompilation:
         return aot_autograd.boxed(run)
 
     def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile the backward with its auxiliary outputs and live inputs, and take both off where it runs."""
+        """Compile the backward, and wrap its auxiliary outputs and live inputs."""
         assert self.result is not None  # a graph with a backward was rewritten
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         num_outputs = editing.release(gm.graph)
@@ -390,7 +393,7 @@ def refuse_cached_backward() -> fx.GraphModule:
 
 
 def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:
-    """Warn once of modules whose inside is one op of the graph, without sites."""
+    """Warn once of nested regions: single ops of the graph, without inner sites."""
     hidden: dict[str, None] = {}
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack", {}) if is_nested_region(node) else {}
@@ -447,7 +450,7 @@ _SPLIT = (
 
 @contextlib.contextmanager
 def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any]) -> Iterator[None]:
-    """Name the buffer and the parameter where torch cannot compile what shares its memory."""
+    """Name the buffer and the parameter in torch's error on shared memory."""
     try:
         yield
     except AssertionError as err:

@@ -1,4 +1,4 @@
-"""Engines: what runs or compiles the graphs, ``"inductor"`` or ``"aot_eager"``."""
+"""Engines: compilers or interpreters of graphs, ``"inductor"`` or ``"aot_eager"``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def cache_folder(self) -> str:
-        """Return the folder of the caches of the compiler; ``""`` if rewritten code is not to be stored."""
+        """Return the folder of the compiler's caches; ``""`` to store no rewritten code."""
         ...
 
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Engine:
@@ -47,7 +47,7 @@ class Engine(Protocol):
         ...
 
     def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile a graph as it is."""
+        """Compile a graph unchanged."""
         ...
 
     def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
@@ -55,7 +55,7 @@ class Engine(Protocol):
         ...
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile a graph of ATen nodes that is run without gradients, and may write to its inputs."""
+        """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
         ...
 
 
@@ -122,5 +122,5 @@ class AotEager:
         return aot_autograd.compile_rewritten(gm, inputs, hooks)
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """See ``Engine``; the graph runs as it is."""
+        """See ``Engine``; the graph runs unchanged."""
         return gm

@@ -1,4 +1,4 @@
-"""The compiled function around a model: its own code object, and what torch refuses."""
+"""The compiled function around a model: its code object, and torch's refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Compiler = Callable[..., Any]
 
 
 class _WeakBackend:
-    """A backend as torch gets it: torch may keep it for longer than its model lives."""
+    """A weak reference to a backend; torch may keep it longer than its model lives."""
 
     __name__ = "gradrewrite"
 
@@ -194,7 +194,10 @@ def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
 
 
 def may_have_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a backward could follow a call: gradients are on, and a parameter or an input needs one."""
+    """Return whether a backward could follow a call.
+
+    Gradients are on, and a parameter or an input needs one.
+    """
     if not torch.is_grad_enabled():
         return False
     return _is_trainable(model) or any(t.requires_grad for t in tensors_in((args, kwargs)))
@@ -206,6 +209,9 @@ def _is_trainable(model: nn.Module) -> bool:
 
 
 def makes_gradients(result: Any, inputs: Any) -> bool:
-    """Whether a backward can begin at what a call has made, whatever the mode in which it was called."""
+    """Return whether a call's result has an autograd node of its own.
+
+    Then a backward can begin there, whatever the mode in which the call was made.
+    """
     given = {id(t) for t in tensors_in(inputs)}
     return any(t.grad_fn is not None and id(t) not in given for t in tensors_in(result))

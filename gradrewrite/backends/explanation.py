@@ -1,4 +1,4 @@
-"""Explanation of what was compiled and rewritten."""
+"""Explanation of the compiled graphs, their edits, and the skipped regions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One compiled graph that has a backward.
+    """One compiled graph with a backward.
 
     Attributes:
         frame: Name of the compiled Python frame.
@@ -35,7 +35,7 @@ class GraphReport:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The graphs that were compiled and rewritten so far, and the regions that the tracer skipped.
+    """The compiled and rewritten graphs so far, and the skipped regions.
 
     Attributes:
         graphs: Every compiled graph with a backward, in order; a new input shape makes a new one.

@@ -1,4 +1,4 @@
-"""One use of a compiled graph: its names and parameters, and gradients that were there before."""
+"""One use of a compiled graph: its names, parameters and earlier gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs
 
 @dataclass(eq=False, repr=False)
 class GraphUse:
-    """The names and parameters that a compiled graph has for a model, or for one of the regions that share the graph.
+    """A compiled graph's names and parameters for a model, or for one region.
 
     Attributes:
         outputs: The auxiliary outputs of its backward.
@@ -42,7 +42,10 @@ class Accumulation:
         self._was_found = False
 
     def is_accumulating(self) -> bool:
-        """True at most once. Gradients set to zero in place since (``set_to_none=False``) do not count."""
+        """Return whether a parameter had a gradient already; True at most once.
+
+        Gradients set to zero in place since (``set_to_none=False``) do not count.
+        """
         if self._was_found:
             return False
         for ref in self._parameters:

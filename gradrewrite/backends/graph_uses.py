@@ -1,4 +1,4 @@
-"""Uses of a compiled graph: the names and parameters that it has for the model, or for each region that shares it."""
+"""Uses of a compiled graph: names and parameters for the model or each region."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from gradrewrite.rewriting.action_tracing import action_key
 
 @dataclass(eq=False, repr=False)
 class GraphUses:
-    """The uses of one graph. It lives as long as the compiled code, and holds nothing of the compilation.
+    """The uses of one graph; they live as long as the compiled code.
+
+    They hold nothing of the compilation.
 
     Attributes:
         session: Whose policy it follows.
@@ -62,7 +64,9 @@ class GraphUses:
                 use.forwards.note_saved(names)
 
     def of_forward(self) -> GraphUse:
-        """Return the use of the region that runs on this thread; for a new one the policy is asked.
+        """Return the use of the region on this thread.
+
+        For a new region the policy is asked.
 
         Raises:
             NotShared: The policy answers otherwise there. Nothing has run.
@@ -75,7 +79,7 @@ class GraphUses:
         return self._uses.get(running[0]) or self._join(*running)
 
     def of_backward(self) -> GraphUse:
-        """Return the use of the region whose backward runs on this thread.
+        """Return the use of the region of this thread's backward.
 
         Raises:
             NotRewrittenError: Several regions share the graph, and nothing tells whose backward it is.

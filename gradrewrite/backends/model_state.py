@@ -121,7 +121,7 @@ class ModelState:
     def _call_regions(
         self, regions: Regions, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a model of which the regions alone are compiled."""
+        """Call a model with compiled regions; the rest of it runs eagerly."""
         self._refuse_dropped()
         if self._hooks.have_changed():
             self.restart()
@@ -189,7 +189,7 @@ class ModelState:
         return result
 
     def restart(self) -> None:
-        """Drop what was compiled; the next call traces again."""
+        """Drop the compiled functions; the next call traces again."""
         self.session.forget()
         self._num_graphs = self._num_calls = 0
         if self.regions is not None:

@@ -1,4 +1,4 @@
-"""Hooks of a model: whether they have changed, those that run around another forward, and those that show modules."""
+"""Hooks of a model: change detection, hooks around another forward, and taps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WithHooks:
     """First base of the class of an object that runs the hooks of a module around another forward."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Do not run that of the module's class, which may list its subclasses."""
+        """Skip ``__init_subclass__`` of the module's class; it may list its subclasses."""
 
 
 class HookedForwards:

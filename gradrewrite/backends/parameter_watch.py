@@ -1,4 +1,4 @@
-"""Parameters whose gradients come from outside of the rewritten graphs, where the policy does not hold."""
+"""Parameters with gradients from outside of the rewritten graphs, beyond the policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gradrewrite._compat import autograd
 
 
 class GraphCoverage:
-    """The parameters whose gradients one rewritten backward graph computes, and its last backward.
+    """The parameters of one rewritten backward graph, and its last backward.
+
+    The graph computes the gradients of these parameters.
 
     Attributes:
         task: Number of the backward that ran the graph last; -1 before the first.
@@ -31,7 +33,7 @@ class GraphCoverage:
                 _hook_of(parameter).add_graph(self)
 
     def note(self) -> None:
-        """Note that the backward which is running runs the graph."""
+        """Record the number of the running backward."""
         self.task = autograd.backward_id()
 
 
@@ -80,10 +82,11 @@ def _hook_of(parameter: Tensor) -> _ParameterHook:
 
 
 class ParameterWatch:
-    """Notices the first backward that reaches parameters of a model through none of its rewritten graphs.
+    """Detect the first backward that bypasses the rewritten graphs of a model.
 
-    A submodule that is called directly, a method without an entry point, and the plain module do that. Until then each
-    parameter that needs a gradient has a hook (``register_post_accumulate_grad_hook``).
+    It reaches parameters through none of these graphs. A submodule that is called directly, a method without an entry
+    point, and the plain module do that. Until then each parameter that needs a gradient has a hook
+    (``register_post_accumulate_grad_hook``).
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class ParameterWatch:
         weakref.finalize(self, _remove_watch, self._hooks).atexit = False
 
     def refresh(self) -> None:
-        """Watch the parameters that the model has by now and that need a gradient."""
+        """Watch the current parameters that need a gradient."""
         model = self._model()
         if model is None or self._is_over:
             return
@@ -129,7 +132,7 @@ class ParameterWatch:
         self._hooks.clear()
 
     def note_outside(self, parameter: Tensor) -> None:
-        """Take a parameter whose gradient no rewritten graph of the running backward has computed."""
+        """Record a parameter with a gradient from outside of the rewritten graphs."""
         if not self._outside:
             autograd.at_end_of_backward(self._end)
         self._outside.add(id(parameter))
@@ -149,7 +152,7 @@ def _remove_watch(hooks: Iterable[_ParameterHook], watch: ParameterWatch | None 
 
 
 def methods_that_use(model: nn.Module, attributes: Sequence[str]) -> list[str]:
-    """Return the public methods of a model's own classes, ``forward`` excepted, whose code names an attribute."""
+    """Return a model's own public methods, except ``forward``, that name an attribute."""
     found: dict[str, None] = {}
     for cls in type(model).__mro__[: type(model).__mro__.index(nn.Module)]:
         for name, value in vars(cls).items():

@@ -1,4 +1,4 @@
-"""Region calls: which region of a model runs on this thread, forward or backward."""
+"""Region calls: the running region on each thread, forward or backward."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ _current = _Current()
 
 
 class NotShared(Exception):
-    """Says that the policy answers otherwise in a region than in the one whose graph was to run; nothing has run."""
+    """Refusal to share a compiled graph between two regions.
+
+    The policy answers otherwise in the second one, or its actions have states. Nothing has run.
+    """
 
 
 @contextlib.contextmanager
 def region_running(call: RegionCall, module: nn.Module) -> Iterator[None]:
-    """Say on this thread that a region runs."""
+    """Set the running region of this thread."""
     before = _current.call, _current.module
     _current.call, _current.module = call, module
     try:
@@ -55,17 +58,17 @@ def region_running(call: RegionCall, module: nn.Module) -> Iterator[None]:
 
 
 def current_region() -> tuple[RegionCall, nn.Module] | None:
-    """Return the region whose forward runs on this thread, and its module; None if there is none."""
+    """Return the running region of this thread and its module; None without one."""
     return (_current.call, _current.module) if _current.call is not None and _current.module is not None else None
 
 
 def running_module() -> nn.Module | None:
-    """Return the module of the region whose forward runs on this thread."""
+    """Return the module of the running region on this thread."""
     return _current.module
 
 
 def mark_backward(call: RegionCall, outputs: Iterable[Tensor], ends: set[Any]) -> None:
-    """Let the autograd nodes of a region's graphs know whose they are, behind its forward.
+    """Note the region in the autograd nodes of its compiled graphs.
 
     Args:
         call: The region.
@@ -77,7 +80,7 @@ def mark_backward(call: RegionCall, outputs: Iterable[Tensor], ends: set[Any]) -
 
 
 def region_of_backward() -> RegionCall | None:
-    """Return the region whose backward this thread runs; None if that is not known."""
+    """Return the region of this thread's backward; None if it is not known."""
     node = autograd.running_node()
     return None if node is None else node.metadata.get(_KEY)
 

@@ -33,7 +33,7 @@ from gradrewrite.sites import Site
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the outermost modules whose names match, by name.
+    """Return the outermost modules with matching names, by name.
 
     Args:
         model: The model; its own name, ``""``, matches nothing.
@@ -66,7 +66,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def outside_of(model: nn.Module, regions: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the outermost modules that are in no region and contain none."""
+    """Return the outermost modules outside of all regions, by name, that contain none."""
     inner = tuple(regions)
     found: list[str] = []
     for name, module in model.named_modules():
@@ -79,7 +79,7 @@ def outside_of(model: nn.Module, regions: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class _Entry:
-    """A compiled function, and the regions that have run it."""
+    """A compiled function, and the regions on it so far."""
 
     point: EntryPoint
     structure: Any
@@ -87,7 +87,7 @@ class _Entry:
 
 
 class _ModelCall(threading.local):
-    """The call of a model with regions that runs on this thread."""
+    """The running call of a model with regions, on this thread."""
 
     def __init__(self) -> None:
         self.regions: Regions | None = None
@@ -149,16 +149,16 @@ class Regions:
 
     @property
     def called(self) -> set[str]:
-        """Names of the regions that have run a graph with a policy."""
+        """Return the names of the regions that have run a graph with a policy."""
         return {call.name for call in self._known}
 
     def region_of(self, site: Site) -> str | None:
-        """Return the name of the region in which a site of the whole model is."""
+        """Return the name of the region of a site of the whole model."""
         where = site.name if site.kind == "gradient" else site.module
         return next((name for name in self.modules if where == name or where.startswith(f"{name}.")), None)
 
     def forget(self) -> None:
-        """Drop what was compiled."""
+        """Drop the compiled functions."""
         self._entries.clear()
         self._known.clear()
         self._most_calls.clear()
@@ -198,7 +198,7 @@ class Regions:
             _running.regions, _running.calls, _running.without_gradients = before
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a region of the model that is running.
+        """Call a region of the running model.
 
         The hooks of ``fully_shard`` cannot be traced. They are run here, around the graph of the forward.
         """
@@ -251,7 +251,10 @@ class Regions:
     def _call_again(
         self, region: RegionCall, module: nn.Module, args: Any, kwargs: Any, *, runs_hooks: bool = True
     ) -> Any:
-        """Call a region for a checkpoint, one of its calls, of which all ran the same compiled function."""
+        """Recompute one call of a region for an activation checkpoint.
+
+        All calls of the region must have run the same compiled function.
+        """
         entries = {self._known.get(RegionCall(region.name, n)) for n in range(self._most_calls[region.name])}
         entry = entries.pop()
         if entry is None or entries:
@@ -286,7 +289,10 @@ class Regions:
         yield entry
 
     def _structure(self, name: str, module: nn.Module, *, runs_hooks: bool) -> Any:
-        """Equal for regions that may run the same graphs: what torch's guards do not see is that names are alike."""
+        """Return a key, equal for regions that may run the same graphs.
+
+        It has relative names, which torch's guards do not compare.
+        """
         model = self._model()
         assert model is not None
         modules = {id(m): n for n, m in model.named_modules()}
@@ -305,7 +311,7 @@ class Regions:
         )
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters that are used in regions alone."""
+        """Return the parameters of regions that nothing else uses."""
         model = self._model()
         inside = {id(m) for region in self.modules.values() for m in region.modules()}
         others = [m for m in model.modules() if id(m) not in inside] if model is not None else []

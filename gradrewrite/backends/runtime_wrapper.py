@@ -35,7 +35,9 @@ _NOISE_AGAIN = (
 
 @dataclass(eq=False, repr=False)
 class RewrittenBackward:
-    """A compiled backward graph with live inputs and auxiliary outputs, both of which are taken off where it runs.
+    """A compiled backward graph with live inputs and auxiliary outputs.
+
+    It adds the live inputs to each call, and takes the auxiliary outputs off.
 
     Attributes:
         session: Whose policy it follows.
@@ -102,7 +104,7 @@ class RewrittenBackward:
 
 
 def _owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]) -> list[Tensor]:
-    """Return what is kept in memory that nothing else has.
+    """Return kept tensors in memory of their own.
 
     A kept tensor may be a gradient itself, which belongs to autograd, or a view of what the caller has. Norms and
     moments of examples are made for it: they are copied only where another output of the graph is the same tensor.

@@ -59,7 +59,7 @@ _AVERAGED_IN_PART = (
 
 
 class Session:
-    """One policy at work: the graphs that were compiled for it, and the names of the modules that it has met.
+    """One policy at work: its compiled graphs, and the names of known modules.
 
     Attributes:
         config: The configuration.
@@ -99,7 +99,7 @@ class Session:
         self._backwards: set[int] | None = set() if self.may_have_step_sites else None
 
     def explanation(self) -> Explanation:
-        """Return what was compiled so far."""
+        """Return the compiled graphs and skipped regions so far."""
         return Explanation(tuple(self.graphs), tuple(self.skipped), self.outside)
 
     def note_graph(self, report: GraphReport) -> None:
@@ -184,7 +184,7 @@ class Session:
         self._averaging = self.recorder.lone_skip = None
 
     def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
-        """Warn once that the actions at a site were not inserted."""
+        """Warn once of actions that were not inserted at a site."""
         self.warnings.warn_once(
             f"view {site}",
             f"{site}: {', '.join(map(describe, actions))} cannot act, and nothing was inserted, because a part of this "
@@ -318,7 +318,7 @@ class Session:
             )
 
     def _names_without_site(self, pattern: Pattern) -> set[str]:
-        """Return what a pattern without sites matches: modules, parameters or inputs that have a name and no site."""
+        """Return module, parameter or input names that match a pattern without sites."""
         names: set[str] = set()
         if pattern.kind in (None, "error", "activation"):
             names.update(self.names.modules.values())
@@ -360,7 +360,7 @@ def _first_group(report: GraphReport) -> Any:
 
 
 def _lone_skip_of(report: GraphReport) -> Site | None:
-    """The first site of a check that skips on what this process alone has: not behind an average."""
+    """Return the site of the first skipping check that no average precedes."""
     averaged = set()
     for edit in report.edits:  # in their order at each site
         if isinstance(edit.action, BucketedAction):

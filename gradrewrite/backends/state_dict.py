@@ -1,4 +1,4 @@
-"""Saving and loading what the actions of a model remember."""
+"""Saving and loading the state of a model's actions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradrewrite.policy.state_store import StateStore
 
 
 def state_dict(model: Any) -> dict[str, Any]:
-    """Return what the actions of a model remember, for a checkpoint; a copy.
+    """Return the state of a model's actions, for a checkpoint; a copy.
 
     The state of ``AutoClip``, ``ZClip`` and every ``gr.State`` that the compiled graphs have used, by site and name,
     and the step that each ``gr.Schedule`` is at. Parameters and buffers are in ``model.state_dict()``, which is that of
@@ -38,10 +38,11 @@ def state_dict(model: Any) -> dict[str, Any]:
 
 
 def load_state_dict(model: Any, state: Mapping[str, Any]) -> None:
-    """Take what ``gr.state_dict`` returned, before or after the first call of the model; nothing is compiled again.
+    """Load a state from ``gr.state_dict`` into the actions of a model.
 
-    What the policy has no state for (yet) is kept, and is part of the next ``gr.state_dict``. States that are there and
-    are not among the loaded ones begin anew.
+    It may be called before or after the first call of the model; nothing is compiled again. What the policy has no
+    state for (yet) is kept, and is part of the next ``gr.state_dict``. States that are there and are not among the
+    loaded ones begin anew.
 
     Args:
         model: What ``gr.transform`` or ``gr.backend`` returned, with the policy that it had when the state was saved.

@@ -98,7 +98,10 @@ def _first_error_in(text: str) -> str:
 
 
 class _InPlaceError(RuntimeError):
-    """What is wrong, the user's line, and the way out: an in-place op changes what the backward needs."""
+    """An in-place op that overwrites a value of the backward.
+
+    The message has the user's line and the way out.
+    """
 
 
 @contextlib.contextmanager

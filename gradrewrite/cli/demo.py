@@ -1,4 +1,4 @@
-"""``gradrewrite demo``: two examples whose losses diverge, without and with clipping in the backward."""
+"""``gradrewrite demo``: two diverging examples, without and with clipping in the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of models, policies and inputs that a command line names as ``module:name``."""
+"""Loading of models, policies and inputs by ``module:name``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load(spec: str, what: str) -> Any:
-    """The object that ``module:name`` names; modules are found from the current folder too.
+    """Return the object of ``module:name``, from the current folder too.
 
     Args:
         spec: ``package.module:name`` or ``package.module:name.attribute``.
@@ -104,7 +104,7 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
 
 
 def _made(spec: str, what: str, ready: Any) -> Any:
-    """The object itself, or what it returns when it is called."""
+    """Return the object itself, or the result of its call."""
     found = load(spec, what)
     if isinstance(found, ready) or not callable(found):
         return found

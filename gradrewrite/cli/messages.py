@@ -1,4 +1,4 @@
-"""What commands say on the error stream: errors and warnings, one line each."""
+"""Messages of commands on the error stream: errors and warnings, one line each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Refused(Exception):
-    """The end of a command; the message is one line and says what to do."""
+    """An error for the user; the message is one line and says how to fix it."""
 
 
 def warn(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -28,7 +28,7 @@ def split_ending(path: Path, endings: Sequence[str]) -> tuple[str, str]:
 
 
 def reading(read: Callable[[], _T]) -> _T:
-    """Call what reads files of records; refuse those that cannot be read."""
+    """Call a reader of record files; refuse unreadable ones."""
     try:
         return read()
     except OSError as err:

@@ -1,1 +1,1 @@
-"""Why a step failed, and what a training run shows: values in, findings out."""
+"""Diagnostics of failed steps and of training runs: values in, findings out."""

@@ -1,4 +1,4 @@
-"""Activations that saturate or are dead over a run."""
+"""Saturated and dead activations over a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEAD_LIMITS = {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR}
 
 
 def saturated(run: Run) -> list[Finding]:
-    """Return a finding for units that sit at the bounds of their tanh or sigmoid."""
+    """Return a finding for units at the bounds of their tanh or sigmoid."""
     found = _high_shares(run, SATURATED_LIMITS)
     advice = "Start from smaller weights or normalise what comes in: a saturated unit passes almost no error on."
     return _share_finding("saturated", "Units sit at the bounds of their tanh or sigmoid", found, advice)
 
 
 def dead(run: Run) -> list[Finding]:
-    """Return a finding for units, or errors, that are almost all 0."""
+    """Return a finding for units, or errors, with almost only zeros."""
     found = _high_shares(run, DEAD_LIMITS)
     advice = "Lower the learning rate or use a unit that leaks (LeakyReLU, GELU): a unit at zero learns nothing."
     return _share_finding("dead", "Almost all elements are exactly 0", found, advice)
@@ -33,7 +33,7 @@ def dead(run: Run) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _High:
-    """A share that stays high."""
+    """A persistently high share."""
 
     share: float
     site: str
@@ -42,7 +42,10 @@ class _High:
 
 
 def _high_shares(run: Run, limits: Mapping[tuple[str, str], float]) -> list[_High]:
-    """Sites whose median share over the last steps is above a limit, by record and kind; the worst first."""
+    """Return sites with a median share above its limit, the worst first.
+
+    The median is that of the last steps; limits are by record and kind.
+    """
     found: dict[str, _High] = {}
     for one in run.series.values():
         limit = limits.get((one.record, one.at.kind))

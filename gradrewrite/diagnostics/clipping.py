@@ -17,7 +17,7 @@ MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a 
 
 @dataclass(frozen=True, slots=True)
 class _Habit:
-    """The effect of one clip over the steps that count.
+    """The effect of one clip over its judged steps.
 
     Attributes:
         clip: The clip.
@@ -37,7 +37,7 @@ class _Habit:
 
     @property
     def share(self) -> float:
-        """Share of the steps in which it acted."""
+        """Share of the clipped steps."""
         return sum(self.acted) / len(self.acted)
 
     @property
@@ -47,7 +47,10 @@ class _Habit:
 
 
 def clips_always(run: Run) -> list[Finding]:
-    """Return a finding for each clip that acts in nearly every step; the most frequent first, then the strongest."""
+    """Return a finding for each clip that acts in nearly every step.
+
+    The most frequent comes first, then the strongest.
+    """
     found = [habit for habit in _habits(clips_of(run)) if habit.share > CLIPS_ALWAYS]
     return [_always(habit) for habit in sorted(found, key=lambda habit: (-habit.share, habit.strength))]
 
@@ -75,7 +78,10 @@ def _always(habit: _Habit) -> Finding:
 
 
 def clips_never(run: Run) -> list[Finding]:
-    """Return a finding for each clip by norm that acts in no step; the farthest from its bound first."""
+    """Return a finding for each clip by norm that acts in no step.
+
+    The farthest from its bound comes first.
+    """
     by_norm = [clip for clip in clips_of(run) if clip.kind == "norm"]
     found = [habit for habit in _habits(by_norm) if not any(habit.acted) and 0 < habit.bound < math.inf]
     return [_never(habit) for habit in sorted(found, key=lambda habit: max(habit.sizes) / habit.bound)]
@@ -158,18 +164,24 @@ class Clip:
 
     @property
     def bound(self) -> float:
-        """The last finite bound; without one, infinity where the clip was switched off, NaN where none is known."""
+        """The last finite bound.
+
+        Without one, infinity where the clip was switched off, NaN where none is known.
+        """
         finite = [bound for bound in self.bounds if math.isfinite(bound)]
         return finite[-1] if finite else self.bounds[-1]
 
     @property
     def rate(self) -> float:
-        """Share of the steps in which it acted."""
+        """Share of the clipped steps."""
         return sum(self.acted) / len(self.acted)
 
     @property
     def median_factor(self) -> float:
-        """Median factor of the steps in which it acted; 1 if there are none, NaN if that is not known."""
+        """Median factor of the clipped steps.
+
+        It is 1 if there are none, NaN if it is not known.
+        """
         pairs = zip(self.factors, self.acted, strict=True)
         factors = [factor for factor, acted in pairs if acted and not math.isnan(factor)]
         return median(factors) if factors else math.nan if any(self.acted) else 1.0
@@ -181,7 +193,7 @@ class Clip:
 
 
 def clips_of(run: Run) -> list[Clip]:
-    """Return the clips whose doings were recorded, those by norm first."""
+    """Return the clips with records, those by norm first."""
     series = [one for one in run.series.values() if one.at.kind in BACKWARD]
     by_site: dict[str, list[Series]] = defaultdict(list)
     for one in series:
@@ -197,14 +209,14 @@ def clips_of(run: Run) -> list[Clip]:
 
 
 def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, Clip]:
-    """Return the clips that a run has records for, by number of the edit that records them."""
+    """Return the clips with records in a run, by number of the edit."""
     clips = {clip.key: clip for clip in clips_of(run)}
     found = {number: [clips[key] for key in edit.records if key in clips] for number, edit in enumerate(edits)}
     return {number: own[0] for number, own in found.items() if own}
 
 
 def _norm_clip(run: Run, bound: Series, own: Sequence[Series]) -> Clip | None:
-    """The clip that a bound belongs to: a bound has the occurrence of its norm."""
+    """Return the clip of a bound, by the occurrence of its norm."""
     site = bound.at.site
     keys = [RecordKey(name, n, site) for n in (bound.at.occurrence, 1) for name in ("norm", "total_norm")]
     norms = _first_of(run, keys)
@@ -220,14 +232,17 @@ def _norm_clip(run: Run, bound: Series, own: Sequence[Series]) -> Clip | None:
 
 
 def _factor(norm: float, bound: float) -> float:
-    """Norm after / norm before, for runs that lack it; NaN without a bound."""
+    """Return norm after / norm before, for runs without it; NaN without a bound."""
     if math.isnan(bound):
         return math.nan
     return bound / norm if bound < norm < math.inf and norm != 0 else 1.0
 
 
 def _is_by_value(clipped: Series, own: Sequence[Series], has_norm_clip: bool) -> bool:
-    """Whether a clip that logs is one by value, which records its share; runs that lack it have one kind at a site."""
+    """Return whether a logging clip clips by value.
+
+    Such a clip records its share; runs that lack it have one kind at a site.
+    """
     if any(one.record == "share" for one in own):
         return _names(_before(clipped, own)) == ["factor", "share", "max_abs", "mean_abs"]
     return not has_norm_clip or any(one.record == "limit" for one in own)

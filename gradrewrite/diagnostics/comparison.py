@@ -1,4 +1,4 @@
-"""The loss of a run and the sizes of its gradients, compared with those of a baseline."""
+"""Comparison of a run's loss and gradient sizes with a baseline's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZES = (  # what is compared, of which kinds of sites, by which record
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of a run, recorded as ``loss``, or of the value that ``gr.tap(loss, "loss")`` named.
+    """The loss of a run: record ``loss``, or the value of ``gr.tap(loss, "loss")``.
 
     Attributes:
         steps: How many steps have it.
@@ -53,12 +53,15 @@ class Loss:
     end: int
 
     def of(self, which: str) -> str:
-        """Return of which steps a loss is the mean, ``(mean of the first 10 steps)``; ``""`` if of one."""
+        """Return the steps of a mean loss, ``(mean of the first 10 steps)``.
+
+        It is ``""`` for the loss of one step.
+        """
         return f" (mean of the {which} {self.count} steps)" if self.count > 1 else ""
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
-    """Return the loss: the record ``loss``, else ``max`` of the value that ``gr.tap(loss, "loss")`` named.
+    """Return the record ``loss``, else ``max`` of ``gr.tap(loss, "loss")``.
 
     Args:
         run: The run.
@@ -88,7 +91,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def compare_runs(run: Run, baseline: Run) -> str:
-    """Return what ``compare`` says of the steps from the later begin to the earlier end, and which these are."""
+    """Compare two runs over their common steps.
+
+    Return the text of ``compare``, with the span of these steps where the runs begin or end apart.
+    """
     loss, other = loss_of(run), loss_of(baseline)
     if loss is None or other is None or (loss.begin, loss.end) == (other.begin, other.end):
         return compare(loss, other)
@@ -106,7 +112,9 @@ def compare_runs(run: Run, baseline: Run) -> str:
 
 
 def compare(loss: Loss | None, baseline: Loss | None) -> str:
-    """Return a sentence that says whether a run ended lower than its baseline, and by how much.
+    """Return a sentence on the end of a run, against its baseline.
+
+    It says whether the run ended lower, and by how much.
 
     They end alike where the difference of their last losses is at most twice its standard error.
     """
@@ -143,7 +151,9 @@ def _loss_text(who: str, loss: Loss) -> str:
 
 
 def comparable_sizes(run: Run, other: Run) -> tuple[str, dict[int, float], dict[int, float]] | None:
-    """Return sizes of gradients or errors before clipping that two runs recorded, by step, and what they are.
+    """Return the measure and the sizes of gradients or errors before clipping.
+
+    The sizes are by step, of two runs.
 
     The root of the sum of squares of the total norms of all groups, else of the norms of all gradients, else of all
     errors, or the largest ``max_abs``; infinite where a value is not finite. A total norm is compared with norms of

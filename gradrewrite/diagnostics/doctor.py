@@ -1,4 +1,4 @@
-"""Plain answers from the records of a training run: what is wrong, where it begins, and what to try."""
+"""Findings from the records of a training run: faults, origins and remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Ser
 
 @dataclass(frozen=True, slots=True)
 class SkippedRule:
-    """A rule that could not judge some of what was recorded, for there were too few steps.
+    """A rule with too few steps to judge all its records.
 
     Attributes:
         kind: The kind of finding that it would have.
@@ -49,7 +49,7 @@ class SkippedRule:
 
 
 def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
-    """Return what is wrong with a run, the gravest first; ``()`` if nothing is found.
+    """Return the findings on a run, the gravest first; ``()`` if none.
 
     Each clip and each site that grows has a finding of its own, the worst of a kind first.
 
@@ -65,7 +65,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
 
 
 def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
-    """Return the rules that had too few steps for some of what was recorded; ``()`` if all could judge all.
+    """Return the rules with too few steps for some records; ``()`` if none.
 
     A rule for which nothing was recorded is not among them.
 
@@ -140,14 +140,14 @@ def _non_finite(run: Run) -> list[Finding]:
 
 
 def _bad_steps(run: Run) -> list[BadStep]:
-    """Steps that are not finite, without the sites where infinities are expected."""
+    """Return the non-finite steps, without sites of expected infinities."""
     bad = bad_steps(run)
     expected = expected_infinities(run, bad)
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
 def _count(records: Mapping[str, float], site: str) -> float | None:
-    """Return the number of non-finite elements of a site; None if that was not recorded."""
+    """Return a site's number of non-finite elements; None if not recorded."""
     if f"nonfinite@{site}" in records:
         return records[f"nonfinite@{site}"]
     counts = [records[address] for name in ("nan", "inf") if (address := f"{name}@{site}") in records]

@@ -1,4 +1,4 @@
-"""Failures: the analysis of a step in which a finite check failed."""
+"""Failures: analyses of steps with a failed finite check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The analysis of a failed step; its attributes are those of ``NonFiniteError``, which it makes."""
+    """The analysis of a failed step, with the attributes of ``NonFiniteError``."""
 
     site: Site
     step: int
@@ -25,7 +25,10 @@ class Failure:
     note: str = ""
 
     def error(self, reason: str = "") -> NonFiniteError:
-        """Return a new error; ``reason``, why it is raised if not for the failed check alone, begins its note."""
+        """Return a new error.
+
+        ``reason`` begins its note: why the error is raised, if not for the failed check alone.
+        """
         return NonFiniteError(
             self.site,
             percent=self.percent,

@@ -1,4 +1,4 @@
-"""Errors and gradients that grow or shrink geometrically: over the steps of a run, and over the layers of a model."""
+"""Geometric growth and decay of errors and gradients, over steps and layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LARGEST_LOG = 700.0  # exp of more overflows
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """The part of a series in which values grow."""
+    """The growing part of a series."""
 
     site: str
     step: int
@@ -47,9 +47,10 @@ class _Growth:
 
 
 def growth_over_steps(run: Run) -> list[Finding]:
-    """Return a finding for each site whose errors or gradients grow by a steady factor per step.
+    """Return findings for errors or gradients with steady growth per step.
 
-    The first is that which grows most of those that begin first. Groups have one only where no single site grows.
+    The first finding is that which grows most of those that begin first. Groups have one only where no single site
+    grows.
     """
     found = [growth for one in measured_over_steps(run) if (growth := _growth(one)) is not None]
     if not found:
@@ -69,7 +70,7 @@ def growth_over_steps(run: Run) -> list[Finding]:
 
 
 def measured_over_steps(run: Run) -> list[Series]:
-    """Return the records in which growth over the steps is looked for."""
+    """Return the records for the search of growth over the steps."""
     return [
         one
         for one in run.series.values()
@@ -157,7 +158,10 @@ class _Profile:
     sites: list[tuple[str, float]]
 
     def first_step(self, steps: Sequence[Step], is_far: Callable[[float], bool]) -> int:
-        """Number of the first step in which the ratio of input end to output end is far; of the first step if none."""
+        """Return the number of the first step with a far ratio.
+
+        The ratio is that of input end to output end. Without such a step, it is the first of all.
+        """
         (first, _), (last, _) = self.sites[0], self.sites[-1]
         for step in steps:
             output = step.records.get(f"{self.record}@{first}", 0.0)
@@ -168,7 +172,7 @@ class _Profile:
 
 
 def growth_over_layers(run: Run) -> list[Finding]:
-    """Return a finding for errors that grow or shrink by a steady factor per layer on the way back."""
+    """Return a finding for errors that grow or shrink steadily per layer backward."""
     profile = _profile(run)
     values = [v for _, v in profile.sites]
     if len(values) < MIN_LAYERS:

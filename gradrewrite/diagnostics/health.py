@@ -1,4 +1,4 @@
-"""The health of a training run: what a health report says."""
+"""The health of a training run: the contents of a health report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Health:
 
     @property
     def first_bad_text(self) -> str:
-        """The first value that is not finite, as text."""
+        """Text of the first non-finite value."""
         text = "Every recorded value of this run was finite."
         if self.first_bad is not None:
             site, step, count = self.first_bad

@@ -1,4 +1,4 @@
-"""Steps of a run in which something was not finite, and the infinities that are expected."""
+"""Non-finite steps of a run, and expected infinities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradrewrite.diagnostics.run_log import (
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """A step that is not finite.
+    """A non-finite step.
 
     Attributes:
         step: The step.
@@ -33,12 +33,15 @@ class BadStep:
 
 
 def bad_steps(run: Run) -> list[BadStep]:
-    """Steps in which a count of non-finite elements is not 0, or a magnitude is not finite."""
+    """Return the steps with non-finite elements or a non-finite magnitude."""
     return [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
 
 
 def expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
-    """Return the sites at which infinities are expected (a mask): they were so in 5 steps whose backward was finite."""
+    """Return the sites of expected infinities (a mask).
+
+    They were infinite in 5 steps that had a finite backward.
+    """
     harmless: Counter[str] = Counter()
     for one in bad:
         if _is_harmless(run, one):

@@ -1,4 +1,4 @@
-"""Several files of one training run, one for each rank: what is wrong, and on which rank."""
+"""Files of one training run by rank: findings, and the ranks of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAD = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
 
 @dataclass(frozen=True, slots=True)
 class FirstBad:
-    """The first value of a run that is not finite.
+    """The first non-finite value of a run.
 
     Attributes:
         rank: The rank that recorded it.
@@ -68,7 +68,7 @@ def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]
 
 
 def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
-    """Return what is wrong with a run of several ranks, as ``diagnose`` does; each finding names its ranks.
+    """Return the findings of ``diagnose`` on several ranks, with their ranks.
 
     What several ranks find at one site is one finding, with the figures of the first of them. Of what is not finite
     only the first is a finding: what other ranks then have may come from it, through reduced gradients.
@@ -99,7 +99,9 @@ def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
 
 
 def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
-    """Return the first value of a run that is not finite, expected infinities left out; None if all is finite.
+    """Return the first non-finite value of a run; None if all is finite.
+
+    Expected infinities are left out.
 
     Of several sites in that step it is the one that is executed first, and of several ranks with it the lowest.
     """

@@ -31,7 +31,7 @@ class _State:
 
 
 def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
-    """Run a step again, op by op, and look at every value; nothing of the user's is changed.
+    """Replay a step op by op, and check every value; change nothing of the user's.
 
     Args:
         snapshot: The step.
@@ -45,7 +45,7 @@ def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
 
 
 class _Replay(fx.Interpreter):
-    """Runs a replay graph node by node, and notes which values are not finite."""
+    """An interpreter of a replay graph that notes non-finite values."""
 
     def __init__(self, snapshot: StepSnapshot, failed: Mapping[str, Site]) -> None:
         super().__init__(snapshot.replay_graph.graph)
@@ -108,7 +108,7 @@ class _Replay(fx.Interpreter):
         return positions
 
     def _given_values(self, snapshot: StepSnapshot) -> dict[fx.Node, tuple[Any, str]]:
-        """Values of the placeholders in their order, and what was overwritten."""
+        """Return the placeholders' values in order, and the names of overwritten ones."""
         placeholders = self._graph.find_nodes(op="placeholder")
         inputs = [node for node in placeholders if node.name not in self._replay_graph.tangents]
         given = {}
@@ -297,7 +297,7 @@ class SiteObservation:
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """A root cause of non-finite values: an op, or a value that came into the graph.
+    """A root cause of non-finite values: an op, or a graph input.
 
     Attributes:
         order: Position in the order of execution.

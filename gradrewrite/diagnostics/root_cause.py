@@ -1,4 +1,4 @@
-"""Root causes: from failed finite checks to the site and the op where it began."""
+"""Root causes of failed finite checks: the site and the op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DID_NOT_FAIL = (
 
 
 def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str = "") -> Failure:
-    """Return the failure that the checks alone tell: the first of them, in the order of execution.
+    """Return the failure of the first failed check, in the order of execution.
 
     Args:
         step: Number of the backward.
@@ -133,14 +133,17 @@ def _from_replays(
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:
-    """Whether a root can be the first: what comes from another graph of the step was made there."""
+    """Return whether a root can be the first.
+
+    A value from another graph of the step cannot: it was made there.
+    """
     if not root.came_in or (root.given is not None and root.given.role == "parameter"):
         return True
     return number == last if root.is_forward else number == 0
 
 
 def _changed_unseen(root: RootCause, graph: CheckedGraph) -> str:
-    """An input that was finite when the step ran and is not now, though its version is the same (numpy)."""
+    """Return an input that became non-finite without a new version (numpy)."""
     if root.given is None or root.given.role != "input":
         return ""
     was_finite = graph.values.get(RecordKey("nonfinite", 1, f"data:{root.given.name}")) == 0

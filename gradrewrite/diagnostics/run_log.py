@@ -43,7 +43,7 @@ class Step:
     records: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        """Refuse names that are no keys."""
+        """Refuse invalid keys."""
         wrong = next((name for name in self.records if "@" not in name), None)
         if wrong is not None:
             raise ValueError(f"wanted record@site as the name of a record, got {wrong!r}")
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a run.
+    """One fault of a run.
 
     Attributes:
         kind: ``"non-finite"``, ``"faulty input"``, ``"faulty learning rate"``, ``"faulty loss"``, ``"exploding"``,
@@ -134,7 +134,7 @@ class Run:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
-    """Read what ``monitor.to_jsonl`` wrote; an unfinished last line is left out.
+    """Read a file of ``monitor.to_jsonl``; an unfinished last line is left out.
 
     Raises:
         OSError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""Figures of every site of a run: how often and how strongly its clip acted, and the bound that its sizes suggest."""
+"""Figures of every site of a run: rates and factors of clips, suggested bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Quantiles(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SiteHealth:
-    """Figures of one site over a run; what is not known is NaN.
+    """Figures of one site over a run; NaN for an unknown one.
 
     Attributes:
         site: The site.
@@ -97,7 +97,7 @@ class SiteHealth:
         return group if is_group(self.site) and group.partition("#")[0] != "default" else ""
 
     def cells(self) -> tuple[str, ...]:
-        """Return the texts of ``COLUMNS``; ``-`` for what is not known."""
+        """Return the texts of ``COLUMNS``; ``-`` for an unknown one."""
         shares = [f"{percent(self.share)} of elements"] if self.share >= 0 else []
         shares += [f"{percent(self.norm_share)} of the squared total norm"] if self.norm_share >= 0 else []
         notes = ", ".join(note for note in (self.record, self.mark) if note)
@@ -150,7 +150,7 @@ def sites_of(run: Run) -> tuple[SiteHealth, ...]:
 
 
 def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealth, ...]:
-    """Return figures with the bounds that a baseline suggests, where these are larger.
+    """Return figures with a baseline's suggested bounds, where these are larger.
 
     Sizes before a clip that always acts are those of a run that it shaped, and may be too small.
 

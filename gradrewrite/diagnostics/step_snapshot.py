@@ -1,4 +1,4 @@
-"""Step snapshots: what is kept of a step at run time, so that it can be replayed if it fails."""
+"""Step snapshots, taken at run time for the replay of a failed step."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ForwardCall(NamedTuple):
 
 
 class StepSnapshot(NamedTuple):
-    """The inputs of a replay; ``missing`` says what it lacks.
+    """The inputs of a replay.
 
     Attributes:
         replay_graph: The graph.
@@ -166,7 +166,7 @@ _Begun = tuple[Sequence[Any], Sequence[int], RandomState | None]
 
 
 class PendingForwards:
-    """The calls of one forward graph whose backward has not run yet.
+    """The calls of one forward graph before their backwards.
 
     Attributes:
         replay_graph: The graph that a replay runs.
@@ -225,7 +225,7 @@ class PendingForwards:
         return self._refs
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
-        """Note what a call returned, whose storage identifies the backward."""
+        """Record the outputs of a call; their storage identifies the backward."""
         if self._key >= 0:
             self._add(ForwardCall(*begun, {names[self._key]: _Key.of(outputs[self._key])}))
             return
@@ -246,7 +246,7 @@ class PendingForwards:
             self._calls.append(call)
 
     def snapshot(self, args: Sequence[Any]) -> StepSnapshot:
-        """Return the snapshot of the step whose backward is given these arguments; see ``note_saved``."""
+        """Return the step snapshot for a backward with these arguments; see ``note_saved``."""
         call = self._find(args)
         if call is None:
             return StepSnapshot(
@@ -300,7 +300,7 @@ class CheckedGraph:
 
 
 def names_of_outputs(gm: fx.GraphModule) -> list[str]:
-    """Names of the nodes that a graph returns; ``""`` for constants."""
+    """Return the names of a graph's output nodes; ``""`` for constants."""
     returned = gm.graph.output_node().args[0]
     assert isinstance(returned, list | tuple)
     return [node.name if isinstance(node, fx.Node) else "" for node in returned]

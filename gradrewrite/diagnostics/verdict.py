@@ -1,4 +1,4 @@
-"""The verdict on a run in one sentence with its figures, and what to change."""
+"""The verdict on a run in one sentence, with figures and remedies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """A layer behind which the error is far larger than before it, hidden by a clip.
+    """A layer with a far larger error behind it, hidden by a clip.
 
     Attributes:
         site: The clipped site, on the input side of the layer.
@@ -85,7 +85,7 @@ class Jump:
 
 
 def hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Jump | None:
-    """Find the layer that multiplies the error most, where a clip holds that back.
+    """Return the layer with the largest growth of the error behind a clip.
 
     The doctor looks for growth over many layers or steps; one layer alone shows in neither, and its clip acts always.
     """

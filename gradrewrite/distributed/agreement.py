@@ -1,4 +1,4 @@
-"""Agreement: a step that one rank skips is skipped by all ranks of a process group."""
+"""Agreement of a process group: a step skipped by one rank is skipped by all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ NUM_VOTES = 2  # of a rank on a step: the checks, and a GradScaler
 
 
 class Ballot:
-    """The verdicts of all ranks on one step, from one collective that every rank takes part in.
+    """The verdicts of all ranks on one step, from one collective.
+
+    Every rank takes part in it.
 
     Nothing waits on the host where the group is NCCL's; gloo's CPU operation blocks in ``result``.
 

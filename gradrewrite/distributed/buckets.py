@@ -44,7 +44,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose elements are in a vector, as views of it; the inverse of ``flatten``.
+    """Return a vector's elements as tensors, views of it; invert ``flatten``.
 
     Args:
         flat: The vector.

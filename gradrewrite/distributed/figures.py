@@ -21,7 +21,7 @@ _LARGE, _SMALL, _UNIT = 2.0**500, 2.0**-500, 2.0**600
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """The rule by which a figure of a whole follows from those of its parts.
+    """The rule for a whole's figure from those of its parts.
 
     Attributes:
         kind: A norm, a sum, a mean, or the largest or smallest of all.
@@ -69,7 +69,7 @@ def num_slots(how: Combination, ranks: Sequence[int]) -> int:
 
 
 def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Sequence[int], rank: int) -> Tensor:
-    """Return what this rank adds to the sum.
+    """Return this rank's summand, the figures of its parts.
 
     Args:
         values: The figures of the parts on this rank, ``[parts]``, real; that of an empty part does not matter.
@@ -130,7 +130,7 @@ def decode(sums: Tensor, how: Combination) -> Tensor:
 
 
 def _weight(part: Part, how: Combination) -> float:
-    """Return the factor of the figure of a part, with which replicas count once."""
+    """Return a part's weight; it counts replicas once."""
     replicas = part.spread.replicas
     if how.kind == "sum":
         return 1.0 / replicas

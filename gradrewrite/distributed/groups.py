@@ -23,7 +23,7 @@ def this_rank() -> int | None:
 
 
 def check_group(group: Any) -> None:
-    """Raise for what is no process group (TypeError), or one that this process is not in (ValueError)."""
+    """Raise TypeError unless given a process group, ValueError outside of it."""
     if group is None:
         return
     is_outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
@@ -75,7 +75,7 @@ class RankGroups:
         return group
 
     def ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        """Return the global ranks of a group, ascending, which is then used for them."""
+        """Return the global ranks of a group, ascending, and use the group for them."""
         self.note(group)
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
@@ -109,7 +109,7 @@ class RankGroups:
 
 
 def resolve_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """Return a process group; that of all processes for None.
+    """Return a process group, the default one for None.
 
     Args:
         group: The group.
@@ -129,7 +129,10 @@ def resolve_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGro
 
 
 def device_for(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
-    """Return a device whose tensors a group can reduce: the preferred one, unless the group is NCCL's alone."""
+    """Return a device for reductions over a group.
+
+    It is the preferred one, unless the group is NCCL's alone.
+    """
     if preferred.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return preferred

@@ -45,7 +45,7 @@ class Layout:
         return all(isinstance(size, int) for size in (*self.shape, *self.stride))
 
     def wrap(self, local: Tensor) -> DTensor:
-        """Return the global tensor of which a process holds this part; nothing is sent."""
+        """Return the global tensor of this process's part; nothing is sent."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -53,7 +53,7 @@ class Layout:
         )
 
     def unwrap(self, tensor: DTensor) -> Tensor:
-        """Return the part of a global tensor that a process holds in this layout.
+        """Return this process's part of a global tensor, in this layout.
 
         Partial sums are equal in all processes: the tensor divided by their number.
         """
@@ -92,5 +92,5 @@ def without_partial(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a global tensor whole, as a plain one; a plain tensor as it is."""
+    """Return a global tensor whole, as a plain one; a plain tensor itself."""
     return tensor.full_tensor() if dtensors.is_dtensor(tensor) else tensor

@@ -1,4 +1,4 @@
-"""Tensors that are spread over a device mesh (DTensors): the part of this rank, and how parts make up the whole."""
+"""DTensors over a device mesh: this rank's part, and the parts of the whole."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Attachment:
     def attach(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
     ) -> None:
-        """Rewrite the model in place and guard the optimizers; what was attached before is detached."""
+        """Detach the last model, rewrite this one in place, and guard the optimizers."""
         self.detach()
         left = state_of(model)
         if left is not None and left.is_temporary:  # by a training that failed
@@ -105,7 +105,7 @@ class Attachment:
         self._model, self._optimizers = None, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``gr.state_dict`` does of the model, or of the last one; empty before the first."""
+        """Return ``gr.state_dict`` of the model, or of the last one; empty before the first."""
         if self._loaded is not None:
             return dict(self._loaded)
         if self._model is not None and state_of(self._model) is not None:
@@ -113,7 +113,7 @@ class Attachment:
         return self._last
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the model have this state, or the next one if there is none yet."""
+        """Load a state into the current model, or else into the next."""
         if self._model is not None and state_of(self._model) is not None:
             load_state_dict(self._model, state)
         elif state:
@@ -152,7 +152,7 @@ class Attachment:
             )
 
     def _step_clips(self) -> list[tuple[Site, Any]]:
-        """The clips that the policy answers with at step sites."""
+        """Return the policy's clips at step sites."""
         assert self._model is not None
         found = []
         for name, p in self._model.named_parameters():

@@ -71,15 +71,15 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
 
     @property
     def monitor(self) -> Monitor:
-        """Reads what the backward passes reported."""
+        """The monitor, with the records of the backward passes."""
         return self._attachment.monitor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the actions remember, for a checkpoint; see ``gr.state_dict``."""
+        """Return the state of the actions, for a checkpoint; see ``gr.state_dict``."""
         return self._attachment.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what a checkpoint has."""
+        """Load the state from a checkpoint."""
         self._attachment.load_state_dict(state_dict)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -72,7 +72,7 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     @property
     def monitor(self) -> Monitor:
-        """Reads what the backward passes reported."""
+        """The monitor, with the records of the backward passes."""
         return self._attachment.monitor
 
     def on_train_begin(
@@ -95,7 +95,7 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
 
     def _resume(self, args: TrainingArguments) -> None:
-        """Load what was saved in the checkpoint that the Trainer resumes from."""
+        """Load the state from the checkpoint of a resumed training."""
         checkpoint = _checkpoint_in_use()
         file = None if checkpoint is None else _state_file(args, checkpoint)
         if file is not None and file.exists():
@@ -114,17 +114,17 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._attachment.note_own_clipping(f"TrainingArguments(max_grad_norm={args.max_grad_norm})", args.max_grad_norm)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save what the actions remember beside the checkpoint."""
+        """Save the state of the actions beside the checkpoint."""
         file = _state_file(args, Path(args.output_dir, f"checkpoint-{state.global_step}"))
         if self._attachment.has_states and file.parent.is_dir():
             torch.save(self._attachment.state_dict(), file)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the actions of the model remember, or did when training ended; see ``gr.state_dict``."""
+        """Return the state of the model's actions, or the last; see ``gr.state_dict``."""
         return self._attachment.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the model that is trained, or the next one, begin with this."""
+        """Load a state into the trained model, or into the next one."""
         self._attachment.load_state_dict(state)
 
     def on_log(
@@ -151,13 +151,13 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:
-    """Return the file of what actions remember in the folder of a checkpoint; each process has its own."""
+    """Return this process's file of the actions' state, in a checkpoint's folder."""
     number = f"_{args.process_index}" if args.world_size > 1 else ""
     return checkpoint / f"gradrewrite_state{number}.pt"
 
 
 def _checkpoint_in_use() -> Path | None:
-    """Return the folder that the Trainer which is calling resumes from; no callback is told of it."""
+    """Return the checkpoint folder of the calling Trainer; no callback is told of it."""
     frame: FrameType | None = _calling_handler()
     while frame is not None and "resume_from_checkpoint" not in frame.f_locals:
         frame = frame.f_back
@@ -174,9 +174,10 @@ def _calling_handler() -> FrameType | None:
 
 
 def _put_first(callback: RewriteCallback) -> bool:
-    """Let the callback be called before those that write logs, which the Trainer puts first; whether that worked.
+    """Move the callback before the Trainer's callbacks for logs.
 
-    The list is that of the ``CallbackHandler`` which is calling. Those that it has still to call stay where they are.
+    Return whether that worked. The Trainer puts those that write logs first. The list is that of the
+    ``CallbackHandler`` which is calling. Those that it has still to call stay where they are.
     """
     frame = _calling_handler()
     callbacks = frame.f_locals["self"].callbacks if frame is not None else []

@@ -1,4 +1,4 @@
-"""Attribution of the nodes of a joint graph to torch-level ops; it makes their provenance."""
+"""Attribution of joint-graph nodes to torch-level ops, for their provenance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKERS = (ops.mark_activation, ops.mark_error)
 def attribute_nodes(
     graph: fx.Graph, backward: Collection[str], inserted: Mapping[str, int] | None = None
 ) -> dict[fx.Node, int]:
-    """Return the torch-level op of each node, as the number of the value that the op makes.
+    """Return each node's torch-level op, as the number of the op's value.
 
     AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
     nearest error that it is computed from: to the backward of the op that made that value. A factor that the backward
@@ -95,7 +95,7 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """Return what an update of a buffer writes (AOTAutograd puts updates behind the backward); None for other nodes."""
+    """Return the new value in an update of a buffer; None for other nodes."""
     into, *rest = node.args or (None,)
     is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
     return rest[0] if is_update and isinstance(rest[0], fx.Node) else None
@@ -108,7 +108,9 @@ def _lane_name(is_forward: bool) -> Lane:
 def with_edits(
     provenance: Provenance, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], record_nodes: Iterable[fx.Node]
 ) -> Provenance:
-    """Add what a rewrite inserted: an inserted node has the provenance of its site.
+    """Add the inserted nodes of a rewrite to the provenance.
+
+    An inserted node has the provenance of its site.
 
     Args:
         provenance: The provenance of the nodes of the graph before.

@@ -1,4 +1,4 @@
-"""Tensors that have the same elements, in another order or shape."""
+"""Tensors with the same elements, in another order or shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _SAME_ELEMENTS = frozenset(
 
 
 def base_of(node: fx.Node, stop: Collection[fx.Node]) -> fx.Node:
-    """Return the node of which a value is a view with the same elements: all statistics of the two are equal.
+    """Return the base of a view with the same elements.
+
+    All statistics of the two are equal.
 
     Args:
         node: A node with a strided tensor.

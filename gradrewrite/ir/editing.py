@@ -1,4 +1,4 @@
-"""The only code that changes a joint graph, in a few verbs.
+"""The only editor of joint graphs, in a few verbs.
 
 Every verb takes graphs that are consistent and leaves them consistent; none lints or recompiles.
 """
@@ -18,7 +18,7 @@ LIVE = "_live_tensor_"
 
 
 def erase_markers(graph: fx.Graph) -> None:
-    """Take out all markers; the graph is then what it would be without probes."""
+    """Erase all markers; the graph is then equal to one without probes."""
     # In this order, so that a chain of markers hands each user on once.
     for node in list(graph.nodes):
         if node.target is ops.mark_error:
@@ -106,7 +106,7 @@ def insert_copy(
 
 
 def call_instead(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a node compute the same value by another operator: its name and what is known of it remain."""
+    """Replace a node's operator by an equivalent one; keep its name and metadata."""
     node.target, node.args, node.kwargs = target, args, kwargs
 
 
@@ -165,7 +165,7 @@ def write_back(graph: fx.Graph, count: int) -> None:
 
 
 def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.Node] = ()) -> fx.Node:
-    """Keep nodes alive in a graph whose outputs are counted by others.
+    """Keep nodes alive through partitioning, without outputs of their own.
 
     Args:
         graph: The graph.
@@ -180,7 +180,7 @@ def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.No
 
 
 def nodes_for_forward(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that the forward has to compute for what is inserted in the backward."""
+    """Return the nodes of the forward that inserted backward nodes need."""
     holders = graph.find_nodes(op="call_function", target=ops.hold)
     held = [holder.args[0][number] for holder in holders for numbers in holder.args[1:] for number in numbers]
     return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=ops.copy)])]
@@ -204,7 +204,7 @@ def drop_outputs(graph: fx.Graph, position: int, count: int) -> None:
 
 
 def insert_saved_copy(node: fx.Node) -> fx.Node:
-    """Insert a copy of a value of the forward behind it, which is saved for the backward; see ``nodes_for_forward``."""
+    """Insert a copy of a forward value, saved for the backward; see ``nodes_for_forward``."""
     with node.graph.inserting_after(node):
         copied = node.graph.call_function(ops.copy, (node,))
     mode = fake_tensors.fake_mode_of([node.meta["val"]])
@@ -213,7 +213,7 @@ def insert_saved_copy(node: fx.Node) -> fx.Node:
 
 
 def release(graph: fx.Graph) -> int:
-    """Turn what is held into the last outputs; returns how many there are."""
+    """Turn held nodes into the last outputs, and return their number."""
     holders = graph.find_nodes(op="call_function", target=ops.hold)
     if not holders:
         return 0
@@ -233,7 +233,7 @@ def hold_last(graph: fx.Graph, count: int) -> None:
 
 
 def lift_live(gm: fx.GraphModule) -> list[tuple[str, Any]]:
-    """Turn the live tensors of a graph into its last inputs; returns the name and the fake of each.
+    """Turn live tensors into a graph's last inputs; return names and fakes.
 
     The graph may be a copy whose attributes are copies too, so the tensors themselves are found by name.
     """
@@ -253,7 +253,7 @@ def lift_live(gm: fx.GraphModule) -> list[tuple[str, Any]]:
 
 
 def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
-    """The tensors that a joint graph reads live, by name."""
+    """Return the live tensors of a joint graph, by name."""
     owner = graph.owning_module
     names = {str(n.target) for n in graph.find_nodes(op="get_attr") if str(n.target).startswith(LIVE)}
     return {name: getattr(owner, name) for name in sorted(names)}

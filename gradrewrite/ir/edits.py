@@ -1,4 +1,4 @@
-"""Edits: what one action inserted at one site."""
+"""Edits: the nodes of one action at one site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The nodes that one action inserted at one site.
+    """The inserted nodes of one action at one site.
 
     Attributes:
         site: Where.

@@ -1,4 +1,4 @@
-"""``GraphView``: an immutable view of a joint graph, with the provenance of its nodes; drawings and exports read it."""
+"""``GraphView``: an immutable view of a joint graph, for drawings and exports."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def visible_outputs(
 
 
 def hidden_nodes(graph_view: GraphView, *, reshapes: bool = False, records: bool = False) -> set[str]:
-    """Return the nodes that drawings leave out: ops that only reshape, and what only serves records.
+    """Return the nodes left out of drawings: reshapes, and nodes for records alone.
 
     Args:
         graph_view: The graph.

@@ -1,4 +1,4 @@
-"""Marked joint graphs: what AOTAutograd traced from a Dynamo graph with probes."""
+"""Marked joint graphs: AOTAutograd's trace of a Dynamo graph with probes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradrewrite.ir.values import Value
 
 @dataclass(frozen=True, slots=True)
 class MarkedJointGraph:
-    """A joint graph with the markers that probes left in it.
+    """A joint graph with the markers of probes.
 
     Attributes:
         graph: The joint graph; a rewrite changes it in place.

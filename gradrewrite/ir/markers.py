@@ -1,4 +1,4 @@
-"""Markers of a joint graph: reading those that probes left."""
+"""Reading the markers of probes in a joint graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Markers:
 
 
 def read_markers(graph: fx.Graph) -> Markers:
-    """Find the markers that probes left."""
+    """Find the markers of probes."""
     found = Markers({}, {})
     for node in graph.nodes:
         if node.target is ops.mark_activation:

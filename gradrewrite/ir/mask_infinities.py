@@ -1,4 +1,4 @@
-"""Expected infinities: those that a program writes itself (a mask before a softmax), which are no faults."""
+"""Expected infinities, written by the program itself (a mask before a softmax)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROPAGATING = frozenset(
 
 
 def propagates_infinity(name: str, node: fx.Node, tainted: set[fx.Node]) -> bool:
-    """Whether an op's result may hold infinities that the program itself wrote.
+    """Return whether an op's result may hold expected infinities.
 
     Args:
         name: Name of the op.

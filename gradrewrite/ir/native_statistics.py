@@ -37,7 +37,9 @@ _COPY = -1  # in place of the number of statistics: the elements themselves
 
 @functools.cache
 def compiled_function() -> Callable[..., None] | None:
-    """The compiled function; None where there is no C++ compiler, or it fails, of which a warning tells.
+    """Return the compiled function; None without a working C++ compiler.
+
+    If compilation fails, a warning tells of it.
 
     It is built at the first call, in about a second, and kept in torch's cache folder.
     """
@@ -81,7 +83,10 @@ class _Call:
 
 
 def names_of(statistics: str) -> tuple[tuple[str, ...], ...]:
-    """The statistics of each tensor: ``norm,zeros; ; max`` are those of three, of which the second has none."""
+    """Return the statistics of each tensor, from one string.
+
+    ``norm,zeros; ; max`` are those of three tensors; the second has none.
+    """
     return tuple(tuple(names.split(",")) if names else () for names in statistics.split("; "))
 
 

@@ -18,10 +18,10 @@ _IN_COMPILATIONS = itertools.count(1)
 
 
 def draw_seed() -> int:
-    """Draw a seed from torch's default generator on the CPU, which moves on by one number.
+    """Draw a seed from torch's default generator on the CPU.
 
-    So it follows from ``torch.manual_seed``, and no two are equal. While a graph is compiled the generator does not
-    move: torch takes back what is drawn there, and a count is added instead.
+    The generator moves on by one number. So it follows from ``torch.manual_seed``, and no two are equal. While a graph
+    is compiled the generator does not move: torch takes back what is drawn there, and a count is added instead.
     """
     with fake_tensors.outside_of_transforms():
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
@@ -47,11 +47,11 @@ class NoiseSource:
         _SOURCES[id(self)] = self
 
     def __repr__(self) -> str:
-        """The same for all sources: they differ in numbers, and not in what is compiled for them."""
+        """A text without numbers: compiled code is the same for all sources."""
         return "NoiseSource()"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy goes on with the numbers that come next."""
+        """Copy the source; the copy goes on with the next numbers."""
         return NoiseSource, (self.seed,), self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Tensor]) -> None:

@@ -158,7 +158,7 @@ def pack(reports: Sequence[tuple[Tensor, Sequence[str]]], checks: Sequence[int] 
 
 
 def text_of(statistics: Iterable[Sequence[str]]) -> str:
-    """Return the statistics of several tensors in one string, which is parsed once."""
+    """Return the statistics of several tensors as one string; it is parsed once."""
     return "; ".join(map(",".join, statistics))
 
 

@@ -1,4 +1,4 @@
-"""Provenance of nodes: the op, module calls and source line that each node of a joint graph comes from."""
+"""Provenance of joint-graph nodes: their op, module calls and source line."""
 
 from __future__ import annotations
 

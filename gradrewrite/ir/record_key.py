@@ -10,7 +10,9 @@ _NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """The key of a record: its text is ``record@site``, or ``record.2@site`` for the second of a name at a site.
+    """The key of a record, with the text ``record@site``.
+
+    The second record of a name at a site is ``record.2@site``.
 
     A name that a user gave and that itself ends in a dot and a whole number > 1 (``expert.3``) is read as such an
     occurrence, so ``RecordKey.parse(str(key)) == key`` for every key.
@@ -30,7 +32,7 @@ class RecordKey:
     site: str
 
     def __post_init__(self) -> None:
-        """Refuse what could not be parsed back."""
+        """Refuse names that could not be parsed back."""
         if "@" in self.record:
             raise ValueError(f"the name of a record has no '@', got {self.record!r}")
         if not 1 <= self.occurrence <= 999_999_999:
@@ -54,7 +56,7 @@ class RecordKey:
 
     @classmethod
     def of(cls, name: str, site: str) -> RecordKey:
-        """Make the key whose text is ``name@site``; ValueError if ``name`` has an ``@``."""
+        """Make the key with the text ``name@site``; ValueError for an ``@`` in ``name``."""
         numbered = _NUMBERED.fullmatch(name)
         return cls(name, 1, site) if numbered is None else cls(numbered[1], int(numbered[2]), site)
 

@@ -91,7 +91,7 @@ class BackwardOutputs:
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Find the counts of the checks and the clips that log, which are looked at after every step."""
+        """Find the counts of checks and the clips that log: they are read after every step."""
         modes: dict[OnFailure, set[RecordKey]] = {}
         for check in self.checks:
             modes.setdefault(check.on_failure, set()).add(check.key)

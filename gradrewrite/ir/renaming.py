@@ -1,4 +1,4 @@
-"""Renaming: what was compiled for one region of a model, said of another region of equal structure."""
+"""Renaming of a region's compiled graph for a region of equal structure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from gradrewrite.sites import Site
 
 
 def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
-    """Return how often each name of values occurs in one call of a graph with these sites.
+    """Return the number of occurrences of each value name in one call of a graph.
+
+    The graph is one with these sites.
 
     Args:
         sites: The sites of the graph.
@@ -30,7 +32,7 @@ def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Names of one region, and of the call in which it runs, in place of those of another.
+    """Renaming of one region, and of its call, to another.
 
     Attributes:
         old: Name of the module whose graph it is.
@@ -92,7 +94,7 @@ class Renaming:
         return replace(edit, site=self.site(edit.site), records=records)
 
     def replay_graph(self, graph: ReplayGraph, sites: Sequence[Site]) -> ReplayGraph:
-        """Rename what the nodes of a replay graph mean; ``inputs`` stays, for it refers to parameters."""
+        """Rename the sites of a replay graph; ``inputs`` stays, for it refers to parameters."""
         return replace(
             graph,
             activations={number: self.site(site) for number, site in graph.activations.items()},

@@ -1,4 +1,4 @@
-"""Replay graphs: rewritten joint graphs with their markers, from which steps are replayed."""
+"""Replay graphs: rewritten joint graphs with markers, for replays of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class ReplayGraph:
-    """A rewritten joint graph with its markers, and what its nodes mean.
+    """A rewritten joint graph with its markers, and the sites of its nodes.
 
     Attributes:
         graph: The graph: edits made, markers still there, nothing packed.

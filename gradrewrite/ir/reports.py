@@ -28,7 +28,7 @@ SHARE_OF_MEMBER = "norm_share"  # the only record of a group that is at the site
 
 
 def acting_bound(number: float) -> float:
-    """Return ``max(bound, 0)``, with which a clip acts; NaN, which bounds nothing, stays NaN."""
+    """Return ``max(bound, 0)``, the bound of a clip; NaN bounds nothing and stays NaN."""
     return max(number, 0.0)
 
 

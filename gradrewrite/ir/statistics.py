@@ -142,7 +142,7 @@ def _or_nan(reduce: Statistic) -> Statistic:
 
 
 def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
-    """Share of the elements for which the mask holds; 0 for an empty tensor."""
+    """Share of the mask's elements; 0 for an empty tensor."""
     return lambda x: share_of(mask(x))
 
 
@@ -155,7 +155,7 @@ def share_of(mask: Tensor) -> Tensor:
 
 
 def _count(mask: Statistic) -> Statistic:
-    """Number of elements for which the mask holds, as a float: integer sums do not fuse with those beside them."""
+    """Number of the mask's elements, as a float: integer sums would not fuse."""
     return lambda x: reduce_all(torch.sum, mask(x).to(_dtype(x)))
 
 
@@ -230,7 +230,7 @@ def _combine(name: str, figures: Tensor) -> Tensor:
 
 
 def _gather_shards(values: Tensor, like: DTensor) -> Tensor:
-    """Gather what each process computed of its shard; replicas are counted once.
+    """Gather the figures of all shards; replicas are counted once.
 
     Args:
         values: A vector, ``[N]``, the same in all replicas of a shard.

@@ -1,4 +1,4 @@
-"""Values of a forward: the tensors that a Dynamo graph makes."""
+"""Values of a forward: the tensors of a Dynamo graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ModuleCall = tuple[str, str, str]  # a module's name, and the two strings that t
 
 @dataclass(eq=False)
 class Value:
-    """One tensor that the forward makes, as Dynamo's graph shows it.
+    """One tensor of the forward, as Dynamo's graph shows it.
 
     Attributes:
         op: Name of the op as the user called it.
@@ -61,7 +61,10 @@ class Value:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether a part of its error goes past it: behind an in-place op on a view, to what it is a view of."""
+        """Return whether a part of the error goes past this value.
+
+        An in-place op on a view sends it to the base.
+        """
         return self.is_view and self.is_overwritten
 
     @property

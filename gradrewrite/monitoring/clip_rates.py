@@ -1,4 +1,4 @@
-"""Rates of clips: in what share of the steps since the last log each of them acted."""
+"""Rates of clips: the share of clipped steps since the last log."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from gradrewrite.ir.record_key import RecordKey
 
 
 class ClipRates:
-    """Counts the steps in which clips acted; a clip has a rate where it records its factor."""
+    """Counts of clipped steps, for clips that record their factor."""
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = defaultdict(int)
         self._acted: dict[str, int] = defaultdict(int)
 
     def add(self, records: Mapping[str, float]) -> None:
-        """Count one step; NaN as a factor is one that is not 1."""
+        """Count one step; a factor of NaN counts as clipped."""
         clipped = {text.partition("@")[2] for text in records if text.startswith(("bound", "clipped"))}
         for text, factor in records.items():
             if not text.startswith("factor"):
@@ -28,7 +28,7 @@ class ClipRates:
                 self._acted[address] += factor != 1
 
     def take(self) -> dict[str, float]:
-        """Return ``rate@site`` of all clips that reported since the last call, each in [0, 1]."""
+        """Return ``rate@site`` of the clips since the last call, each in [0, 1]."""
         rates = {address: self._acted[address] / steps for address, steps in self._steps.items()}
         self._steps.clear()
         self._acted.clear()

@@ -1,4 +1,4 @@
-"""Failed finite checks: the errors and warnings that they lead to."""
+"""Failed finite checks: their errors and warnings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
 
 
 class FailedCheckErrors:
-    """Raises the error of a check that fails with ``on_failure="raise"``."""
+    """Errors of failed checks with ``on_failure="raise"``."""
 
     def on_step(self, record: StepRecord) -> None:
         """Raise NonFiniteError if such a check failed; waits for the device where there is one."""

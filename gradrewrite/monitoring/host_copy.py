@@ -15,7 +15,7 @@ from gradrewrite.ir.record_key import RecordKey
 
 @dataclass
 class LateRecord:
-    """Records that a step got after its backward; they come to the host by themselves.
+    """Records added to a step after its backward, copied to the host by themselves.
 
     Attributes:
         keys: Their keys.
@@ -53,7 +53,7 @@ class LateRecord:
         return self.pack.device.type == "cpu" and (self._copied is None or self._copied.query())
 
     def fetch(self) -> None:
-        """Copy if that has not begun, and wait for it."""
+        """Wait for the copy, and begin it if need be."""
         self.start_copy()
         if self._copied is not None:
             self._copied.synchronize()
@@ -79,7 +79,7 @@ def number_of(value: float | Tensor) -> float:
 
 
 def last_float_of(pack: Tensor) -> float:
-    """Last value of such a tensor, which is not empty."""
+    """Return the last value of a non-empty flat float tensor in host memory."""
     number = ctypes.c_double if pack.dtype == torch.float64 else ctypes.c_float
     value: float = number.from_address(pack.data_ptr() + (pack.numel() - 1) * pack.element_size()).value
     return value

@@ -1,4 +1,4 @@
-"""Log lines of clips that acted."""
+"""Log lines of acting clips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ClipLog:
         self._waiting: deque[StepRecord] = deque()
 
     def on_step(self, record: StepRecord) -> None:
-        """Take a step, begin to copy its figures, and log what has arrived."""
+        """Queue a step, begin to copy its figures, and log the arrived steps."""
         if record.logs() and logger.isEnabledFor(logging.INFO):
             record.start_copy()
             self._waiting.append(record)

@@ -1,4 +1,4 @@
-"""The monitor: what rewritten backwards reported, read by the host only when it is asked."""
+"""The monitor: records of rewritten backwards, read by the host on demand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradrewrite.sites import Site
 
 
 class _Records(dict[str, float]):
-    """Records by address; one that is not there is an error that names the nearest."""
+    """Records by address; a missing one is an error that names the nearest."""
 
     def __missing__(self, address: str) -> float:
         raise _no_record(address, list(self))
@@ -103,7 +103,7 @@ class Monitor:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether ``gr.guard`` has given it an optimizer that is still there."""
+        """Return whether ``gr.guard`` has given it an optimizer that still exists."""
         return bool(self._recorder.live_guards)
 
     def latest(self) -> dict[str, float]:
@@ -115,7 +115,10 @@ class Monitor:
         return _Records(rows[-1] if rows else {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
-        """Share it: what is compiled with copied arguments, as by Lightning, reports to the monitor that was given."""
+        """Return the monitor itself.
+
+        Code that is compiled with copied arguments, as by Lightning, reports to the monitor that was given.
+        """
         return self
 
     def reduce(
@@ -152,7 +155,9 @@ class Monitor:
         return [row.get(address, math.nan) for row in rows]
 
     def kept(self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor") -> dict[Site, Tensor]:
-        """Tensors that ``Keep(what)`` kept in the last backward, on their device, with their dtype; copies.
+        """Return copies of the tensors kept in the last backward.
+
+        They are those of ``Keep(what)``, on their device, with their dtype.
 
         Raises:
             ValueError: ``what`` is nothing that ``Keep`` keeps.
@@ -317,5 +322,5 @@ def records_since(monitor: Monitor, step: int) -> list[Mapping[str, float]]:
 
 
 def recorder_of(monitor: Monitor) -> StepRecorder:
-    """Return what takes the records that a monitor reads."""
+    """Return the recorder behind a monitor."""
     return monitor._recorder

@@ -1,4 +1,4 @@
-"""Step records: what one ``loss.backward()`` reported, on its device and on the host."""
+"""Step records: the reports of one ``loss.backward()``, on its device and on the host."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class StepRecord:
         return all(late.is_here() for late in self.late.values()) and all(u.is_here() for u in self.updates)
 
     def fetch(self) -> None:
-        """Copy if that has not begun, and wait for it."""
+        """Wait for the copy, and begin it if need be."""
         self.start_copy()
         assert self._copied is not None
         for event in self._copied:
@@ -178,7 +178,10 @@ class StepRecord:
         return {key: value for graph in self.graphs for key, value in graph.bounds.items()}
 
     def zero_bound(self) -> RecordKey | None:
-        """The first bound with which a clip made zeros, if there is one; the copy is here."""
+        """The first bound of a clip that made zeros; None without one.
+
+        The copy to the host must have arrived.
+        """
         values = self.values()
         for graph in self.graphs:
             for clip in graph.outputs.clips:

@@ -1,4 +1,4 @@
-"""The step recorder: takes what backward graphs report, and keeps the records of the last steps."""
+"""The step recorder: the reports of backward graphs, as records of the last steps."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class StepListener(Protocol):
     """Reacts to finished steps."""
 
     def on_step(self, record: StepRecord) -> None:
-        """React to a step whose backward is over; its figures may still be on their device."""
+        """React to a step after its backward; figures may still be on their device."""
         ...
 
     def flush(self) -> None:
-        """React to what has waited for its figures; waits for the device."""
+        """React to the steps that wait for their figures; waits for the device."""
         ...
 
 
@@ -69,11 +69,11 @@ class SkipGuard(Protocol):
         ...
 
     def follow(self) -> None:
-        """Be in the lists of the recorders that its models have now."""
+        """Join the recorders of the models' current monitors."""
         ...
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        """Take the verdict of one graph: 0-d float32 on its device, 1 if a check that skips failed."""
+        """Note a graph's verdict: 0-d float32, 1 if a check that skips failed."""
         ...
 
     @property
@@ -92,13 +92,15 @@ class SkipGuard(Protocol):
 
     @property
     def num_skipped(self) -> Tensor | None:
-        """Number of updates that were skipped, on its device; None if none was counted."""
+        """Number of skipped updates, on its device; None if none was counted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of a guard among those of a recorder; that of a guard which is gone is given to the next one.
+    """The seat of a guard at a recorder: its numbers in records.
+
+    The seat of a deleted guard goes to the next one.
 
     Attributes:
         number: Its number, in the names of its groups.
@@ -112,7 +114,7 @@ class Seat:
 
 
 class _Outer(threading.local):
-    """The backward in which this thread has computed a part of the model again."""
+    """The outer backward of a recomputed part of the model, on this thread."""
 
     def __init__(self) -> None:
         self.backward = -1
@@ -163,7 +165,7 @@ class StepRecorder:
         _to_flush.add(self)
 
     def flush(self) -> None:
-        """Log, warn and write what has waited for its figures; waits for the device."""
+        """Log, warn and write the waiting steps; waits for the device."""
         with self.lock:
             for listener in self.listeners:
                 listener.flush()
@@ -177,7 +179,7 @@ class StepRecorder:
 
     @property
     def live_guards(self) -> list[SkipGuard]:
-        """The guards whose optimizer is still there."""
+        """The guards of existing optimizers."""
         with self.lock:
             if not self.guards:
                 let_guards_follow()
@@ -185,14 +187,14 @@ class StepRecorder:
             return list(self.guards)
 
     def let_go(self) -> None:
-        """Remove the guards whose optimizer is gone."""
+        """Remove the guards of deleted optimizers."""
         with self.lock:
             for guard in [guard for guard in self.guards if not guard.is_alive]:
                 guard.leave()
                 self.remove_guard(guard)
 
     def add_guard(self, guard: SkipGuard, num_groups: int) -> Seat:
-        """Add a guard, which is told of every check that skips, and return its seat."""
+        """Add a guard, told of every check that skips; return its seat."""
         with self.lock:
             self.let_go()
             self.guards.append(guard)
@@ -220,7 +222,7 @@ class StepRecorder:
         return Seat(next(n for n in itertools.count() if n not in numbers), first, num_groups)
 
     def last_used_step(self) -> int:
-        """Return the number of the last step that a guard which is added now adds nothing to; -1 if there is none.
+        """Return the last step that a new guard adds nothing to; -1 if there is none.
 
         Such are steps of guards that were removed, and a step that updates alone made: no backward recorded anything,
         so nothing tells whether one has followed, and a guard is rarely added between a backward and its last update.
@@ -231,7 +233,7 @@ class StepRecorder:
             return self.closed
 
     def remove_guard(self, guard: SkipGuard) -> None:
-        """Remove a guard; what guards report that are added later begins a record of its own."""
+        """Remove a guard; later guards begin records of their own."""
         with self.lock:
             self.guards.remove(guard)
             del self._seats[id(guard)]
@@ -266,7 +268,7 @@ class StepRecorder:
         snapshot: StepSnapshot | None = None,
         parameters: Sequence[weakref.ref[Tensor]] = (),
     ) -> list[str]:
-        """Take what one backward graph reported; called inside ``backward``.
+        """Record the report of one backward graph; called inside ``backward``.
 
         Args:
             outputs: What the tensors are.
@@ -322,7 +324,9 @@ class StepRecorder:
                     guard.note(bad, parameters)
 
     def collect_update(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int) -> int:
-        """Take what a step graph reported: into the record of the last backward, else into a record of its own.
+        """Record the report of a step graph.
+
+        It goes into the record of the last backward, or else into a record of its own.
 
         Args:
             outputs: What the tensors are.
@@ -421,7 +425,7 @@ _numbers = itertools.count()
 
 
 def let_guards_follow() -> None:
-    """Let all guards follow models that have another monitor now, in the order in which the guards were made."""
+    """Let all guards follow their models to new monitors, in order of creation."""
     for guard in list(_guards.values()):
         guard.follow()
 
@@ -431,7 +435,7 @@ _to_flush: weakref.WeakSet[StepRecorder] = weakref.WeakSet()
 
 @atexit.register
 def _flush_all() -> None:
-    """Log, warn and write what is left when the program ends."""
+    """Log, warn and write the remaining steps when the program ends."""
     for recorder in list(_to_flush):
         _to_flush.discard(recorder)
         recorder.flush()

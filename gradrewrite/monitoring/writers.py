@@ -20,7 +20,7 @@ from gradrewrite.monitoring.step_record import StepRecord
 
 
 class Writers:
-    """Files that get the record of every step once, in order.
+    """Files with the record of every step, once and in order.
 
     Attributes:
         num_dropped: How many records left the buffer before they were written, or, without a file, read.
@@ -47,7 +47,10 @@ class Writers:
         return bool(self._sinks)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write what has arrived of the steps before, and count a record that leaves the buffer unwritten."""
+        """Write the earlier steps that have arrived.
+
+        A record that leaves the buffer unwritten is counted.
+        """
         every = self._every or (min(100, max(1, self._capacity // 2)) if self._sinks else None)
         try:
             if every is not None and self._records:
@@ -71,11 +74,11 @@ class Writers:
 
     @property
     def num_written(self) -> int:
-        """Number of records that all files have."""
+        """Number of records in all files."""
         return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
 
     def note_late(self, step: int, key: RecordKey) -> None:
-        """Warn once if a file has the record of a step already for which a late record came."""
+        """Warn once of a late record for a step that a file has already."""
         if not self._warned_of_late and any(self._next.get(sink.key, 0) > step for sink in self._sinks):
             self._warned_of_late = True
             warn(f"{key} came after step {step} had been written to a file, which lacks it; add it before flush()")
@@ -91,7 +94,7 @@ class Writers:
         self.write(records, raises=True)
 
     def _write_due(self, *, is_due: bool) -> None:
-        """Write what has arrived, and begin to copy the rest if it is due."""
+        """Write the arrived records; begin to copy the rest if it is due."""
         records = self._records
         waiting = list(itertools.islice(records, max(0, self.num_written - records[0].step), None))
         for record in waiting if is_due else ():
@@ -133,11 +136,11 @@ class Sink(Protocol):
         ...
 
     def write(self, step: int, records: Mapping[str, float]) -> None:
-        """Write one step; OSError if that fails."""
+        """Write one step; OSError on failure."""
         ...
 
     def finish(self) -> None:
-        """Write what sums up the steps since the last call; OSError if that fails."""
+        """Write the summary of the steps since the last call; OSError on failure."""
         ...
 
 

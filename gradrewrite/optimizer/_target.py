@@ -1,4 +1,4 @@
-"""Targets of a guard: what it needs of a rewritten model, a backend or a monitor."""
+"""Targets of a guard: the model, backend or monitor behind its policy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from gradrewrite.monitoring.monitor import Monitor
 
 
 class Target(Protocol):
-    """A policy and the parameters that it names; read anew where it is used, for ``compile`` makes a new session."""
+    """A policy and its parameters.
+
+    They are read anew at each use, for ``compile`` makes a new session.
+    """
 
     @property
     def monitor(self) -> Monitor:
-        """The monitor that reads its records."""
+        """The monitor of its records."""
         ...
 
     @property
@@ -28,7 +31,7 @@ class Target(Protocol):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that compiles; None where there is no session."""
+        """The engine of its graphs; None where there is no session."""
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -67,7 +70,7 @@ class _Model:
 
 
 class _OfBackend:
-    """A backend: it knows the names of the parameters that it has met."""
+    """A backend, with the names of the parameters that it has met."""
 
     def __init__(self, session: Session, engine: Engine, monitor: Monitor) -> None:
         self.session, self.engine, self.monitor = session, engine, monitor
@@ -90,7 +93,7 @@ class _OfMonitor:
 
 
 def targets_of(model: Any) -> tuple[Target, ...]:
-    """Return the targets of what ``gr.guard`` was given: one thing, or a sequence of them.
+    """Return the targets for the argument of ``gr.guard``: one or a sequence.
 
     Raises:
         TypeError: It is no rewritten model, backend or monitor.

@@ -1,4 +1,4 @@
-"""``guard``: what happens at ``optimizer.step()`` after a finite check failed."""
+"""``guard``: step-site actions and skipped updates at ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ def guard(
     update_ratios: bool = False,
     process_group: distributed.ProcessGroup | None = None,
 ) -> _Optimizer:
-    """Run the actions at step sites before each update, and skip updates for which a ``CheckFinite("skip")`` failed.
+    """Run step-site actions before each update; skip it after a failed check.
 
-    A step site is the gradient that ``optimizer.step()`` uses: accumulated over backwards and, under a GradScaler,
-    unscaled, whether or not ``unscale_`` was called. Its name is the parameter's. The policies of the models are asked
-    at the step sites of the optimizer's parameters, once for each set of gradients that are there (``None`` is left
-    out, at most 16 such sets are kept compiled), and the actions run as one graph, compiled if the model is. After the
-    step ``.grad`` holds the gradient that was used. Records are added to those of the last backward; they make a step
-    of their own where no backward has recorded anything since this optimizer's last step.
+    The checks are those of ``CheckFinite("skip")``. A step site is the gradient that ``optimizer.step()`` uses:
+    accumulated over backwards and, under a GradScaler, unscaled, whether or not ``unscale_`` was called. Its name is
+    the parameter's. The policies of the models are asked at the step sites of the optimizer's parameters, once for each
+    set of gradients that are there (``None`` is left out, at most 16 such sets are kept compiled), and the actions run
+    as one graph, compiled if the model is. After the step ``.grad`` holds the gradient that was used. Records are added
+    to those of the last backward; they make a step of their own where no backward has recorded anything since this
+    optimizer's last step.
 
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
@@ -181,7 +182,7 @@ def _names_of(targets: Sequence[Target]) -> dict[int, str]:
 
 
 def unguard(optimizer: torch.optim.Optimizer) -> None:
-    """Take the guard off an optimizer, if it has one; what wraps its methods since (a scheduler) goes on without it."""
+    """Take the guard off an optimizer, if any; later wrappers of methods go on."""
     inner = optimizers.inside_of(optimizer)
     watching = inner.__dict__.pop(GUARD, None)
     if not isinstance(watching, Guard):
@@ -197,7 +198,7 @@ def unguard(optimizer: torch.optim.Optimizer) -> None:
 def _replace(
     optimizer: torch.optim.Optimizer, name: str, watching: Guard, run: Callable[..., Any]
 ) -> tuple[MethodType, Any]:
-    """Put a method on the object, and return it with what the object had in its place.
+    """Put a method on the object; return it with the object's own attribute.
 
     Learning-rate schedulers expect a bound method there. It is bound to a weak proxy, and holds no method that is bound
     to the optimizer: in a cycle the optimizer would not be freed when it is deleted.
@@ -247,7 +248,7 @@ class Guard:
         ratios: UpdateRatios | None = None,
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Watch an optimizer of which nothing was skipped yet.
+        """Watch an optimizer without skipped updates so far.
 
         Raises:
             NoSuchSiteError: A rule for step sites matches no parameter.
@@ -292,7 +293,7 @@ class Guard:
         return self._optimizer() is not None and not self.is_removed
 
     def follow(self) -> None:
-        """Go on with the recorders that the models have now: one may have been rewritten again in place."""
+        """Follow the models to their current recorders, after another rewrite in place."""
         optimizer = self._optimizer()
         recorders = _recorders_of(self.targets)
         before = [recorder for recorder, _ in self._seats]
@@ -312,9 +313,10 @@ class Guard:
         self._add_to_states()
 
     def settle(self) -> None:
-        """Take the numbers of guards whose optimizers are gone, before the first use of its own.
+        """Take the numbers of the guards of deleted optimizers.
 
-        An optimizer that is replaced is gone only after the new one has its guard: ``o = gr.guard(..., model)``.
+        It does so before the first use of its own. An optimizer that is replaced is gone only after the new one has its
+        guard: ``o = gr.guard(..., model)``.
         """
         if self._is_settled:
             return
@@ -361,7 +363,7 @@ class Guard:
 
     @property
     def num_skipped(self) -> Tensor | None:
-        """Number of updates that did not happen after a failed check, on the device; None if none was checked."""
+        """Number of skipped updates, on the device; None if none was checked."""
         return None if self._counts is None else self._counts[0]
 
     def begin(self) -> None:
@@ -378,7 +380,7 @@ class Guard:
             self._count(bad)
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        """Take the verdict of one graph, if the optimizer has one of its parameters, or it has none."""
+        """Note a graph's verdict, if it has parameters of the optimizer or none at all."""
         optimizer = self._optimizer()
         assert optimizer is not None
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -392,7 +394,10 @@ class Guard:
         self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
 
     def _has_shards_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the optimizer has shards of one of these, which are whole while their module runs (FSDP2)."""
+        """Return whether the optimizer has shards of one of these parameters.
+
+        Under FSDP2 they are whole while their module runs.
+        """
         if not self._sharded_names:
             return False
         whole = {id(p) for p in parameters}
@@ -485,7 +490,7 @@ class Guard:
         return outcome, bad, before
 
     def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
-        """Record what is known after the update."""
+        """Record the figures known after the update."""
         for target in self.targets:
             if target.session is not None:
                 target.session.config.states.note_step(id(self))
@@ -501,7 +506,7 @@ class Guard:
         kwargs: dict[str, Any],
         outcome: StepOutcome | None,
     ) -> Any:
-        """Update, or skip, and then multiply the parameters that are to be multiplied."""
+        """Update or skip, then multiply the parameters to scale."""
         skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
         if bad is not None and not _decides_on_device(optimizer):
             if bool(bad):
@@ -540,13 +545,16 @@ class Guard:
         return Ballot(group, [bad, found_inf], device)
 
     def _check_no_join(self) -> None:
-        """Raise PolicyError where other ranks may have joined, and take no part in what the guards exchange."""
+        """Raise PolicyError where other ranks may have joined (``join``).
+
+        They take no part in the exchange of the guards.
+        """
         around = [module for r, _ in self._seats if r.data_parallel is not None and (module := r.data_parallel())]
         if any(map(data_parallel.lets_ranks_join, around)):
             raise PolicyError(_JOINS)
 
     def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
-        """Raise PolicyError where a rank may skip what others with the same parameters do not."""
+        """Raise PolicyError where ranks with equal parameters may disagree on a skip."""
         site = next((r.lone_skip for r, _ in self._seats if r.lone_skip is not None), None)
         if site is None or around is None or group is None:
             return
@@ -713,7 +721,10 @@ def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[Record
 
 
 def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
-    """The failure for which the last update was skipped; its step may be over, if later micro-batches passed."""
+    """Return the failure behind the last skipped update.
+
+    Its step may be over, if later micro-batches passed.
+    """
     with recorder.lock:
         records = list(reversed(recorder.records))
         for record in records[:1] if is_agreed else records:  # an older one may not be why the others skipped

@@ -1,4 +1,4 @@
-"""Step sites: the actions on the gradients that ``optimizer.step()`` is about to use."""
+"""Step sites: actions on the gradients of the next ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Names:
-    """The parameters of an optimizer and whose they are, as they were when names were read.
+    """The parameters of an optimizer with their targets, when names were read.
 
     Attributes:
         parameters: The parameters, in order.
@@ -96,7 +96,7 @@ class _Names:
 
 
 class StepSites:
-    """The actions at the step sites of one optimizer: one graph for each set of gradients that are there."""
+    """The actions at an optimizer's step sites: one graph for each set of gradients."""
 
     def __init__(self, targets: Sequence[Target], number: int, groups: RankGroups | None = None) -> None:
         """Ask the policies of these targets.
@@ -117,7 +117,7 @@ class StepSites:
         self.check_rules()
 
     def set_number(self, number: int) -> None:
-        """Number the optimizer anew, with that of a policy which has no graphs yet."""
+        """Renumber the optimizer, for a policy without graphs so far."""
         self._suffix = f"#{number}" if number else ""
 
     def check_rules(self) -> None:
@@ -196,7 +196,7 @@ class StepSites:
         return self._run(plan, parameters, gradients, scale, ballot)
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
-        """Return the step graph for a step in which every parameter that needs a gradient has one; nothing runs.
+        """Return the step graph for a step with all gradients; nothing runs.
 
         A policy without actions at step sites leaves all gradients as they are: its graph has no edits.
 
@@ -231,7 +231,7 @@ class StepSites:
         *,
         runs: bool = True,
     ) -> ExchangeSettings | None:
-        """Return what ranks exchange of the gradients that are spread over them; None if none is.
+        """Return the ranks' exchange for spread gradients; None without any.
 
         Those that this rank lacks count too: other ranks may have them.
         """
@@ -312,7 +312,7 @@ class StepSites:
         )
 
     def _states(self) -> StateStore | None:
-        """Return what actions at these step sites remember: that of the first model, as groups may have several."""
+        """Return the state store of the first model; groups may have several models."""
         return next((t.session.config.states for t in self._targets if t.session is not None), None)
 
     def _one(self, device: torch.device) -> Tensor:
@@ -321,7 +321,7 @@ class StepSites:
         return self._ones[device]
 
     def _read_names(self, parameters: Sequence[Tensor]) -> None:
-        """Read names again where parameters, policies or what a backend knows have changed."""
+        """Read names again after a change of parameters, policies or known names."""
         names = self._names
         sessions = [target.session for target in self._targets]
         is_known = len(parameters) == len(names.parameters) and len(sessions) == len(names.state)
@@ -374,7 +374,7 @@ class StepSites:
         divides: bool,
         voters: tuple[int, ...],
     ) -> _Plan | ExchangeSettings | None:
-        """Ask, rewrite and compile for the gradients that are there; None if no action is anywhere.
+        """Ask, rewrite and compile for the present gradients; None without actions.
 
         Where none of them has an action, but others that are missing here and are spread over ranks may have, what is
         exchanged of these.
@@ -401,7 +401,10 @@ class StepSites:
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
-    """Return the graph that a guard of this optimizer runs, or would run; see ``RewrittenModule.trace_step``."""
+    """Return the graph of an optimizer's guard; see ``RewrittenModule.trace_step``.
+
+    Without a guard, it is the graph that one would run.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"trace_step takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     optimizer = optimizers.inside_of(optimizer)
@@ -411,7 +414,7 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
 
 
 def step_rules_of(session: Session) -> list[Rule]:
-    """Return the rules of a policy that are for step sites."""
+    """Return a policy's rules for step sites."""
     return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
 
 
@@ -455,7 +458,7 @@ def ask_at_step_sites(
 
 
 def _numbers_of_equal_names(named: Sequence[tuple[int, str] | None]) -> list[int]:
-    """For each parameter the number of those before it with its name, which other models have."""
+    """Return the number of each parameter among equal names of several models."""
     counts: Counter[str] = Counter()
     numbers = []
     for own in named:

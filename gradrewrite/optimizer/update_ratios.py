@@ -1,4 +1,4 @@
-"""Update ratios: how far one step of an optimizer moves each parameter, relative to its length."""
+"""Update ratios: the relative distance of each parameter's update."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ class Before:
 
 
 class UpdateRatios:
-    """Measures ``||w_after - w_before|| / ||w_before||`` for the parameters of an optimizer that have a name."""
+    """Ratios ``||w_after - w_before|| / ||w_before||`` of named parameters."""
 
     def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
-        """Take what gives names by ``id``; it is asked again where the optimizer has a parameter without a name."""
+        """Take a function from ``id`` to name.
+
+        It is asked again where the optimizer has a parameter without a name.
+        """
         self._names = names
         self._named: list[tuple[str, weakref.ref[Tensor]]] = []
         self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too

@@ -1,1 +1,1 @@
-"""Per-example gradients: where the batch is in a joint graph, and what each example contributes to a gradient."""
+"""Per-example gradients: batch dimensions and each example's term of a gradient."""

@@ -27,7 +27,7 @@ class ExampleAnalysis:
     """
 
     def __init__(self, graph: fx.Graph, inputs: Mapping[fx.Node, Layout], num_examples: Size) -> None:
-        """Analyse a graph whose placeholders have these layouts; others are constant."""
+        """Analyze a graph with these layouts of placeholders; others are constant."""
         self.num_examples = num_examples
         self.layouts: dict[fx.Node, Layouts] = {}
         self.splits: dict[fx.Node, dict[fx.Node, Batch]] = {}
@@ -39,7 +39,7 @@ class ExampleAnalysis:
         self.update()
 
     def update(self) -> None:
-        """Analyse the nodes that came since."""
+        """Analyze the nodes added since."""
         for position, node in enumerate(self._graph.nodes):
             self._position[node] = position
             if node not in self.layouts and node.op != "output":

@@ -1,4 +1,4 @@
-"""Example layouts: where the examples of a batch are in the value of a node.
+"""Example layouts: the batch dimension of each node's value.
 
 A batch has B examples. Sizes may be symbolic; two sizes are equal where torch can prove it.
 """
@@ -21,7 +21,7 @@ Size: TypeAlias = "int | torch.SymInt"
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A value that depends on no example, or on counts alone (how many targets are not ignored)."""
+    """A value without examples, or a function of counts (of targets that are not ignored)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A value that depends on several examples in another way, or of which nothing is known.
+    """A value with a mixture of examples, or with an unknown layout.
 
     Attributes:
         node: Name of the node that mixed them, the first in the order of execution.
@@ -75,7 +75,7 @@ Layout: TypeAlias = Const | Batch | Sum | Mixed
 
 
 class MixesExamplesError(Exception):
-    """An op mixes examples, or nobody knows whether it does; the message says what it does."""
+    """An op that mixes examples, or may do so; the message says how."""
 
 
 def same_size(a: Size, b: Size) -> bool:
@@ -102,7 +102,7 @@ def product(sizes: Sequence[Size]) -> Size:
 
 
 def agree(layouts: Sequence[Batch]) -> Batch:
-    """Return the one layout of several values that an op combines element by element.
+    """Return the common layout of the operands of an elementwise op.
 
     Raises:
         MixesExamplesError: They differ, so elements of different examples meet; or there are none.
@@ -116,7 +116,7 @@ def agree(layouts: Sequence[Batch]) -> Batch:
 
 
 def of_view(layout: Batch, size: Sequence[Size], result: Sequence[Size], num_examples: Size) -> Batch:
-    """Return the layout after a reshape that keeps the order of the elements.
+    """Return the layout after a reshape; the order of the elements is kept.
 
     Dimensions are put into groups, the smallest ones with as many elements on both sides; inside of its group, the
     batch is in the dimension that its rows divide.
@@ -171,7 +171,9 @@ def _is_smaller(a: Size, b: Size) -> bool:
 
 
 def unflatten(tensor: Tensor, layout: Batch, num_examples: Size) -> Tensor:
-    """Return a tensor with the examples in dimension 0, and what else there was at the old place.
+    """Return a tensor with its examples in dimension 0.
+
+    The other elements of their dimension remain at the old place.
 
     Args:
         tensor: ``[..., pre * B * post, ...]``.
@@ -189,7 +191,7 @@ def unflatten(tensor: Tensor, layout: Batch, num_examples: Size) -> Tensor:
 
 
 def weighted(tensor: Tensor, layout: Batch, weights: Tensor) -> Tensor:
-    """Return a tensor whose examples are multiplied by weights ``[B]``; a weight of 1 changes no bit."""
+    """Multiply a tensor's examples by weights ``[B]``; a weight of 1 changes no bit."""
     rows, pre, post = weights.to(tensor.device), as_number(layout.pre), as_number(layout.post)
     if not same_size(post, 1):
         rows = rows.unsqueeze(1).expand(-1, post).reshape(-1)

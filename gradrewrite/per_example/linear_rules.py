@@ -1,4 +1,4 @@
-"""Ops that are linear in sums over examples: of such sums they make the sum of what they make of the terms."""
+"""Rules of linear ops: of sums over examples they make sums of results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def _chooses(call: OpCall, sums: Sums) -> bool:
 
 
 def _multiplies_and_adds(call: OpCall, sums: Sums) -> bool:
-    """``a * b + c``: one factor is a sum, and so is what is added; or that alone, to 0."""
+    """Return whether ``a * b + c`` is linear in its sums.
+
+    One factor is a sum and so is ``c``; either term may be 0 instead.
+    """
     factors = [call[name] for name in ("a", "b")]
     number = sum(factor in sums for factor in factors)
     return (number == 1 or any(map(is_zero, factors))) and (call["c"] in sums or is_zero(call["c"]))
@@ -83,6 +86,6 @@ _LINEAR[ops.mark_error] = lambda call, sums: True
 
 
 def is_linear(call: OpCall, sums: Sums) -> bool:
-    """Whether an op is linear in these inputs, which are sums over examples; no other input may have the batch."""
+    """Return whether an op is linear in these sums; no other input may have the batch."""
     rule = _LINEAR.get(call.node.target)
     return rule is not None and not call.batched and rule(call, sums)

@@ -51,7 +51,7 @@ class OpCall:
         return self._arguments
 
     def layout(self, name: str) -> Layout:
-        """Return the layout of an argument; what is no node is constant."""
+        """Return the layout of an argument; constant unless it is a node."""
         return self.layout_of(self[name])
 
     def layout_of(self, given: Any) -> Layout:
@@ -61,7 +61,7 @@ class OpCall:
         return found
 
     def batch_of(self, given: Any) -> Batch | None:
-        """Return the layout of a node that has the batch; None of any other."""
+        """Return the layout of a node with the batch; None for any other."""
         found = self.layout_of(given)
         return found if isinstance(found, Batch) else None
 
@@ -71,12 +71,12 @@ class OpCall:
 
     @property
     def batched(self) -> list[tuple[fx.Node, Batch]]:
-        """The inputs that have the batch, with their layouts."""
+        """The inputs with the batch, and their layouts."""
         pairs = ((node, self.batch_of(node)) for node in self.node.all_input_nodes)
         return [(node, layout) for node, layout in pairs if layout is not None]
 
     def dim(self, name: str = "dim", *, of: str = "self") -> int:
-        """Return an argument that is a dimension, from 0."""
+        """Return a dimension argument, counted from 0."""
         return int(self[name]) % max(len(self.size(of)), 1)
 
     @property
@@ -97,7 +97,7 @@ class OpCall:
         return (*layouts, *[Const()] * (len(self.results) - len(layouts)))
 
     def same_places(self, *names: str) -> Batch:
-        """Return the layout of arguments of one rank that are combined element by element.
+        """Return the common layout of elementwise arguments of one rank.
 
         Raises:
             MixesExamplesError: They have the examples at different places.
@@ -106,7 +106,10 @@ class OpCall:
         return agree([layout for node in given if (layout := self.batch_of(node)) is not None])
 
     def contract(self, split: Mapping[fx.Node, Batch]) -> Sum:
-        """Note that the op adds up over examples, which these arguments have in these layouts."""
+        """Note that the op adds up over the examples of these arguments.
+
+        ``split`` has their layouts.
+        """
         self.split.update(split)
         return Sum()
 
@@ -147,7 +150,7 @@ def counts_up(node: Any, length: Size, step: Size = 1) -> bool:
 
 
 def kept_dims(rank: int, removed: Sequence[int]) -> list[int]:
-    """Return the dimensions of a tensor of some rank that are not among the removed ones, in order."""
+    """Return the remaining dimensions of a tensor, in order."""
     return [d for d in range(rank) if d not in removed]
 
 

@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One side of the rows: a matrix whose rows are those of the examples, or a tensor of words.
+    """One side of the rows: a matrix of rows by example, or a tensor of words.
 
     Attributes:
         node: The node.
@@ -73,7 +73,7 @@ class RowsOfExamples:
 
 
 def find_rows(tail: Tail) -> list[Rows]:
-    """Return the rows of all uses of a matrix; none where its gradient is made in another way."""
+    """Return the rows of all uses of a matrix; none if they are not known."""
     if len(size_of(tail.gradient)) != 2:
         return []
     found: list[Rows] = []

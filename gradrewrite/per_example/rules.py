@@ -1,4 +1,4 @@
-"""Rules of example layouts: for each ATen op, where its result has the examples that its arguments have.
+"""Rules of example layouts: for each ATen op, the batch dimension of its result.
 
 A rule sees arguments that are constant or have the batch, at least one of each call the latter. An op without a rule is
 never guessed at.
@@ -36,7 +36,7 @@ SINGLE = "takes single examples, or moves them"
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """Return the rule of the op that a node calls; None if there is none."""
+    """Return the rule of a node's op; None if there is none."""
     found = RULES.get(node.target)
     return found or (_pointwise if is_pointwise(node) else None)
 
@@ -427,7 +427,7 @@ def _matmul(call: OpCall) -> Layouts:
 
 
 def _product(call: OpCall, left: fx.Node, right: fx.Node, lead: int) -> Batch | Sum:
-    """Return the layout of a product of matrices whose rows are in dimension ``lead``."""
+    """Return the layout of a matrix product with rows in dimension ``lead``."""
     a, b = call.batch_of(left), call.batch_of(right)
     if lead and (a is None or a.dim == 0) and (b is None or b.dim == 0):
         return agree([layout for layout in (a, b) if layout is not None])
@@ -457,7 +457,7 @@ def _vector_product(call: OpCall) -> Layouts:
 
 @_rule("_trilinear")
 def _trilinear(call: OpCall) -> Layouts:
-    """Multiply three tensors, each of which is broadcast along ``expand``, and add up along ``sumdim``."""
+    """Multiply three tensors, each broadcast along its ``expand``, and sum along ``sumdim``."""
     found: dict[fx.Node, Batch] = {}
     for name, expand in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
         layout, node = call.batch_of(call[name]), call[name]
@@ -655,7 +655,7 @@ def _embedding_bag_backward(call: OpCall) -> Layouts:
 
 
 def _bags_of(call: OpCall, words: Batch) -> Batch:
-    """Return the layout of bags of one size, which are what the rows of a matrix of words are."""
+    """Return the layout of bags of one size: rows of a matrix of words."""
     (number, *_), (total, *_) = call.size("offsets"), call.size("indices")
     number = number - 1 if call["include_last_offset"] else number
     each = quotient(total, number)
@@ -676,7 +676,7 @@ def _index_select(call: OpCall) -> Layouts:
 
 
 class _Indices:
-    """The indices of an indexing op: which dimensions they take, and where theirs are in the result.
+    """The indices of an indexing op: their dimensions before and after it.
 
     Attributes:
         present: The indices by the dimension that each takes.
@@ -694,12 +694,12 @@ class _Indices:
         self.first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
 
     def of_indices(self) -> list[Batch]:
-        """Layouts of the indices, as dimensions of what they have in common."""
+        """Layouts of the indices, in the dimensions common to all of them."""
         pairs = ((index, self.call.batch_of(index)) for index in self.present.values())
         return [b.moved(b.dim + self.rank - len(size_of(i))) for i, b in pairs if b is not None]
 
     def of_other(self, dim: int) -> int:
-        """Return the place in the result of a dimension of the indexed tensor that no index takes."""
+        """Return an unindexed dimension's place in the result."""
         before = sum(d < dim for d in range(dim) if d not in self.present)
         return before if before < self.first else before + self.rank
 

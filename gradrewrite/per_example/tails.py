@@ -1,4 +1,4 @@
-"""Tails of gradients: the nodes that add up what the examples contribute, and the terms before they are added up.
+"""Tails of gradients: the summing nodes, and the examples' terms before them.
 
 A gradient that is a sum over examples has a tail: the sums before it, back to its frontier, the ops that contract the
 batch (matrix products, sums, backwards of convolutions, embeddings and norm layers). The tail is linear in the terms of
@@ -44,7 +44,7 @@ class Tail:
     operands: tuple[Operand, ...]
 
     def operand(self, node: fx.Node, argument: fx.Node) -> Operand:
-        """Return what an argument of one of its nodes is among the operands."""
+        """Return the operand of an argument of one of its nodes."""
         return argument, self.splits.get(node, {}).get(argument)
 
 
@@ -142,7 +142,7 @@ class _Terms:
         return dict(fx.map_arg(operators.arguments_of(node), lambda argument: value(node, argument)))
 
     def _along(self, node: fx.Node) -> Any:
-        """Run an op along dimensions on all examples, which are one more dimension in front."""
+        """Run an op along dimensions on all examples, one more dimension in front."""
         given = operators.arguments_of(node)
         list_of_rows = given.get("index") if node.target in _ALONG_LISTS else None
 
@@ -208,7 +208,7 @@ def _cast(named: Mapping[str, Any], node: fx.Node) -> Tensor:
 
 
 def _convolution(named: Mapping[str, Any], node: fx.Node) -> tuple[Tensor | None, ...]:
-    """The terms of the weight and of the bias of a convolution; what is not read of them is removed later."""
+    """Return the terms of a convolution's weight and bias; unread ones are removed later."""
     errors, values, size = named["grad_output"], named["input"], size_of(operators.arguments_of(node)["weight"])
     # Inductor (2.13) fixes the number of groups.
     is_symbolic = isinstance(fake_tensors.as_number(errors.shape[0]), torch.SymInt) and len(size) <= 4
@@ -217,7 +217,7 @@ def _convolution(named: Mapping[str, Any], node: fx.Node) -> tuple[Tensor | None
 
 
 def _grouped_convolution(errors: Tensor, values: Tensor, size: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-    """One convolution that has the examples as further groups."""
+    """One convolution with the examples as further groups."""
     number = errors.shape[0]
     wide = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (errors, values)]
     weight = values.new_empty(()).expand(number * size[0], *size[1:])  # only its sizes are read
@@ -229,7 +229,10 @@ def _grouped_convolution(errors: Tensor, values: Tensor, size: Sequence[Any], na
 
 
 def _product_of_columns(errors: Tensor, values: Tensor, size: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-    """Products with the windows of what the kernel moves over, written as columns: as many times larger as it is."""
+    """Multiply with the windows of the kernel, written as columns.
+
+    The columns are as many times larger than the images as the kernel has elements.
+    """
     rows, moved = (values, errors) if named["transposed"] else (errors, values)
     kernel = list(size[2:])
     settings = [kernel, *(list(named[name]) for name in ("dilation", "padding", "stride"))]
@@ -276,7 +279,10 @@ def _weight_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor, Tensor]:
 
 
 def _trilinear(named: Mapping[str, Any], node: fx.Node) -> Tensor:
-    """The products of three tensors, those with examples ``[B, ...]``, added up along what each example has."""
+    """Add up the products of three tensors along ``sumdim``, by example.
+
+    Those with examples are ``[B, ...]``.
+    """
     rank = node.meta["val"].dim() + len(named["sumdim"])
     terms: list[Any] = []
     for number in "123":

@@ -1,4 +1,4 @@
-"""Action protocols: what a policy may answer."""
+"""Action protocols: the valid answers of a policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Action(Protocol):
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of site at which the action is allowed."""
+        """The allowed kinds of site."""
         ...
 
     @property
@@ -52,7 +52,10 @@ class Action(Protocol):
 
 
 class ValueAction(Protocol):
-    """An action that also reads what the gradient is of (internal until 1.0); at run time it is an ``Action``."""
+    """An action that also reads the gradient's value (internal until 1.0).
+
+    It reads the parameter or the activation. At run time it is an ``Action``.
+    """
 
     kinds: ClassVar[frozenset[Kind]]
     has_units: ClassVar[bool]
@@ -71,7 +74,7 @@ class ExampleAction(Protocol):
 
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:
-        """The figures that it reads; none if it reads the gradient alone."""
+        """The required figures; none for the gradient alone."""
         ...
 
     @property
@@ -81,7 +84,7 @@ class ExampleAction(Protocol):
 
     @property
     def batch_dim(self) -> int:
-        """The dimension of the model's inputs that has the examples."""
+        """The batch dimension of the model's inputs."""
         ...
 
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ class ExampleAction(Protocol):
 
 @runtime_checkable
 class SpecializingAction(Action, Protocol):
-    """An action that differs from site to site (internal until 1.0)."""
+    """An action with a variant for each site (internal until 1.0)."""
 
     def specialize(self, site: Site) -> Action:
         """The action for one site."""
@@ -115,7 +118,7 @@ class Measurement(Action, Protocol):
 
 @runtime_checkable
 class BucketedAction(Action, Protocol):
-    """An action at single sites that one operation does for several of them (internal until 1.0).
+    """An action with one operation for several single sites (internal until 1.0).
 
     It acts at its position in the order of each site. Its operation begins behind the last gradient of a bucket, and
     ends before the first reader.
@@ -135,7 +138,7 @@ class BucketedAction(Action, Protocol):
         ...
 
     def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute all replacements from what ``begin`` returned; of ``tensors`` no elements are read."""
+        """Compute all replacements from ``begin``'s result; read no elements of ``tensors``."""
         ...
 
 
@@ -164,7 +167,7 @@ class GroupAction(Protocol):
 
 @runtime_checkable
 class ExampleClip(GroupAction, Protocol):
-    """A group action that weighs the examples of a batch (internal until 1.0).
+    """A group action with weights of the batch's examples (internal until 1.0).
 
     Its ``apply_group`` is given the squared norms ``[B]`` of the gradients of the examples, over all parameters of the
     group, in a list, and returns their weights so.
@@ -177,7 +180,7 @@ class ExampleClip(GroupAction, Protocol):
 
     @property
     def batch_dim(self) -> int:
-        """The dimension of the model's inputs that has the examples."""
+        """The batch dimension of the model's inputs."""
         ...
 
     @property
@@ -192,7 +195,7 @@ class ExampleClip(GroupAction, Protocol):
 
 @runtime_checkable
 class NormScaling(GroupAction, Protocol):
-    """A group action that multiplies all its gradients by one factor, which follows from their norms (internal)."""
+    """A group action with one factor from the norms of its gradients (internal)."""
 
     @property
     def norm_type(self) -> float:
@@ -200,7 +203,9 @@ class NormScaling(GroupAction, Protocol):
         ...
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return two 0-d tensors whose quotient is the factor, exactly 1 where the action does not act.
+        """Return two 0-d tensors with the factor as their quotient.
+
+        The quotient is exactly 1 where the action does not act.
 
         Args:
             norms: The norms of all gradients, in tensors of any shape.
@@ -210,7 +215,10 @@ class NormScaling(GroupAction, Protocol):
 
 @runtime_checkable
 class LiveBounds(Protocol):
-    """An action whose bounds may be tensors, which are read where a policy is given (internal until 1.0)."""
+    """An action with bounds that may be tensors (internal until 1.0).
+
+    They are read where a policy is given.
+    """
 
     def check_bounds(self) -> None:
         """Raise ValueError if a bound cannot be one now."""
@@ -219,18 +227,18 @@ class LiveBounds(Protocol):
 
 @runtime_checkable
 class ParameterScaling(Action, Protocol):
-    """An action that multiplies the parameter by a factor after the optimizer's update (internal until 1.0)."""
+    """An action with a factor of the parameter after the update (internal until 1.0)."""
 
     @property
     def parameter_factor(self) -> float | Tensor:
-        """The factor: a number, or a tensor with one element that is read at every step."""
+        """The factor: a number, or a tensor with one element, read at every step."""
         ...
 
 
 def takes_value(action: Any) -> bool:
-    """Whether an action or a tensor function has two required parameters: the gradient, and what it is the gradient of.
+    """Return whether a function has two required parameters.
 
-    Parameters with defaults do not count.
+    They are the gradient, and the value that it is the gradient of. Parameters with defaults do not count.
     """
     if isinstance(action, GroupAction):
         return False
@@ -244,7 +252,7 @@ def takes_value(action: Any) -> bool:
 
 
 def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
-    """Flatten what a policy answered; PolicyError names ``where`` if it is nonsense."""
+    """Flatten a policy's answer; PolicyError names ``where`` for an invalid one."""
     if answer is None:
         return ()
     if isinstance(answer, type):
@@ -263,5 +271,5 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
 
 
 def kinds_of(action: Any) -> frozenset[Kind]:
-    """Return the kinds of site at which an action or a tensor function is allowed."""
+    """Return the allowed kinds of site of an action or a tensor function."""
     return action.kinds if isinstance(action, Action | GroupAction) else BACKWARD

@@ -1,4 +1,4 @@
-"""Settings that are numbers of other libraries, such as numpy's scalars."""
+"""Numbers of other libraries as settings, such as numpy's scalars."""
 
 from __future__ import annotations
 

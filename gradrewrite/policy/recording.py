@@ -98,7 +98,7 @@ _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", d
 
 
 def current_recording() -> Recording | None:
-    """Return what collects the records of the action that is traced; None outside of a rewrite."""
+    """Return the collector of the traced action's records; None outside of a rewrite."""
     return _recording.get()
 
 
@@ -256,7 +256,10 @@ def _clip_figures_of_shards(
 
 
 def keep(tensor: Tensor, what: str = "tensor") -> None:
-    """Carry a tensor out of the graph, to ``monitor.kept(what)``; it is copied where it leaves, at run time."""
+    """Keep a tensor as an output of the graph, for ``monitor.kept``.
+
+    It is copied where it leaves, at run time.
+    """
     recording = _recording.get()
     if recording is not None:
         recording.reports.append(Kept(what, recording.output(tensor)))
@@ -302,7 +305,7 @@ def recording(
     scale: Tensor | None = None,
     states: StateScope | None = None,
 ) -> Iterator[Recording]:
-    """Collect what is reported inside the block; numbers become tensors on ``device``."""
+    """Collect the reports inside the block; numbers become tensors on ``device``."""
     current = Recording(device=device, is_opaque=is_opaque, scale=scale, states=states)
     token = _recording.set(current)
     try:

@@ -15,7 +15,9 @@ from gradrewrite.sites import Pattern, Site
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A policy that answers with one action at every site that a pattern matches; made by ``on``.
+    """A policy with one action for every site that matches a pattern.
+
+    ``on`` makes it.
 
     Attributes:
         pattern: Text of the pattern.
@@ -40,7 +42,7 @@ class Rule:
 
 
 def on(pattern: str, action: Answer) -> Rule:
-    """Make the policy that takes ``action`` at every site that ``pattern`` names.
+    """Make the policy that takes ``action`` at every site of ``pattern``.
 
     Args:
         pattern: ``[kind:]glob[#call]``, as in ``Site.matches``. Without a kind the rule holds at every
@@ -107,7 +109,7 @@ def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An action that a policy answered with.
+    """An action from a policy's answer.
 
     Attributes:
         position: Position of the callback in the nested lists of the policy.
@@ -168,7 +170,7 @@ def may_answer_at_steps(policy: Policy) -> bool:
 
 
 def first_step_site(policy: Policy, parameters: Mapping[str, Tensor]) -> Site | None:
-    """Return the first step site of these parameters at which a policy answers."""
+    """Return the first step site with an answer, among these parameters."""
     for name, parameter in parameters.items():
         site = step_site(name, parameter)
         try:

@@ -1,4 +1,4 @@
-"""Schedules: settings of actions that are functions of the step."""
+"""Schedules: settings of actions as functions of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradrewrite.policy.numbers import python_number
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A bound that is a function of the step: where an action takes a number or a tensor as a bound.
+    """A bound as a function of the step, in place of a number or tensor.
 
     The function runs on the host, once for each step, and the graph reads what it returned from a tensor on the
     device: nothing is compiled again and nothing waits. The step is the number of ``step`` calls of a guarded
@@ -38,7 +38,7 @@ class Schedule:
     fn: Callable[[int], float]
 
     def __post_init__(self) -> None:
-        """Refuse what is no function."""
+        """Refuse values other than functions."""
         if not callable(self.fn):
             raise TypeError(f"gr.Schedule takes a function of the step, got {self.fn!r}; a number needs no schedule")
 

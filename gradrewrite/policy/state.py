@@ -1,4 +1,4 @@
-"""State: what actions remember from one backward to the next, in tensors on the device."""
+"""State: tensors on the device, kept by actions between backwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gradrewrite.policy.state_store import StateKind
 
 
 class State:
-    """A tensor that a tensor function remembers from one backward to the next, or from one step to the next.
+    """State of a tensor function, kept from backward to backward.
+
+    At step sites it is kept from one step to the next.
 
     A function closes over it, reads it like a tensor (in arithmetic, in torch functions, by the methods of a tensor, or
     as ``state.value``) and writes it with ``state.set``. Each site at which the function acts has a value of its own,
@@ -75,7 +77,10 @@ class State:
 
     @property
     def value(self) -> Tensor:
-        """Its value: that of the site for which an action is traced, or the one of functions called by hand."""
+        """The value at the site of the traced action.
+
+        For functions called by hand there is one of its own.
+        """
         recording = current_recording()
         if recording is not None and recording.states is not None:
             value = recording.states.value(self._kind, recording.device)

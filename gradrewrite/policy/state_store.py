@@ -54,12 +54,12 @@ class StateScope:
         self.is_used = False
 
     def begin(self) -> None:
-        """Forget what was set: an action is traced, or traced again."""
+        """Clear the updates before an action is traced, or traced again."""
         self.updates.clear()
         self.is_used = False
 
     def value(self, state: StateKind, device: torch.device) -> Tensor:
-        """Return the value of a state here: what was set in this trace, or its tensor."""
+        """Return the value of a state: its update in this trace, or its tensor."""
         self.is_used = True
         key = self._key(state)
         return self.updates[key][1] if key in self.updates else self._store.tensor(key, state, device)
@@ -75,7 +75,7 @@ class StateScope:
         return self._store.noise_source(f"{self._where}/{name}", own)
 
     def write(self) -> None:
-        """Write what was set by an action that ran by itself, outside of a graph."""
+        """Write the updates of an action outside of a graph."""
         targets, values = zip(*self.updates.values(), strict=True) if self.updates else ((), ())
         write_states(targets, values)
 
@@ -91,7 +91,7 @@ class StateScope:
 
 
 class StateStore:
-    """All states of one model, and the step that schedules are at.
+    """All states of one model, and the step of its schedules.
 
     Attributes:
         step: The number of optimizer steps with a guard, or of backwards without one.
@@ -111,7 +111,7 @@ class StateStore:
 
     @property
     def step(self) -> int:
-        """The number of the step that the next backward is part of."""
+        """The number of the next backward's step."""
         return self._first_step + max(self._steps.values(), default=self._backwards)
 
     @property
@@ -149,7 +149,7 @@ class StateStore:
         return made
 
     def noise_source(self, key: str, own: NoiseSource) -> NoiseSource:
-        """Return the source under a key, which is part of the state; it goes on from what was loaded.
+        """Return the noise source under a key, with its loaded state.
 
         It is the first one that was given: a policy may answer with another action when a graph is compiled again, and
         the noise of that would begin anew.
@@ -160,7 +160,10 @@ class StateStore:
         return source
 
     def add_noise(self, adds: bool) -> None:
-        """Let all noise be drawn by this process, or by another one with which gradients are averaged."""
+        """Set whether this process draws the noise.
+
+        Otherwise another process does, and gradients are averaged with it.
+        """
         self._adds_noise = adds
         for source in self._noise.values():
             source.is_silent = not adds
@@ -241,7 +244,7 @@ class StateStore:
         return {"version": _VERSION, "step": self.step, "states": dict(sorted(states.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` returned; states that are there are written in place.
+        """Load the result of ``state_dict``, in place.
 
         Raises:
             ValueError: It is none, or of another version; or a state has another shape or dtype.
@@ -272,17 +275,17 @@ class StateStore:
             self._load_noise(key, source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle values; what is compiled for them stays behind, and noise is copied with its action."""
+        """Return the values alone; noise is copied with its action."""
         return self._without_noise()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what another store had."""
+        """Load the values of another store."""
         self.__init__()  # type: ignore[misc]
         self.load_state_dict(state)
 
 
 class _Scheduled:
-    """A tensor that follows a schedule: the number in it, and the step that this is of."""
+    """The tensor of a schedule: its number, and the step of that number."""
 
     __slots__ = ("least", "number", "step", "tensor")
 
@@ -292,7 +295,7 @@ class _Scheduled:
 
 
 def write_states(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write what a graph computed into the tensors of states, as if all at once."""
+    """Write a graph's results into the tensors of states, as if all at once."""
     own = {t.untyped_storage().data_ptr() for t in targets}
     apart = [v.clone() if v.untyped_storage().data_ptr() in own else v for v in values]
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""From a Dynamo graph to probes and names; from a marked joint graph and a policy to edits and records."""
+"""Rewriting: probes and names in Dynamo graphs, edits and records in joint graphs."""

@@ -110,7 +110,7 @@ class ActionTracer:
         further: Sequence[Tensor] = (),
         layouts: Sequence[Layout | None] = (),
     ) -> TracedAction:
-        """Trace a function of one tensor, which is a part of an action; see ``trace``.
+        """Trace a part of an action, a function of one tensor; see ``trace``.
 
         Args:
             name: Equal for functions that insert the same nodes.
@@ -211,7 +211,7 @@ def _global(part: Tensor, layout: Layout | None) -> Tensor:
 
 
 def _part(result: Tensor, given: Tensor, part: Tensor, layout: Layout | None) -> Tensor:
-    """The part of a result that this process holds, in the layout of what was given."""
+    """Return this process's part of a result, in the layout of the input."""
     if layout is None:
         return result
     if result is given:  # only measured
@@ -227,7 +227,10 @@ _READS = (
 
 
 def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError, CallbackError]:
-    """Return the errors for a function that changes what it closes over, takes a tensor out of torch, or reads one."""
+    """Return the errors for functions that change, export or read tensors.
+
+    In order: of one that changes a tensor it closes over, takes a tensor out of torch, or reads one.
+    """
     refused = CallbackError(
         f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead, and "
         "remember values in a gr.State, which state.set(...) writes"
@@ -253,7 +256,7 @@ def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Ten
 
 
 def action_key(action: Any) -> Hashable:
-    """Equal for actions that insert the same nodes; tensors are compared by identity."""
+    """Return a key of the nodes that an action inserts; tensors count by identity."""
     if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
         return id(action)
     values = (getattr(action, f.name) for f in fields(action))
@@ -267,9 +270,10 @@ def _setting_key(value: Any) -> Hashable:
 
 
 def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
-    """Keep the strides: what is downstream was traced for them. Contiguous where memory overlaps or has gaps.
+    """Return a result with the strides of the original value.
 
-    And where a size depends on data: its strides cannot be compared.
+    The graph downstream was traced for them. The result is contiguous where memory overlaps or has gaps. And where a
+    size depends on data: its strides cannot be compared.
     """
     if all(fake_tensors.statically_known_true(a == b) for a, b in zip(result.stride(), value.stride(), strict=True)):
         return result
@@ -301,7 +305,7 @@ def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
 
 
 def _line_of(err: Exception) -> str:
-    """Return the user's line at which a traced function failed, as the begin of a message."""
+    """Return the user's line of a failed trace, as the begin of a message."""
     line = user_line(traceback.extract_tb(err.__traceback__), only_user=True)
     return f"{line}: " if line else ""
 
@@ -331,9 +335,10 @@ def _is_argument(value: Any) -> bool:
 
 
 def _lost_write(node: fx.Node) -> str | None:
-    """Return what a node writes to where that is no argument of the function and nothing that it made.
+    """Return the target of a write that the trace loses; None for other nodes.
 
-    Tensors that it closes over, and what is computed from them alone, are not made functional by the tracer.
+    It is neither an argument of the function nor a tensor that it made. Tensors that it closes over, and what is
+    computed from them alone, are not made functional by the tracer.
     """
     for written in operators.written_by(node):
         if operators.memory_of(written).op == "get_attr":

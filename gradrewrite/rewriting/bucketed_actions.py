@@ -1,4 +1,4 @@
-"""Bucketed actions: which gradients are treated by one operation, and where it begins and ends."""
+"""Bucketed actions: one operation for several gradients, its begin and end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def rounds_of(actions: Sequence[Any]) -> list[tuple[list[Any], BucketedAction | 
 def buckets_of(
     members: Sequence[tuple[InsertionPoint, BucketedAction]], nodes: Mapping[InsertionPoint, fx.Node]
 ) -> list[tuple[BucketedAction, list[InsertionPoint]]]:
-    """Put gradients into the buckets of their actions, in the order in which the graph computes them.
+    """Sort gradients into the buckets of their actions, in the order of the graph.
+
+    The graph computes them in this order.
 
     Args:
         members: The insertion points, each with its action.

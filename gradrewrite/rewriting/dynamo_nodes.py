@@ -22,18 +22,21 @@ def is_checkpoint(node: fx.Node) -> bool:
 
 
 def is_nested_region(node: fx.Node) -> bool:
-    """Whether a node runs what ``torch.compiler.nested_compile_region`` has made one op."""
+    """Return whether a node calls a ``torch.compiler.nested_compile_region``."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "invoke_subgraph"
 
 
 def fake_of(node: fx.Node) -> Tensor | None:
-    """The fake tensor that a node makes; None if it makes something else."""
+    """Return the fake tensor of a node; None for another value."""
     value = node.meta.get("example_value")
     return value if isinstance(value, Tensor) else None
 
 
 def op_name(node: fx.Node) -> str:
-    """The ``__name__`` of what the user called; an element of a tuple is named by the op that made it."""
+    """Return the ``__name__`` of the user's function for a node.
+
+    An element of a tuple is named by the op that made it.
+    """
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and fake_of(node.args[0]) is None:
         node = node.args[0]
     if isinstance(node.target, str):

@@ -78,7 +78,7 @@ class ExampleGradients:
     def quantities(
         self, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
     ) -> list[fx.Node]:
-        """Return the nodes of what an action reads of per-example gradients.
+        """Return the nodes of an action's per-example quantities.
 
         Args:
             point: The gradient site.
@@ -130,7 +130,7 @@ class ExampleGradients:
     def weighted_gradient(
         self, point: InsertionPoint, node: fx.Node, weights: fx.Node, action: ExampleClip, scale: Tensor | None
     ) -> fx.Node:
-        """Return the node of a gradient in which the terms of the examples have weights ``[B]``; and noise, if any."""
+        """Return the node of a gradient with weighted examples ``[B]``, and noise if any."""
         tail = self._tail(point, node, action)
         found = self._found[action.batch_dim]
         if found.is_empty:
@@ -216,7 +216,7 @@ class ExampleGradients:
         return _Found(batched[first], size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
 
     def _source(self, name: str) -> str:
-        """The user's line that made a node."""
+        """Return the user's line behind a node."""
         node = next(node for node in self._graph.nodes if node.name == name)
         if found := source_of(node):
             return f", {found}"
@@ -271,14 +271,14 @@ class ExampleGradients:
         return self._terms[key]
 
     def add_up_terms(self) -> None:
-        """Let gradients whose terms are computed be the sums of these: one product instead of two."""
+        """Sum computed terms to gradients: one product instead of two."""
         for node, (tail, terms) in self._summed.items():
             if node.users:
                 editing.call_instead(node, _aten.sum.dim_IntList, (terms, [0]), {"dtype": value_of(node).dtype})
                 self.replaced += [other for other in tail.nodes if other is not node]
 
     def _small_terms(self, node: fx.Node, tail: Tail, action: Asked) -> fx.Node | None:
-        """Return the node of the terms, if they are computed, and not larger than what they are made of."""
+        """Return the node of the terms; None if not computed, or larger than their operands."""
         terms = self._terms.get((node, action.batch_dim))
         if terms is None:
             return None
@@ -295,7 +295,7 @@ class ExampleGradients:
         return self._insert(add_up, [terms, weights])
 
     def _clone(self, tail: Tail, weights: fx.Node) -> fx.Node:
-        """Return a copy of a tail in which one argument of each node of the frontier has weights."""
+        """Return a copy of a tail with one weighted argument at each frontier node."""
         copies = self._copies.setdefault(weights, {})  # one op may make the gradients of two parameters
         for node in tail.nodes:
             if node in copies:

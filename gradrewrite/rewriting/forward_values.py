@@ -1,4 +1,4 @@
-"""Values of the forward that inserted nodes read in the backward."""
+"""Values of the forward, read by inserted nodes of the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group actions: which sites are treated together, in which order, and whose the inserted nodes are."""
+"""Group actions: their members, their order, and the sharing of inserted nodes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _SHARED = -1
 
 
 def share_nodes(new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[str, ...]]:
-    """Return the names of the new nodes of each member of a group; what several need belongs to the first."""
+    """Return new nodes' names by member of a group; shared ones belong to the first."""
     reads: dict[fx.Node, int | None] = {node: i for i, node in enumerate(inputs)}
     for node in new:
         reads[node] = _common(reads.get(a) for a in node.all_input_nodes)

@@ -20,7 +20,7 @@ from gradrewrite.sites import Kind, Site
 
 @dataclass(eq=False)
 class InsertionPoint:
-    """The position at which nodes for one site are inserted, and how the graph reads them.
+    """The insertion point of one site, and the nodes that read it.
 
     Attributes:
         site: The site.
@@ -48,9 +48,9 @@ class InsertionPoint:
 
 
 def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint], list[Site]]:
-    """Return all sites of a marked graph, and those whose error, or a part of it, is outside of it.
+    """Return the insertion points, and the sites with errors outside of the graph.
 
-    Values come in execution order, then parameters, then inputs.
+    An error is outside if a part of it is. Values come in execution order, then parameters, then inputs.
     """
     graph = marked.graph
     outputs = aot_autograd.gradient_outputs(graph)

@@ -9,7 +9,7 @@ from gradrewrite._compat import fake_tensors, optimizers
 
 
 class LossScale:
-    """A factor by which the loss is multiplied, read at every backward, on the device."""
+    """The factor of the loss, read at every backward on the device."""
 
     def __init__(self, source: torch.amp.GradScaler | Tensor) -> None:
         """Follow a GradScaler or a tensor.

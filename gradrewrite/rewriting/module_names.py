@@ -36,7 +36,7 @@ class ModuleNames:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules that names begin at and that are still there."""
+        """The existing modules at the roots of names."""
         return [module for module in (ref() for _, ref in self._roots) if module is not None]
 
     def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class ModuleNames:
             self._add_roots(_paths(gm))
 
     def leave_frame(self) -> None:
-        """Let go of the frame's variables, and so of the model; what was read stays."""
+        """Drop the frame's variables, and so the model; keep the names."""
         self._scopes = {}
 
     def is_function(self, key: str, path: str) -> bool:
@@ -73,7 +73,7 @@ class ModuleNames:
         return None if found is None else self.modules.get(id(found[0]))
 
     def all_modules(self) -> Iterator[nn.Module]:
-        """Every module that has a name."""
+        """Every named module."""
         for _, ref in self._roots:
             root = ref()
             yield from root.modules() if root is not None else ()
@@ -92,7 +92,7 @@ class ModuleNames:
         return found
 
     def first_names(self, pattern: Pattern) -> set[str]:
-        """First names of the modules and parameters whose second name a pattern matches (shared, tied)."""
+        """Return first names of modules and parameters with a matching second (shared, tied)."""
         found = set()
         for prefix, ref in self._roots:
             root = ref()

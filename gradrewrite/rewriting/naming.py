@@ -1,4 +1,4 @@
-"""Names of values: sites from the module calls in which values are made."""
+"""Names of values: sites from the module calls around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from gradrewrite.sites import Kind, Site
 
 
 def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Callable[[Kind], Site]]:
-    """Name the values, after tracing: by its number, what makes the site of each; two names for one value are one.
+    """Name the values after tracing; return functions from kind to site, by number.
+
+    Two names for one value are one.
 
     Args:
         values: The values of one graph.
@@ -98,6 +100,6 @@ class _Namer:
         return bool(call[0]) and any(value is other for other in self._outputs[call])
 
     def _shares_module(self, value: Value) -> bool:
-        """Whether the innermost module that returns the value returns others too."""
+        """Return whether the value's innermost returning module returns others too."""
         call = next((r for r in reversed(value.calls) if self._is_output(value, r)), None)
         return call is not None and len(self._outputs[call]) > 1

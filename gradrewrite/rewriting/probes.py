@@ -1,4 +1,4 @@
-"""Probes: calls placed in a Dynamo graph that leave markers in the joint graph.
+"""Probes: calls in a Dynamo graph that leave markers in the joint graph.
 
 A probe behind a value makes two markers while AOTAutograd traces: one on the value in the forward, and, by a
 tensor hook, one on its accumulated error in the backward. The forward computation is not touched.
@@ -73,7 +73,7 @@ def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
 
 
 def tap_module(x: Any) -> Any:
-    """Return what a pass-through module was given, while it is traced; named by the module around it."""
+    """Return a pass-through module's value; while tracing, the module around names it."""
     return x
 
 
@@ -82,7 +82,7 @@ def note_return(key: str, path: str, *returned: Any) -> None:
 
 
 def erase_notes(gm: fx.GraphModule) -> None:
-    """Take the notes of what modules returned out of a Dynamo graph and of the bodies in it."""
+    """Erase the notes of modules' results from a Dynamo graph and its inner bodies."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -209,7 +209,9 @@ def insert_probes(
     *,
     region: str = "",
 ) -> list[Value]:
-    """Insert a probe behind every value of a Dynamo graph; taps and notes of what modules returned are taken out.
+    """Insert a probe behind every value of a Dynamo graph, and erase notes.
+
+    The notes are taps and those of modules' results.
 
     Args:
         gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
@@ -339,7 +341,7 @@ class _Reader:
         self._returns[self.names.module(key, path), key, path] = values
 
     def finish(self) -> None:
-        """Note of each value which calls of modules it was made in did not return it."""
+        """Note the module calls that did not return their value."""
         for value in self.values:
             value.stored_by = {c for c in value.calls if c in self._returns and value not in self._returns[c]}
 

@@ -1,4 +1,4 @@
-"""Nodes that carry records, and the numbering of their keys."""
+"""Record nodes, and the numbering of their keys."""
 
 from __future__ import annotations
 

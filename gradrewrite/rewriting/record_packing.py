@@ -1,4 +1,4 @@
-"""Packing of records: the nodes that leave a joint graph beside the gradients, and their layout."""
+"""Packing of records: auxiliary outputs of a joint graph, and their layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BATCH = 1 << 20
 
 @dataclass
 class RecordPacking:
-    """The nodes that become auxiliary outputs of the backward.
+    """The nodes for the auxiliary outputs of the backward.
 
     Attributes:
         records: Nodes of records.
@@ -131,7 +131,7 @@ class RecordPacking:
         return placed
 
     def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
-        """Take for each node of a graph the one that is read instead of it now, before anything is packed."""
+        """Replace each node by its current successor, before anything is packed."""
         nodes = {node.name: node for node in graph.nodes}
         self.records = [replace(record, node=current(record.node)) for record in self.records]
         self.kept = [(site, current(node)) for site, node in self.kept]
@@ -139,7 +139,10 @@ class RecordPacking:
         self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
 
     def pack_into(self, graph: fx.Graph, forward: ForwardValues) -> tuple[BackwardOutputs, list[fx.Node]]:
-        """Pack the records and hold what leaves the graph; returns its layout and all new nodes."""
+        """Pack the records, hold the auxiliary outputs, and return their layout.
+
+        All new nodes are returned too.
+        """
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
         keys = [key for record in self.records for key in record.keys]
         order = tuple(shown for key in keys for shown in self.shown.get(key, (key,)))
@@ -187,7 +190,7 @@ class RecordPacking:
 
 
 def _comes_later(record: RecordNode) -> bool:
-    """Order of records: counts of checks that skip come first."""
+    """Order records: counts of checks that skip come first."""
     return not record.skips
 
 
@@ -196,7 +199,7 @@ def _num_skips(records: Sequence[RecordNode]) -> int:
 
 
 def _measured_once(records: Sequence[RecordNode]) -> list[RecordNode]:
-    """Put together what is measured of one tensor, which is then read once; counts of checks that skip stay apart."""
+    """Merge statistics of one tensor into one read; counts of skipping checks stay apart."""
     found: dict[tuple[fx.Node, bool] | int, RecordNode] = {}
     for number, record in enumerate(records):
         place = (record.node, record.skips) if record.statistics else number

@@ -263,7 +263,7 @@ class Rewriter:
             self._measure(point, measurement)
 
     def _further_arguments(self, point: InsertionPoint, action: Any, current: fx.Node) -> list[fx.Node]:
-        """Return the further arguments of an action: what the value is the gradient of, or of single examples."""
+        """Return an action's further arguments: the value, or per-example quantities."""
         found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
         if isinstance(found, ExampleAction) and found.example_quantities:
             assert self.examples is not None
@@ -382,7 +382,7 @@ class Rewriter:
             self._replace(point, result)
 
     def _behind(self, nodes: Sequence[fx.Node]) -> fx.Node:
-        """Return the node before which new ones come right behind the last of these, and behind all inputs."""
+        """Return the insertion position right behind these nodes and all inputs."""
         last_input = self.graph.find_nodes(op="placeholder")[-1]
         last: fx.Node = max([last_input, *nodes])  # nodes compare by their position
         return last.next
@@ -508,7 +508,7 @@ class Rewriter:
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
 
     def current(self, node: fx.Node) -> fx.Node:
-        """Return the node that is read instead of a node now.
+        """Return the current successor of a node.
 
         An error that passes an op unchanged (the sum of a residual) is the marker of another site, whose actions may
         replace it later.
@@ -526,7 +526,7 @@ class Rewriter:
         point.node = result  # of an activation too, which only the next action reads: the forward is never changed
 
     def edits_of_parts(self, points: Sequence[InsertionPoint]) -> tuple[Edit, ...]:
-        """Return the edits at these that are not elementwise."""
+        """Return the edits at these parts that are not elementwise."""
         if not points:
             return ()
         shapes = {node.name: shape_of(v) for node in self.graph.nodes if isinstance(v := node.meta.get("val"), Tensor)}
@@ -588,7 +588,7 @@ def _is_on_cuda(node: fx.Node) -> bool:
 
 
 def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[Layout | None]:
-    """Return the layouts of a value and of what it is the gradient of, if either is a part of a DTensor."""
+    """Return the layouts of a gradient and its value; ``()`` without a DTensor."""
     layouts = (point.layout, point.value_layout)[: 1 + len(further)]
     return layouts if any(layout is not None for layout in layouts) else ()
 
@@ -603,7 +603,7 @@ def _is_measured(found: Sequence[Answered]) -> bool:
 
 
 def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
-    """Return the nodes of the sites, behind the markers of errors that pass through ops unchanged."""
+    """Return the nodes of the sites, behind markers of unchanged errors."""
     made_by: dict[fx.Node, fx.Node] = {}  # by marker; each chain is followed once
     anchors = {}
     for point in points:

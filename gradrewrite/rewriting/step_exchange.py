@@ -1,4 +1,4 @@
-"""The exchange of ranks in a step graph: figures of gradients that are spread over them, and their verdicts."""
+"""The exchange of ranks in a step graph: figures of spread gradients, and verdicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class SpreadSite:
-    """A gradient at which there are actions and which is spread over ranks, on this rank or not.
+    """A spread gradient with actions, on this rank or not.
 
     Attributes:
         site: Its site.
@@ -42,7 +42,9 @@ class SpreadSite:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """The members of an exchange, and what they exchange: the same, whichever gradients a rank has.
+    """The members of an exchange and their figures.
+
+    They are the same, whichever gradients a rank has.
 
     Attributes:
         sites: The gradients, in the order of the optimizer.
@@ -79,9 +81,10 @@ class Slot:
 
 
 def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
-    """Return what is exchanged: first what is measured of each gradient, in their order, then the norms of groups.
+    """Return the slots of an exchange: statistics of gradients, then group norms.
 
-    The norms of a group are summed together over one set of ranks, unless its action needs that of each member.
+    Statistics are in the order of the gradients. The norms of a group are summed together over one set of ranks, unless
+    its action needs that of each member.
     """
     slots = [
         Slot(member.spread.ranks, COMBINATIONS[name], name, (member,))
@@ -114,7 +117,7 @@ def statistics_of(action: Any, site: Site) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A slot with what this rank has of it.
+    """A slot with this rank's part of it.
 
     Attributes:
         slot: The slot.

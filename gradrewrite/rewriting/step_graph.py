@@ -1,4 +1,4 @@
-"""Step graphs: what happens to the gradients of an optimizer before its update."""
+"""Step graphs: actions on the gradients of an optimizer before its update."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class StepGradient:
-    """A gradient that an optimizer is about to use.
+    """A gradient of the next optimizer step.
 
     Attributes:
         site: Its site.
@@ -73,7 +73,7 @@ class StepGradient:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """The choices that decide the form of a step graph.
+    """The settings behind the form of a step graph.
 
     Attributes:
         divides: Whether the optimizer divides all gradients by a number of ours, if one group action scales them all.
@@ -176,7 +176,7 @@ def _needs_units(action: Any, site: Site) -> bool:
 
 
 class _Builder:
-    """A step graph as it is built."""
+    """A step graph under construction."""
 
     def __init__(self, gradients: Sequence[StepGradient], settings: StepSettings) -> None:
         graph = fx.Graph()
@@ -219,7 +219,7 @@ class _Builder:
         return node
 
     def insert_at_part(self, point: InsertionPoint, action: Any, spread: Spread) -> None:
-        """Insert an action at a gradient that is spread over ranks: what is measured is that of the whole.
+        """Insert an action at a spread gradient; measure the whole gradient.
 
         Raises:
             PolicyError: The action is not elementwise, so that on a part of the gradient it would be another.
@@ -309,7 +309,7 @@ class _Builder:
     def insert_scaling(
         self, action: NormScaling, points: Sequence[InsertionPoint], scale: fx.Node | None, *, divides: bool
     ) -> None:
-        """Insert what computes the factor of a group; the gradients are multiplied after the graph."""
+        """Insert a group's factor; the gradients are multiplied after the graph."""
         rewriter = self.rewriter
         for point in points:
             check_dense(action, point.site, value_of(point.node))
@@ -459,7 +459,7 @@ class _Builder:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredPart:
-    """A statistic of a gradient that is spread over ranks.
+    """A statistic of a spread gradient.
 
     Attributes:
         key: Key of its record.
@@ -480,7 +480,7 @@ _APART = (
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
-    """Add an input whose name begins with this one, made an identifier."""
+    """Add an input with an identifier made from this name as its prefix."""
     node = graph.placeholder(re.sub(r"\W", "_", name))
     node.target = node.name  # which is like no other
     node.meta = {"val": value}

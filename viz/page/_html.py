@@ -140,7 +140,7 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
 
 
 def _sites(ladder: Ladder) -> dict[str, list[str]]:
-    """Return for each box the sites whose records and colors it shows: of its edits, else whose values it holds."""
+    """Return for each box the sites of its edits, or else of its values."""
     view = ladder.graph_view
     edited = {edit.site for edit in view.edits}
     held: dict[str, list[str]] = defaultdict(list)
@@ -193,7 +193,7 @@ def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]
 
 
 def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
-    """Return the edits, each with the edges that it replaced, as pairs of numbers of boxes; what records has none."""
+    """Return the edits with the edges they replaced, as pairs of boxes; records replace none."""
     after, before = ladder.graph_view, read_graph(graph.before or graph)
     at = {name: n for n, part in enumerate(p for row in ladder.rows for p in row) for name in (part.key, *part.nodes)}
     sources = dict(visible_outputs(before, [(str(e.site), before.anchors[e.site]) for e in after.edits], ladder.hidden))
