@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradrewrite.errors import RewriteWarning as RewriteWarning
     from gradrewrite.errors import TraceError as TraceError
     from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
+    from gradrewrite.instrumentation.probes import tap as tap
     from gradrewrite.ir.edits import Edit as Edit
     from gradrewrite.ir.joint_graph import JointGraph as JointGraph
     from gradrewrite.module import RewrittenModule as RewrittenModule
@@ -41,12 +42,11 @@ if TYPE_CHECKING:
     from gradrewrite.policy.rules import on as on
     from gradrewrite.policy.schedules import Schedule as Schedule
     from gradrewrite.policy.state import State as State
-    from gradrewrite.rewriting.probes import tap as tap
     from gradrewrite.sites import Site as Site
 
 _untested = check_torch()
 if _untested:
-    from gradrewrite._warnings import warn
+    from gradrewrite._utils.warnings import warn
 
     warn(_untested)
 
@@ -85,7 +85,7 @@ _MODULES = {
     "record": "gradrewrite.policy.recording",
     "restore": "gradrewrite.module",
     "state_dict": "gradrewrite.backends.state_dict",
-    "tap": "gradrewrite.rewriting.probes",
+    "tap": "gradrewrite.instrumentation.probes",
     "transform": "gradrewrite.module",
     "unguard": "gradrewrite.optimizer.guard",
 }

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._tensors import kept_random_state, tensors_in
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.entry_point import EntryPoint

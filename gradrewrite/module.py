@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
-from gradrewrite._progress import show_progress
-from gradrewrite._warnings import warn
+from gradrewrite._utils.progress import show_progress
+from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.backend import monitor_or_new
 from gradrewrite.backends.capture import capture_joint_graph
 from gradrewrite.backends.explanation import Explanation

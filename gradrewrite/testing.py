@@ -26,9 +26,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor
-from gradrewrite._tensors import kept_random_state, tensors_in
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import TraceError
+from gradrewrite.instrumentation.module_names import InputNames
+from gradrewrite.instrumentation.naming import name_values
+from gradrewrite.instrumentation.probes import listen_to_taps
+from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import HostBound, Kept, Leaf, NormClip, StateUpdate, ValueClip, acting_bound, leaves
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
@@ -37,11 +41,7 @@ from gradrewrite.policy.actions import Action, GroupAction, Policy, Specializing
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.module_names import InputNames
-from gradrewrite.rewriting.naming import name_values
-from gradrewrite.rewriting.probes import listen_to_taps
 from gradrewrite.rewriting.record_nodes import RecordNumbering
-from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Kind, Site
 
 __all__ = ["Comparison", "assert_inert", "assert_matches_eager"]

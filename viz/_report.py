@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from gradrewrite._formatting import html_table
+from gradrewrite._utils.formatting import html_table
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
 from gradrewrite.diagnostics.site_health import COLUMNS

@@ -16,11 +16,11 @@ from gradrewrite.backends.explanation import Explanation
 from gradrewrite.backends.parameter_watch import ParameterWatch
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import PolicyError
+from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import check_policy
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.rewriting.source_locations import user_line
 
 
 class Backend:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from gradrewrite._compat import aot_autograd
-from gradrewrite._tensors import kept_random_state
+from gradrewrite._utils.tensors import kept_random_state
 from gradrewrite.backends.compilation import GraphCompilation, marking, needs_gradients
 from gradrewrite.backends.engines import Inductor, Runnable
 from gradrewrite.backends.entry_point import EntryPoint

@@ -161,7 +161,7 @@ class StoredCompilation:
         backward: The graph of the backward; set when it is cut off the joint graph.
     """
 
-    probes = ("gradrewrite.rewriting.probes._probe", "gradrewrite.rewriting.probes._probe_outputs")
+    probes = ("gradrewrite.instrumentation.probes._probe", "gradrewrite.instrumentation.probes._probe_outputs")
 
     def __init__(self, key: CacheKey, compilation: Compilation, refuse: Callable[[], fx.GraphModule]) -> None:
         """Store and restore a compilation.

@@ -21,9 +21,10 @@ from gradrewrite.backends.region_calls import RegionCall, current_region
 from gradrewrite.backends.runtime_wrapper import RewrittenBackward
 from gradrewrite.backends.session import Session
 from gradrewrite.backends.tracing_errors import in_place_named
-from gradrewrite.diagnostics.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError, TraceError
+from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, returned_inputs
+from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
@@ -31,9 +32,8 @@ from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
 from gradrewrite.policy.rules import Answered
+from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.action_tracing import describe
-from gradrewrite.rewriting.dynamo_nodes import is_nested_region, returned_inputs
-from gradrewrite.rewriting.probes import erase_notes, insert_probes, tracing
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
 from gradrewrite.sites import Site
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
-from gradrewrite._tensors import tensors_in
+from gradrewrite._utils.tensors import tensors_in
 from gradrewrite.backends.module_hooks import calls_shown
 from gradrewrite.backends.region_calls import RegionCall, running_module
 from gradrewrite.backends.session import Session

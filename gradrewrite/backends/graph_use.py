@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradrewrite._compat import autograd
 from gradrewrite.backends.parameter_watch import GraphCoverage
-from gradrewrite.diagnostics.step_snapshot import PendingForwards
 from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.replay.step_snapshot import PendingForwards
 
 
 @dataclass(eq=False, repr=False)

@@ -15,7 +15,6 @@ from gradrewrite.backends.graph_use import Accumulation, GraphUse
 from gradrewrite.backends.parameter_watch import GraphCoverage
 from gradrewrite.backends.region_calls import NotShared, RegionCall, current_region, region_of_backward
 from gradrewrite.backends.session import Session
-from gradrewrite.diagnostics.step_snapshot import PendingForwards
 from gradrewrite.errors import NotRewrittenError
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
@@ -23,6 +22,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.renaming import Renaming, calls_by_name
 from gradrewrite.policy.actions import GroupAction
 from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.replay.step_snapshot import PendingForwards
 from gradrewrite.rewriting.action_tracing import action_key
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradrewrite._compat import autograd, data_parallel, dynamo
-from gradrewrite._tensors import tensors_in
+from gradrewrite._utils.tensors import tensors_in
 from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager, Engine, Inductor
 from gradrewrite.backends.entry_point import EntryPoint, makes_gradients

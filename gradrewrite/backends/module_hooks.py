@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradrewrite._compat import dynamo_returns, nn_modules
 from gradrewrite.errors import NotRewrittenError
-from gradrewrite.rewriting.probes import note_return, tap_module
+from gradrewrite.instrumentation.probes import note_return, tap_module
 
 
 class HookWatch:

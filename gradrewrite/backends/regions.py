@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradrewrite._compat import autograd, data_parallel, dynamo, nn_modules
-from gradrewrite._formatting import nearest
-from gradrewrite._tensors import tensors_in
+from gradrewrite._utils.formatting import nearest
+from gradrewrite._utils.tensors import tensors_in
 from gradrewrite.backends.entry_point import EntryPoint
 from gradrewrite.backends.module_hooks import HookedForwards
 from gradrewrite.backends.region_calls import (

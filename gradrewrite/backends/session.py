@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed, nn
 
 from gradrewrite._compat.data_parallel import DataParallelism
-from gradrewrite._formatting import nearest
-from gradrewrite._warnings import PendingWarnings
+from gradrewrite._utils.formatting import nearest
+from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.errors import NoSuchSiteError, PolicyError
+from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import BucketedAction, ExampleClip, GroupAction, Measurement
 from gradrewrite.policy.rules import (
@@ -27,7 +28,6 @@ from gradrewrite.policy.rules import (
 )
 from gradrewrite.rewriting.action_tracing import describe, describe_callable
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.rewriting.module_names import InputNames, ModuleNames
 from gradrewrite.sites import Pattern, Site
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from gradrewrite._compat import dynamo, nn_modules
-from gradrewrite._tensors import kept_random_state, tensors_in
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, TraceError
-from gradrewrite.rewriting.source_locations import last_line_in, user_line
+from gradrewrite.instrumentation.source_locations import last_line_in, user_line
 
 # What torch's text says, what that means, and what to do.
 _REASONS: tuple[tuple[str, str, str], ...] = (

@@ -7,7 +7,7 @@ import json
 from typing import get_args
 
 from gradrewrite import viz
-from gradrewrite._formatting import nearest, plain_table
+from gradrewrite._utils.formatting import nearest, plain_table
 from gradrewrite.cli.loading import load_graph
 from gradrewrite.cli.messages import Refused, reading, split_ending
 from gradrewrite.diagnostics.run_log import read_jsonl

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gradrewrite._formatting import nearest
+from gradrewrite._utils.formatting import nearest
 from gradrewrite.cli.messages import Refused, one_line
 from gradrewrite.errors import RewriteError, TraceError
 from gradrewrite.policy.actions import Policy

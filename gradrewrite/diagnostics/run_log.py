@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradrewrite._formatting import table_of
+from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import BOUNDS
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._warnings import warn
+from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.module import restore, transform

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from gradrewrite._warnings import warn
+from gradrewrite._utils.warnings import warn
 from gradrewrite.integrations._attachment import Attachment
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy

@@ -9,7 +9,7 @@ from difflib import unified_diff
 
 from torch import fx
 
-from gradrewrite._formatting import plain_table
+from gradrewrite._utils.formatting import plain_table
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.provenance import Provenance
 from gradrewrite.sites import Site

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 
-from gradrewrite._warnings import warn
-from gradrewrite.diagnostics.root_cause import analyse, analyse_checks
+from gradrewrite._utils.warnings import warn
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.step_record import StepRecord
+from gradrewrite.replay.root_cause import analyse, analyse_checks
 
 _RAISE: tuple[OnFailure, ...] = ("raise",)
 _WARN: tuple[OnFailure, ...] = ("warn",)

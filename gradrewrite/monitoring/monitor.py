@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, distributed
 
-from gradrewrite._formatting import Table, nearest, table_of
-from gradrewrite._warnings import warn
+from gradrewrite._utils.formatting import Table, nearest, table_of
+from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.doctor import diagnose
-from gradrewrite.diagnostics.root_cause import find_anywhere
 from gradrewrite.diagnostics.run_log import Finding, Step
 from gradrewrite.distributed.figures import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
@@ -25,6 +24,7 @@ from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers, path_of_rank
 from gradrewrite.policy.numbers import python_number
+from gradrewrite.replay.root_cause import find_anywhere
 from gradrewrite.sites import Site
 
 

@@ -9,12 +9,12 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from gradrewrite.diagnostics.failure import Failure
-from gradrewrite.diagnostics.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
+from gradrewrite.replay.failure import Failure
+from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, distributed
 
 from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
-from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.monitoring.host_copy import LateRecord
 from gradrewrite.monitoring.step_record import GraphRecord, StepRecord
+from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 _MAX_OPEN = 1000

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradrewrite._warnings import warn
+from gradrewrite._utils.warnings import warn
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.clip_rates import ClipRates

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from gradrewrite._compat import data_parallel, dynamo, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
-from gradrewrite._warnings import warn
+from gradrewrite._utils.warnings import warn
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
 from gradrewrite.errors import NonFiniteError, PolicyError

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
-from gradrewrite._formatting import nearest
-from gradrewrite._warnings import warn
+from gradrewrite._utils.formatting import nearest
+from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import NUM_VOTES, Ballot
@@ -26,12 +26,12 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.optimizer._target import Target, targets_of
+from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
+from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
 from gradrewrite.policy.state_store import StateStore, write_states
 from gradrewrite.rewriting.action_tracing import check_dense
-from gradrewrite.rewriting.step_exchange import ExchangeSettings, SpreadSite, send_nothing
-from gradrewrite.rewriting.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.sites import Pattern, Site
 
 GUARD = "_gradrewrite_guard"  # name of the guard among the attributes of its optimizer

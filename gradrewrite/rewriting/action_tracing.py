@@ -15,12 +15,12 @@ from torch import Tensor, fx
 from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
 from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
+from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
 from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.policy.state_store import StateScope
-from gradrewrite.rewriting.source_locations import user_line
 from gradrewrite.sites import Site
 
 

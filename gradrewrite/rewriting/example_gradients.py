@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
 from gradrewrite.errors import PolicyError
+from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir import editing
 from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.marked_graph import MarkedJointGraph
@@ -31,7 +32,6 @@ from gradrewrite.per_example.tails import Tail, find_tail, terms_of
 from gradrewrite.policy.actions import ExampleAction, ExampleClip, ExampleQuantity
 from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.source_locations import source_of
 
 _aten = torch.ops.aten
 Asked: TypeAlias = "ExampleAction | ExampleClip"

@@ -9,12 +9,12 @@ from torch import fx
 
 from gradrewrite._compat import aot_autograd
 from gradrewrite.distributed.layouts import Layout
+from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.ir import editing
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import Markers, read_markers, value_of
 from gradrewrite.ir.values import Value, shape_of
-from gradrewrite.rewriting.naming import name_values
 from gradrewrite.sites import Kind, Site
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
-from gradrewrite._progress import current_progress
+from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.layouts import Layout
 from gradrewrite.errors import CallbackError, PolicyError
 from gradrewrite.ir import editing, ops

@@ -8,10 +8,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from gradrewrite.diagnostics.replay import replay
-from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir import ops
 from gradrewrite.ir.replay_graph import ReplayGraph
+from gradrewrite.replay.interpreter import replay
+from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 from models.random_graphs import Chain, chains, inputs_of

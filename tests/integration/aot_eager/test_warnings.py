@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import gradrewrite as gr
-from gradrewrite._warnings import warn
+from gradrewrite._utils.warnings import warn
+from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Scale
-from gradrewrite.rewriting.source_locations import source_of
 
 DOUBLE = gr.on("gradient:*", Scale(2.0))
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import get_args
 
 from gradrewrite._compat import collectives
-from gradrewrite.diagnostics.failure import Failure
-from gradrewrite.diagnostics.replay import ReplayResult, RootCause, SiteObservation, replay
-from gradrewrite.diagnostics.step_snapshot import CheckedGraph
 from gradrewrite.errors import PrecedingSite
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
+from gradrewrite.replay.failure import Failure
+from gradrewrite.replay.interpreter import ReplayResult, RootCause, SiteObservation, replay
+from gradrewrite.replay.step_snapshot import CheckedGraph
 from gradrewrite.sites import Site
 
 _WINDOW = 5

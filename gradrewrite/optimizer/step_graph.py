@@ -25,6 +25,14 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.reports import Check, StateUpdate
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
+from gradrewrite.optimizer.step_exchange import (
+    ExchangeSettings,
+    Figure,
+    constants_of,
+    insert_exchange,
+    reason_not_elementwise,
+    slots_of,
+)
 from gradrewrite.policy.actions import (
     GroupAction,
     Measurement,
@@ -41,14 +49,6 @@ from gradrewrite.rewriting.group_actions import groups_of
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.rewrite import Rewriter
-from gradrewrite.rewriting.step_exchange import (
-    ExchangeSettings,
-    Figure,
-    constants_of,
-    insert_exchange,
-    reason_not_elementwise,
-    slots_of,
-)
 from gradrewrite.sites import Site
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
-from gradrewrite.diagnostics.step_snapshot import StepSnapshot
 from gradrewrite.ir import ops
 from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.mask_infinities import has_infinite_literal, is_added, propagates
 from gradrewrite.ir.ops import OPAQUE, number_of
+from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 

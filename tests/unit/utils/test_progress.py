@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite import _progress
-from gradrewrite._progress import current_progress, show_progress
+from gradrewrite._utils import progress as _progress
+from gradrewrite._utils.progress import current_progress, show_progress
 
 
 class Terminal(io.StringIO):

@@ -16,13 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import autograd, dtensors, make_fx
-from gradrewrite._progress import current_progress
+from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.layouts import InputLayouts, Layout
 from gradrewrite.errors import PolicyError
-from gradrewrite.ir import ops
-from gradrewrite.ir.mask_infinities import propagates_infinity
-from gradrewrite.ir.values import ModuleCall, Value
-from gradrewrite.rewriting.dynamo_nodes import (
+from gradrewrite.instrumentation.dynamo_nodes import (
     Aliases,
     changed_in_place,
     fake_of,
@@ -30,8 +27,11 @@ from gradrewrite.rewriting.dynamo_nodes import (
     op_name,
     returns_its_input,
 )
-from gradrewrite.rewriting.module_names import ModuleNames
-from gradrewrite.rewriting.source_locations import source_of
+from gradrewrite.instrumentation.module_names import ModuleNames
+from gradrewrite.instrumentation.source_locations import source_of
+from gradrewrite.ir import ops
+from gradrewrite.ir.mask_infinities import propagates_infinity
+from gradrewrite.ir.values import ModuleCall, Value
 
 
 def tap(x: Tensor, name: str) -> Tensor:

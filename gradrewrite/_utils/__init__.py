@@ -1,0 +1,1 @@
+"""Formatting, progress, tensors in containers, warnings."""

@@ -1,0 +1,1 @@
+"""Dynamo graph to probes, names of values and modules, source lines."""

@@ -1,0 +1,1 @@
+"""Why a step failed: step snapshot, replay op by op, root cause."""
