@@ -120,4 +120,6 @@ def bound_of(value: float | Tensor, like: Tensor) -> float | Tensor:
     operand = scalar(value, like)
     if not isinstance(operand, Tensor):
         return operand
-    return torch.maximum(operand, torch.zeros((), dtype=like.dtype, device=like.device))
+    if operand.device != like.device:  # a kernel takes it as a number; a copy would wait for the device
+        operand = operand + torch.zeros((), dtype=like.dtype, device=like.device)
+    return torch.where(operand < 0, 0.0, operand)
