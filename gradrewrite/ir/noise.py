@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import dynamo, fake_tensors
+from gradrewrite.ir.ops import LIBRARY
 
-_LIBRARY = torch.library.Library("gradrewrite", "FRAGMENT")
-_LIBRARY.define("normal_like(Tensor like, Tensor source) -> Tensor")
-_IN_COMPILATIONS = itertools.count(1)
+LIBRARY.define("normal_like(Tensor like, Tensor source) -> Tensor")
+_in_compilations = itertools.count(1)
+_numbers = itertools.count()
 
 
 def draw_seed() -> int:
@@ -25,7 +26,7 @@ def draw_seed() -> int:
     """
     with fake_tensors.outside_of_transforms():
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-    return drawn + next(_IN_COMPILATIONS) if dynamo.is_compiling() else drawn
+    return drawn + next(_in_compilations) if dynamo.is_compiling() else drawn
 
 
 class NoiseSource:
@@ -41,10 +42,11 @@ class NoiseSource:
         """Seed the generators."""
         self.seed = seed
         self.is_silent = False
+        number = next(_numbers)
         with fake_tensors.outside_of_transforms():  # a policy may make it while a graph is traced
-            self.number = torch.tensor([id(self)], device="cpu")  # so that reading it waits for nothing
+            self.number = torch.tensor([number], device="cpu")  # so that reading it waits for nothing
         self._generators: dict[torch.device, torch.Generator] = {}
-        _SOURCES[id(self)] = self
+        _sources[number] = self
 
     def __repr__(self) -> str:
         """A text without numbers: compiled code is the same for all sources."""
@@ -85,16 +87,16 @@ class NoiseSource:
         return torch.randn(like.shape, generator=generator, dtype=dtype, device=like.device).to(like.dtype)
 
 
-_SOURCES: weakref.WeakValueDictionary[int, NoiseSource] = weakref.WeakValueDictionary()
+_sources: weakref.WeakValueDictionary[int, NoiseSource] = weakref.WeakValueDictionary()
 
 
 def _draw(like: Tensor, source: Tensor) -> Tensor:
-    return _SOURCES[int(source)].draw(like)
+    return _sources[int(source)].draw(like)
 
 
 def _fake(like: Tensor, source: Tensor) -> Tensor:
     return like.new_empty(like.shape)
 
 
-_LIBRARY.impl("normal_like", _draw, "CompositeExplicitAutograd")
-torch.library.register_fake("gradrewrite::normal_like", _fake, lib=_LIBRARY)
+LIBRARY.impl("normal_like", _draw, "CompositeExplicitAutograd")
+torch.library.register_fake("gradrewrite::normal_like", _fake, lib=LIBRARY)

@@ -13,13 +13,13 @@ from gradrewrite._compat import dtensors
 from gradrewrite.ir.native_statistics import figures_of, names_of
 from gradrewrite.ir.statistics import STATISTICS, Statistic, _dtype, measure_shards, norm_of
 
-_LIBRARY = torch.library.Library("gradrewrite", "DEF")
-_LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
-_LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
-_LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
-_LIBRARY.define("copy(Tensor x) -> Tensor")
-_LIBRARY.define("measure(Tensor[] xs, str statistics) -> Tensor")
-_LIBRARY.define("pack(Tensor[] xs, str statistics, int[] checks) -> Tensor")
+LIBRARY = torch.library.Library("gradrewrite", "DEF")
+LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
+LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
+LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
+LIBRARY.define("copy(Tensor x) -> Tensor")
+LIBRARY.define("measure(Tensor[] xs, str statistics) -> Tensor")
+LIBRARY.define("pack(Tensor[] xs, str statistics, int[] checks) -> Tensor")
 
 
 def _no_result(*_: Any) -> None:
@@ -32,16 +32,16 @@ def _like(g: Tensor, _: int) -> Tensor:
 
 
 for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _like), ("hold", _no_result)):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=_LIBRARY)
+    LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=LIBRARY)
 
 # A forward may differentiate inside itself, and then once more through that: the marker is an identity.
-torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=_LIBRARY)
+torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=LIBRARY)
 
 # The compiler drops a clone of an output of its graph, but not an operation that it does not know.
-_LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("gradrewrite::copy", torch.empty_like, lib=_LIBRARY)
-torch.library.register_autograd("gradrewrite::copy", lambda _, g: g, lib=_LIBRARY)
+LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("gradrewrite::copy", torch.empty_like, lib=LIBRARY)
+torch.library.register_autograd("gradrewrite::copy", lambda _, g: g, lib=LIBRARY)
 
 mark_activation = torch.ops.gradrewrite.mark_activation.default
 mark_error = torch.ops.gradrewrite.mark_error.default
@@ -111,11 +111,11 @@ _OPERATIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("pack", pack_eagerly, _fake_pack),
 )
 for _name, _run, _fake in _OPERATIONS:
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _pack_on_cpu, "CPU")
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, _pack_on_cpu, "CPU")
     for _key in ("Autograd", "ADInplaceOrView"):  # neither has a derivative; torch's own fallback takes longer
-        _LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
-    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=_LIBRARY)
+        LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
+    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=LIBRARY)
 
 
 def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:

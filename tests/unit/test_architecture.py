@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -120,3 +122,50 @@ def test_public_names() -> None:
         assert all(hasattr(package, name) for name in package.__all__)
     for name in gradrewrite.__all__:
         assert getattr(gradrewrite, name).__doc__, name
+
+
+@pytest.mark.pure
+def test_state_at_module_level_is_documented() -> None:
+    """The table of ``CONTRIBUTING.md`` has all of it, and nothing else."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("\n## State\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    documented = {(name, row.split("` in `")[1].rstrip("`")) for row in rows for name in _names_in(row)}
+    found = {
+        (name, str(path.relative_to(ROOT)).removeprefix("gradrewrite/"))
+        for part in ("gradrewrite", "passes", "viz")
+        for path in (ROOT / part).rglob("*.py")
+        for name in _state_of(ast.parse(path.read_text()))
+    }
+
+    assert found == documented
+
+
+def _names_in(row: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", row.split("` in `")[0] + "`")
+
+
+_STATEFUL = re.compile(r"(\w+\.)*(count|deque|ContextVar|Lock|Library|Weak\w+|_Current|_ModelCall|defaultdict)\(")
+
+
+def _state_of(tree: ast.Module) -> Iterator[str]:
+    """Names that can change after the import: counters, caches, registries, locks, context variables."""
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        is_empty = isinstance(value, (ast.List, ast.Dict)) and not ast.unparse(value).strip("[]{}")
+        is_cached = isinstance(value, ast.Call) and "cache" in ast.unparse(value.func)
+        if value is not None and (is_empty or is_cached or _STATEFUL.match(ast.unparse(value))):
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            kinds = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if any(re.search(r"\b(lru_)?cache\b", kind) for kind in kinds) and node in tree.body:
+                yield node.name
+        elif isinstance(node, ast.Global):
+            yield from node.names
+        elif isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.Assign) and _STATEFUL.match(ast.unparse(item.value)):
+                    yield f"{node.name}.{ast.unparse(item.targets[0])}"
