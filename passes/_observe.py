@@ -9,16 +9,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.ir.statistics import largest_of, norm_of
+from gradrewrite.ir.statistics import STATISTICS, largest_of, norm_of
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
 from gradrewrite.sites import Kind, Site
 
 _EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
-_KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros", "saturated", *_EXAMPLES)
+_KNOWN = tuple(dict.fromkeys([*("saturated" if n.startswith("saturated_") else n for n in STATISTICS), *_EXAMPLES]))
 _SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
-_REAL = frozenset(("min", "max", "saturated_tanh", "saturated_sigmoid"))
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -124,7 +123,7 @@ class _Observation:
         return None
 
     def apply(self, tensor: Tensor) -> Tensor:
-        unordered = [name for name, key in self.chosen if key in _REAL]
+        unordered = [name for name, key in self.chosen if not STATISTICS[key].takes_complex]
         if tensor.is_complex() and unordered:
             raise UnsupportedGradientError(
                 f"Observe({unordered[0]!r}) needs real numbers and the tensor is {tensor.dtype}; use 'max_abs'"

@@ -31,18 +31,10 @@ class Combination:
     kind: Literal["norm", "sum", "mean", "max", "min"]
     order: float = 2.0
 
-
-COMBINATIONS = {
-    "max_abs": Combination("max"),
-    "mean_abs": Combination("mean"),
-    "norm": Combination("norm"),
-    "min": Combination("min"),
-    "max": Combination("max"),
-    "nan": Combination("sum"),
-    "inf": Combination("sum"),
-    "nonfinite": Combination("sum"),
-    "zeros": Combination("mean"),
-}
+    @property
+    def neutral(self) -> float:
+        """The figure of a part without elements."""
+        return {"max": -math.inf, "min": math.inf}.get(self.kind, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +77,7 @@ def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Seque
     there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
     slots = num_slots(how, ranks)
     if not there:
-        neutral = {"max": -math.inf, "min": math.inf}.get(how.kind, 0.0)
-        return _in_slot(values.new_full((), neutral, dtype=torch.float64), slots, ranks, rank)
+        return _in_slot(values.new_full((), how.neutral, dtype=torch.float64), slots, ranks, rank)
     wide = values.to(torch.float64)
     if len(there) < len(parts):
         wide = torch.stack([wide[n] for n in there])

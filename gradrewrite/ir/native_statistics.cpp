@@ -19,7 +19,7 @@
 
 namespace {
 
-// In the order of NAMES in native_statistics.py.
+// In the order of STATISTICS in statistics.py.
 enum Statistic : int64_t {
   kMaxAbs, kMeanAbs, kNorm, kMin, kMax, kNan, kInf, kNonfinite, kZeros, kSaturatedTanh, kSaturatedSigmoid
 };

@@ -15,22 +15,10 @@ from torch import Tensor
 
 from gradrewrite._compat import cpp_library
 from gradrewrite.errors import RewriteWarning
+from gradrewrite.ir.statistics import STATISTICS
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-NAMES = (  # in the order of their numbers there
-    "max_abs",
-    "mean_abs",
-    "norm",
-    "min",
-    "max",
-    "nan",
-    "inf",
-    "nonfinite",
-    "zeros",
-    "saturated_tanh",
-    "saturated_sigmoid",
-)
-_NUMBERS = {name: number for number, name in enumerate(NAMES)}
+_NUMBERS = {name: number for number, name in enumerate(STATISTICS)}
 _TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _COPY = -1  # in place of the number of statistics: the elements themselves
 
@@ -132,7 +120,7 @@ def figures_of(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()
 
     Args:
         xs: Tensors in host memory.
-        statistics: For each of them its statistics, of ``NAMES`` (see ``names_of``); if there are none, its
+        statistics: For each of them its statistics, of ``STATISTICS`` (see ``names_of``); if there are none, its
             elements themselves are figures.
         checks: Positions of figures; the last figure is then 1 if one of them is > 0, else 0.
 

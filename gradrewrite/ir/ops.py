@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import dtensors
 from gradrewrite.ir.native_statistics import figures_of, names_of
-from gradrewrite.ir.statistics import STATISTICS, Statistic, _dtype, measure_shards, norm_of
+from gradrewrite.ir.statistics import STATISTICS, Figure, _dtype, measure_shards
 
 LIBRARY = torch.library.Library("gradrewrite", "DEF")
 LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
@@ -58,21 +58,6 @@ def number_of(marker: fx.Node) -> int:
     return number
 
 
-def _wide_norm(x: Tensor) -> Tensor:
-    if x.dtype in (torch.float64, torch.complex128) or x.device.type == "mps":  # which has no float64
-        return norm_of(x)
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64)
-    return norm
-
-
-# The same figures in few operations: run eagerly, it is their number that costs.
-_EAGERLY: Mapping[str, Statistic] = {
-    "norm": _wide_norm,
-    "nan": lambda x: torch.count_nonzero(x != x),
-    "nonfinite": lambda x: torch.count_nonzero(x - x),  # an infinity less itself is NaN
-}
-
-
 _names_of = functools.lru_cache(maxsize=4096)(names_of)
 
 
@@ -81,13 +66,17 @@ def pack_eagerly(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = 
     dtype = _dtype_of_pack(xs, statistics)
     parts: list[Tensor] = []
     for x, names in zip(xs, _names_of(statistics), strict=True):
-        figures = [_EAGERLY.get(name, STATISTICS[name])(x) for name in names] if names else [x]
+        figures = [_eager_form(name)(x) for name in names] if names else [x]
         parts += (figure.reshape(-1).to(dtype) for figure in figures)
     packed = torch.cat(parts)
     if not checks:
         return packed
     checked = torch.stack([packed[n] for n in checks])
     return torch.cat([packed, (checked.amax() > 0).to(dtype).reshape(1)])
+
+
+def _eager_form(name: str) -> Figure:
+    return STATISTICS[name].eager or STATISTICS[name].traced
 
 
 def _pack_on_cpu(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor:
@@ -130,7 +119,7 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
         return measure_shards([(x, names)], lambda part, names: measure(part, names, is_opaque=is_opaque))
     if is_opaque:
         return measure_all([(x, names)])
-    values = [STATISTICS[name](x).to(_dtype(x)) for name in names]
+    values = [STATISTICS[name].traced(x).to(_dtype(x)) for name in names]
     return torch.stack(values) if len(values) > 1 else values[0].reshape(1)
 
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradrewrite._compat import collectives, dtensors, fake_tensors
+from gradrewrite.distributed.figures import Combination
 from gradrewrite.distributed.layouts import added_up
 from gradrewrite.ir.stages import reduce_all
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Statistic = Callable[[Tensor], Tensor]
+Figure: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
@@ -130,7 +132,7 @@ def _number(x: Tensor) -> Tensor:
     return torch.ones_like(x, dtype=torch.float32).sum()
 
 
-def _or_nan(reduce: Statistic) -> Statistic:
+def _or_nan(reduce: Figure) -> Figure:
     """NaN for an empty tensor."""
 
     def reduce_or_nan(x: Tensor) -> Tensor:
@@ -141,11 +143,6 @@ def _or_nan(reduce: Statistic) -> Statistic:
     return reduce_or_nan
 
 
-def _share(mask: Callable[[Tensor], Tensor]) -> Statistic:
-    """Share of the mask's elements; 0 for an empty tensor."""
-    return lambda x: share_of(mask(x))
-
-
 def share_of(mask: Tensor) -> Tensor:
     """Share of the elements that are true; 0 for an empty tensor."""
     if _is_empty(mask):
@@ -154,34 +151,68 @@ def share_of(mask: Tensor) -> Tensor:
     return found.sum() / _number(mask).clamp(min=1.0) if _may_be_empty(mask) else reduce_all(torch.mean, found)
 
 
-def _count(mask: Statistic) -> Statistic:
-    """Number of the mask's elements, as a float: integer sums would not fuse."""
-    return lambda x: reduce_all(torch.sum, mask(x).to(_dtype(x)))
-
-
 largest_of = _or_nan(lambda size: reduce_all(torch.amax, _padded(size, 0.0)))  # of absolute values
 mean_of = _or_nan(lambda size: reduce_all(torch.mean, size))
 
-STATISTICS: Mapping[str, Statistic] = {
-    "max_abs": lambda x: largest_of(size_of(x)),
-    "mean_abs": lambda x: mean_of(size_of(x)),
-    "norm": norm_of,
-    "min": _or_nan(lambda x: reduce_all(torch.amin, _padded(x, math.inf))),
-    "max": _or_nan(lambda x: reduce_all(torch.amax, _padded(x, -math.inf))),
-    "nan": _count(torch.isnan),
-    "inf": _count(torch.isinf),
-    "nonfinite": _count(lambda x: torch.isfinite(x).logical_not()),
-    "zeros": _share(lambda x: x == 0),
-    "saturated_tanh": _share(lambda x: x.abs() >= 0.99),
-    "saturated_sigmoid": _share(lambda x: (x <= 0.01) | (x >= 0.99)),
-}
-COUNTS = frozenset(("nan", "inf", "nonfinite"))
-# What grows with the gradient: in units of the unscaled loss where there is a loss scale.
-IN_UNITS = frozenset(("max_abs", "mean_abs", "norm", "min", "max"))
 
-# How the figures of shards become those of the whole; means and shares are weighted by the number of elements.
-_SMALLEST, _LARGEST = frozenset(("min",)), frozenset(("max", "max_abs"))
-_MEANS = STATISTICS.keys() - _SMALLEST - _LARGEST - COUNTS - {"norm"}
+def _wide_norm(x: Tensor) -> Tensor:
+    if x.dtype in (torch.float64, torch.complex128) or x.device.type == "mps":  # which has no float64
+        return norm_of(x)
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return norm
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A statistic of a tensor.
+
+    Attributes:
+        traced: The figure by operations that a compiler fuses.
+        combination: The rule for the figure of a whole tensor from those of its parts.
+        unit: ``"value"`` of what grows with the tensor (in units of the unscaled loss where there is a loss scale),
+            ``"elements"`` of counts, which add up over the graphs of a step, ``"share"`` of numbers in [0, 1].
+        eager: The same figure by fewer operations, whose number costs where nothing is fused; None if there is none.
+        takes_complex: Whether it is defined for complex tensors.
+    """
+
+    traced: Figure
+    combination: Combination
+    unit: Literal["value", "elements", "share"]
+    eager: Figure | None = None
+    takes_complex: bool = True
+
+
+def _share_of(mask: Figure, *, takes_complex: bool = True) -> Statistic:
+    return Statistic(lambda x: share_of(mask(x)), Combination("mean"), "share", takes_complex=takes_complex)
+
+
+def _count_of(mask: Figure, eager: Figure | None = None) -> Statistic:
+    """Count the elements of a mask, as a float: integer sums would not fuse."""
+    return Statistic(lambda x: reduce_all(torch.sum, mask(x).to(_dtype(x))), Combination("sum"), "elements", eager)
+
+
+_LEAST, _MOST = Combination("min"), Combination("max")
+# In the order of the numbers in native_statistics.cpp.
+STATISTICS: Mapping[str, Statistic] = {
+    "max_abs": Statistic(lambda x: largest_of(size_of(x)), _MOST, "value"),
+    "mean_abs": Statistic(lambda x: mean_of(size_of(x)), Combination("mean"), "value"),
+    "norm": Statistic(norm_of, Combination("norm"), "value", _wide_norm),
+    "min": Statistic(
+        _or_nan(lambda x: reduce_all(torch.amin, _padded(x, math.inf))), _LEAST, "value", takes_complex=False
+    ),
+    "max": Statistic(
+        _or_nan(lambda x: reduce_all(torch.amax, _padded(x, -math.inf))), _MOST, "value", takes_complex=False
+    ),
+    "nan": _count_of(torch.isnan, lambda x: torch.count_nonzero(x != x)),
+    "inf": _count_of(torch.isinf),
+    # An infinity less itself is NaN.
+    "nonfinite": _count_of(lambda x: torch.isfinite(x).logical_not(), lambda x: torch.count_nonzero(x - x)),
+    "zeros": _share_of(lambda x: x == 0),
+    "saturated_tanh": _share_of(lambda x: x.abs() >= 0.99, takes_complex=False),
+    "saturated_sigmoid": _share_of(lambda x: (x <= 0.01) | (x >= 0.99), takes_complex=False),
+}
+COUNTS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "elements")
+IN_UNITS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "value")
 
 
 def measure_shards(
@@ -210,23 +241,31 @@ def _of_shard(whole: DTensor, names: Sequence[str], measure: Callable[[Tensor, S
     if _is_empty(whole):
         return measure(local, names)
     if _is_empty(local):
-        neutral = [math.inf if n in _SMALLEST else -math.inf if n in _LARGEST else 0.0 for n in names]
+        neutral = [STATISTICS[name].combination.neutral for name in names]
         return torch.stack([local.new_full((), value, dtype=_dtype(local)) for value in neutral])
     weight = local.numel() / whole.numel()
     figures = measure(local, names)
-    return torch.stack([figures[n] * weight if name in _MEANS else figures[n] for n, name in enumerate(names)])
+    return torch.stack([_weighted(figures[n], weight, name) for n, name in enumerate(names)])
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def _weighted(figure: Tensor, weight: float, name: str) -> Tensor:
+    return figure * weight if STATISTICS[name].combination.kind == "mean" else figure
+
+
 def _combine(name: str, figures: Tensor) -> Tensor:
-    if name in _SMALLEST:
-        return figures.amin()
-    if name in _LARGEST:
-        return figures.amax()
-    return norm_of(figures) if name == "norm" else figures.sum()
+    match STATISTICS[name].combination.kind:
+        case "min":
+            return figures.amin()
+        case "max":
+            return figures.amax()
+        case "norm":
+            return norm_of(figures)
+        case "sum" | "mean":
+            return figures.sum()
 
 
 def _gather_shards(values: Tensor, like: DTensor) -> Tensor:

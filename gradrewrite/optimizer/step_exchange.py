@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, distributed, fx
 
 from gradrewrite._compat import collectives, make_fx
-from gradrewrite.distributed.figures import COMBINATIONS, Combination, Part, decode, encode, num_slots
+from gradrewrite.distributed.figures import Combination, Part, decode, encode, num_slots
 from gradrewrite.distributed.groups import device_for
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure, measure_all
-from gradrewrite.ir.statistics import norm_of
+from gradrewrite.ir.statistics import STATISTICS, norm_of
 from gradrewrite.policy.actions import Measurement, NormScaling, SpecializingAction
 from gradrewrite.policy.rules import Answered
 from gradrewrite.sites import Site
@@ -87,7 +87,7 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
     its action needs that of each member.
     """
     slots = [
-        Slot(member.spread.ranks, COMBINATIONS[name], name, (member,))
+        Slot(member.spread.ranks, STATISTICS[name].combination, name, (member,))
         for member in sites
         for answered in member.answers
         for name in statistics_of(answered.action, member.site)
