@@ -428,10 +428,9 @@ class _Hooked:
                 return acting_bound(number_of(leaf.value))
             return float(reported.outputs[leaf.number].reshape(-1)[leaf.element])
 
-        for report in reported.reports:
-            if isinstance(report, Kept | StateUpdate):
-                continue
-            keys, factor = self._numbering.of_report(report, where, members)
+        reports = [report for report in reported.reports if not isinstance(report, Kept | StateUpdate)]
+        placed = self._numbering.of_action(reports, where, members)
+        for report, (keys, factor) in zip(reports, placed, strict=True):
             figures = report.map(number)
             self.records |= zip(map(str, leaves(keys)), leaves(figures), strict=True)
             if isinstance(figures, NormClip | ValueClip):

@@ -55,7 +55,9 @@ def fake_copy(node: fx.Node, mode: FakeTensorMode) -> Tensor | None:
     that are not known, and values of another fake mode.
     """
     value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
-    if type(value) is not FakeTensor or value.fake_mode is not mode or schema is None:
+    if type(value) is not FakeTensor or value.fake_mode is not mode or value.layout is not torch.strided:
+        return None
+    if schema is None:
         return None
     if any(result.alias_info is not None for result in schema.returns):
         return None

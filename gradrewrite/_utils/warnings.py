@@ -12,7 +12,7 @@ from gradrewrite.errors import RewriteWarning
 
 
 def warn(text: str) -> None:
-    """Warn of something that is not as it should be; the warning names the user's line: outside of torch and us."""
+    """Issue a RewriteWarning at the user's line, the first outside of torch and gradrewrite."""
     frame = _caller()
     warnings.warn_explicit(
         text,

@@ -12,7 +12,14 @@ from gradrewrite._version import __version__
 from gradrewrite.cli.messages import Refused, one_line, warn
 
 _RUNS = "what monitor.to_jsonl wrote; of several ranks all files, as run.rank*.jsonl"
-_COMMANDS = {"draw": "graphs", "sites": "graphs", "plot": "runs", "report": "runs", "doctor": "runs", "demo": "demo"}
+_COMMANDS = {
+    "draw": "graphs",
+    "sites": "graphs",
+    "plot": "runs",
+    "report": "runs",
+    "doctor": "findings",
+    "demo": "demo",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        command = importlib.import_module(f"{__name__}.{_COMMANDS[options.command]}")
         with warnings.catch_warnings():
             warnings.showwarning = warn
-            command = importlib.import_module(f"{__name__}.{_COMMANDS[options.command]}")
             getattr(command, options.command)(options)
     except Refused as err:
         return _fail(str(err))

@@ -1,10 +1,9 @@
-"""Commands on the records of runs: plot, report, doctor."""
+"""Commands that draw the records of runs: plot, report."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import get_args
 
 from gradrewrite import viz
 from gradrewrite.cli.messages import Refused, reading, split_ending, warn
-from gradrewrite.diagnostics import doctor as diagnosis
-from gradrewrite.diagnostics.ranks import diagnose_ranks, read_ranks
 
 _FOLLOW = 2  # seconds between two looks at a file
 
@@ -59,16 +56,6 @@ def _write_report(options: argparse.Namespace, name: str, *, reload: int = 0) ->
         return page.render(name, reload=reload)
     except OSError as err:
         raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
-
-
-def doctor(options: argparse.Namespace) -> None:
-    """Print the findings on a run."""
-    runs = reading(lambda: read_ranks(options.run))
-    steps = max(runs.values(), key=len)  # of ranks that recorded alike; to say how much was looked at
-    found = diagnose_ranks(runs)
-    as_json = [*(one.to_json() for one in found), *(rule.to_json() for rule in diagnosis.skipped_rules(steps))]
-    text = json.dumps(as_json, indent=1, allow_nan=False) if options.json else diagnosis.report(found, steps)
-    print(text if options.json or len(runs) == 1 else f"{len(runs)} ranks: {', '.join(map(str, runs))}\n\n{text}")
 
 
 def _one_or_all(paths: Sequence[Path]) -> Path | list[Path]:

@@ -80,6 +80,7 @@ def insert_call(
         node = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
     mode = fake_tensors.fake_mode_of([read.meta["val"] for read in node.all_input_nodes])
     node.meta = {"val": fake_tensors.fake_result(node, mode), "partitioner_tag": tag}
+    combined_kernels.mark(node)
     return node
 
 

@@ -23,7 +23,7 @@ from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
-from gradrewrite.ir.reports import Check, StateUpdate
+from gradrewrite.ir.reports import Check, Kept, StateUpdate
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,
@@ -244,7 +244,7 @@ class _Builder:
         reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(
             action, point.site, whole, traced, mode
         )
-        if not all(isinstance(report, StateUpdate) for report in traced.reports):
+        if not all(isinstance(report, Kept | StateUpdate) for report in traced.reports):
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
             reason = "what it remembers would be that of the part of one rank"

@@ -290,11 +290,11 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
             assert recording.scale is not None
             values = values / recording.scale
         figures |= zip(group, recording.figures(values, len(group)), strict=True)
-    if fails is not None:
-        name, count = figures.popitem()
-        recording.reports.append(Check(name, count, fails))
+    check = figures.popitem() if fails is not None else None
     if figures:
         recording.reports.append(Scalars(tuple(figures), tuple(figures.values())))
+    if check is not None and fails is not None:
+        recording.reports.append(Check(*check, fails))
 
 
 @contextlib.contextmanager

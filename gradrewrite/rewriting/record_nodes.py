@@ -56,40 +56,57 @@ class RecordNumbering:
                 self.counts.add(key)
         return found
 
-    def of_report(
-        self, report: Figures[Leaf], where: str, members: Sequence[str] = ()
-    ) -> tuple[Figures[RecordKey], RecordKey | None]:
-        """Make the keys of a report.
+    def of_action(
+        self, reports: Sequence[Figures[Leaf]], where: str, members: Sequence[str] = ()
+    ) -> list[tuple[Figures[RecordKey], RecordKey | None]]:
+        """Make the keys of the reports of one action.
+
+        A bound has the occurrence of the norm of its clip, a limit that of ``clipped``, and a factor that of the norm.
+        Of the records of a tensor function ``bound`` has the occurrence of the first other one, ``limit`` of the last.
 
         Args:
-            report: The report.
-            where: The site of its records.
-            members: The sites of the members, if it is of a group.
+            reports: The reports.
+            where: The site of their records.
+            members: The sites of the members, if the action is of a group.
 
         Returns:
-            The report with its keys, and the key of the factor of a clip. A bound has the occurrence of the norm, and a
-            limit that of ``clipped``, so that they belong together; and a factor that of the norm.
+            Each report with its keys, and the key of the factor of a clip.
         """
+        placed: dict[int, tuple[Figures[RecordKey], RecordKey | None]] = {}
         sites = iter(members)
-        last = 1  # the occurrence that the key before was given
+        numbers: list[int] = []  # the occurrences of the records at the site that bound nothing
 
         def key(name: str, _: Leaf) -> RecordKey:
-            nonlocal last
-            at = next(sites) if name == SHARE_OF_MEMBER else where
-            (found,) = self.new([name], at, occurrence=last if name in BOUNDS else 1)
-            last = self._number[found]
+            if name in BOUNDS:
+                is_of_function = _is_bound(report)
+                number = (numbers[0] if is_of_function and name == "bound" else numbers[-1]) if numbers else 1
+                return self.new([name], where, occurrence=number)[0]
+            (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where)
+            if name != SHARE_OF_MEMBER:
+                numbers.append(self._number[found])
             return found
 
-        placed: Figures[RecordKey] = report.map(key)
-        match placed:
+        for position in sorted(range(len(reports)), key=lambda n: _is_bound(reports[n])):
+            report = reports[position]
+            keyed: Figures[RecordKey] = report.map(key)
+            placed[position] = keyed, self._factor_of(keyed, where)
+        return [placed[position] for position in range(len(reports))]
+
+    def _factor_of(self, report: Figures[RecordKey], where: str) -> RecordKey | None:
+        match report:
             case NormClip():
-                return placed, self.new(["factor"], where, occurrence=placed.norm.occurrence)[0]
+                return self.new(["factor"], where, occurrence=report.norm.occurrence)[0]
             case ValueClip():
-                return placed, self.new(["factor"], where)[0]
+                return self.new(["factor"], where)[0]
             case Scalars() | Check():
-                return placed, None
+                return None
             case _:
-                assert_never(placed)
+                assert_never(report)
+
+
+def _is_bound(report: Figures[Leaf]) -> bool:
+    """Whether a report is a bound that a tensor function records by itself."""
+    return isinstance(report, Scalars) and len(report.names) == 1 and report.names[0] in BOUNDS
 
 
 def _key(name: str, occurrence: int, where: str) -> RecordKey:

@@ -89,8 +89,7 @@ class RecordPacking:
         Returns:
             The keys of its records, and its finite checks.
         """
-        keys: dict[tuple[int, int], RecordKey] = {}  # by the output and the element
-        placed: list[Figures[RecordKey]] = []
+        figures: list[Figures[Leaf]] = []
         for report in reports:
             match report:
                 case Kept(what, number):
@@ -101,15 +100,10 @@ class RecordPacking:
                         raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
                     self.states[key] = state, outputs[number]
                 case Scalars() | NormClip() | ValueClip() | Check():
-                    placed.append(self._place(report, where, site, members))
-                    for leaf, own in zip(leaves(report), leaves(placed[-1]), strict=True):
-                        if isinstance(leaf, HostBound):
-                            self.bounds.append((own, leaf.value))
-                        else:
-                            keys[leaf.number, leaf.element] = own
+                    figures.append(report)
                 case _:
                     assert_never(report)
-        checks = [report for report in placed if isinstance(report, Check)]
+        keys, checks = self._place(figures, where, site, members)
         skipping = {check.count for check in checks if check.on_failure == "skip"}
         ordered = sorted(keys.items())
         for number, flat in itertools.groupby(ordered, key=lambda item: item[0][0]):
@@ -118,17 +112,29 @@ class RecordPacking:
             self.records.append(RecordNode(found, outputs[number], is_forward, skips))
         return [key for _, key in ordered], checks
 
-    def _place(self, report: Figures[Leaf], where: str, site: Site, members: Sequence[Site]) -> Figures[RecordKey]:
-        """Return the keys of a report, and take the factor of a clip."""
-        placed, factor = self.numbering.of_report(report, where, list(map(str, members)))
-        if factor is not None:
-            assert isinstance(placed, NormClip | ValueClip)
-            self.clips.append(ClipRecords(site, placed, factor))
-            if isinstance(placed, NormClip):
-                self.shown[placed.norm] = (placed.norm, factor)
-            else:
-                self.shown |= {placed.before: (factor,), placed.after: ()}
-        return placed
+    def _place(
+        self, figures: Sequence[Figures[Leaf]], where: str, site: Site, members: Sequence[Site]
+    ) -> tuple[dict[tuple[int, int], RecordKey], list[Check[RecordKey]]]:
+        """Return the keys of reports, by output and element, and the checks; take bounds and clips."""
+        keys: dict[tuple[int, int], RecordKey] = {}
+        placed = self.numbering.of_action(figures, where, list(map(str, members)))
+        for report, (keyed, factor) in zip(figures, placed, strict=True):
+            for leaf, own in zip(leaves(report), leaves(keyed), strict=True):
+                if isinstance(leaf, HostBound):
+                    self.bounds.append((own, leaf.value))
+                else:
+                    keys[leaf.number, leaf.element] = own
+            if factor is not None:
+                assert isinstance(keyed, NormClip | ValueClip)
+                self._add_clip(ClipRecords(site, keyed, factor))
+        return keys, [keyed for keyed, _ in placed if isinstance(keyed, Check)]
+
+    def _add_clip(self, clip: ClipRecords) -> None:
+        self.clips.append(clip)
+        if isinstance(clip.report, NormClip):
+            self.shown[clip.report.norm] = (clip.report.norm, clip.factor)
+        else:
+            self.shown |= {clip.report.before: (clip.factor,), clip.report.after: ()}
 
     def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
         """Replace each node by its current successor, before anything is packed."""

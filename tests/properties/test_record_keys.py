@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.reports import HostBound, NormClip, Output, leaves
+from gradrewrite.ir.reports import HostBound, Leaf, NormClip, Output, Scalars, leaves
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 
 pytestmark = pytest.mark.pure
@@ -42,9 +42,20 @@ def test_numbered_keys_are_unique(asked: list[tuple[str, str]]) -> None:
 
 def test_a_bound_has_the_number_of_the_occurrence_not_of_a_name() -> None:
     numbering = RecordNumbering()
-    report = NormClip("expert.3", Output(0), HostBound(1.0), is_wide=False)
-    (first, _), (second, factor) = (numbering.of_report(report, "gradient:w") for _ in range(2))
+    report: NormClip[Leaf] = NormClip("expert.3", Output(0), HostBound(1.0), is_wide=False)
+    ((first, _),), ((second, factor),) = (numbering.of_action([report], "gradient:w") for _ in range(2))
 
     assert list(map(str, leaves(first))) == ["expert.3@gradient:w", "bound@gradient:w"]
     assert list(map(str, leaves(second))) == ["expert.3.2@gradient:w", "bound.2@gradient:w"]
     assert factor is not None
+
+
+def test_a_bound_that_a_function_records_has_the_number_of_its_norm() -> None:
+    numbering = RecordNumbering()
+    numbering.new(["norm"], "gradient:w")  # of another action
+    given: list[Scalars[Leaf]] = [
+        Scalars((name,), (Output(n),)) for n, name in enumerate(("limit", "norm", "bound", "x"))
+    ]
+    found = [str(key) for report, _ in numbering.of_action(given, "gradient:w") for key in leaves(report)]
+
+    assert found == ["limit@gradient:w", "norm.2@gradient:w", "bound.2@gradient:w", "x@gradient:w"]
