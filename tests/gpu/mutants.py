@@ -99,7 +99,7 @@ MUTANTS = {
         "value and bound and device and default",
     ),
     "recording a bound of the host on the device": Mutant(
-        "gradrewrite.policy.recording:_is_on_device",
+        "gradrewrite.policy.recording:_bound",
         'bound.device.type != "cpu"',
         "True",
         "test_waits.py",
@@ -148,7 +148,7 @@ MUTANTS = {
     ),
     "a factor that is squared": Mutant(
         "gradrewrite.passes._clip_by_norm:scale_down",
-        "(bound / norm)",
+        "bound / norm",
         "(bound / norm) ** 2",
         "test_cuda.py",
         "eager_hooks and mlp and True",
