@@ -12,7 +12,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)  # the suite runs on both, see tests/versions.
 
 
 def installed_torch() -> str:
-    """Return the version of torch, without importing it where its metadata are there."""
+    """Return the version of torch, from its metadata if it is not imported."""
     if "torch" not in sys.modules:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version("torch")

@@ -106,7 +106,7 @@ class _InPlaceError(RuntimeError):
 
 @contextlib.contextmanager
 def in_place_named() -> Iterator[None]:
-    """Name the user's line where an op in place changes a value of the forward that its backward needs."""
+    """Name the user's line of an in-place op on a saved value."""
     traces: list[str] = []
     heard: list[warnings.WarningMessage] = []
     try:

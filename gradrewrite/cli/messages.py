@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Refused(Exception):
-    """An error for the user; the message is one line and says how to fix it."""
+    """An error for the user, one line with the way out."""
 
 
 def warn(message: Warning | str, *_: Any, **__: Any) -> None:

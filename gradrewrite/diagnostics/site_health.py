@@ -150,7 +150,7 @@ def sites_of(run: Run) -> tuple[SiteHealth, ...]:
 
 
 def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealth, ...]:
-    """Return figures with a baseline's suggested bounds, where these are larger.
+    """Return figures with the larger bounds that a baseline suggests.
 
     Sizes before a clip that always acts are those of a run that it shaped, and may be too small.
 

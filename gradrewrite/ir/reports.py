@@ -138,7 +138,10 @@ class NormClip(Generic[T]):
         return self.log is not None or self.shares is not None
 
     def factor(self: NormClip[float]) -> float:
-        """Return bound / norm, in float64, where the clip acts; else 1, also for a norm of 0, inf or NaN."""
+        """Return the factor of the clip.
+
+        It is bound / norm, in float64, if the clip acts; else 1, also for a norm of 0, inf or NaN.
+        """
         bound = self.bound if self.is_wide else ctypes.c_float(self.bound).value
         return bound / self.norm if bound < self.norm < math.inf and self.norm != 0 else 1.0
 
@@ -187,14 +190,15 @@ class ValueClip(Generic[T]):
         return True
 
     def factor(self: ValueClip[float]) -> float:
-        """Return after / before, where an element changed and there was a norm; else 1.
+        """Return the factor of the clip.
 
-        By IEEE rules: 0 where infinities were bounded, NaN where an element is NaN or remains infinite.
+        It is after / before if an element changed and the norm was not 0; else 1. By IEEE rules: 0 where infinities
+        were bounded, NaN where an element is NaN or remains infinite.
         """
         return self.after / self.before if self.log.clipped > 0 and self.before != 0 else 1.0
 
     def line(self: ValueClip[float], site: Site, where: str) -> str | None:
-        """Return the log line of the clip, if it acted; ``where`` is the site of its records."""
+        """Return the log line of the clip, if it acted; see ``NormClip.line``."""
         return self.log.line(site)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def scale_where(tensor: Tensor, factor: Tensor, acts: Tensor) -> Tensor:
-    """Return a tensor times a factor where the scaling acts, else its bits.
+    """Return a scaled tensor, or its bits if the scaling does not act.
 
     Args:
         tensor: The tensor; shape, dtype and device are kept.

@@ -31,7 +31,7 @@ class Target(Protocol):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of its graphs; None where there is no session."""
+        """The engine of its graphs; None without a session."""
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:

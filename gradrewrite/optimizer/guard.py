@@ -432,7 +432,7 @@ class Guard:
         return self._changes is None
 
     def note_backward(self) -> None:
-        """Warn once where the parameters are updated again and again, and never by this optimizer."""
+        """Warn once of parameters updated by another optimizer, never by this one."""
         optimizer = self._optimizer() if self._changes is not None else None
         if optimizer is None or self._changes is None:
             return
