@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import assert_never
 
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
@@ -37,10 +38,11 @@ from gradrewrite.ir.reports import HostBound, Kept, Leaf, NormClip, StateUpdate,
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
-from gradrewrite.policy.actions import Action, GroupAction, Policy, SpecializingAction, takes_value
+from gradrewrite.policy.actions import GroupAction, Policy
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.policy.state_store import StateStore
+from gradrewrite.rewriting.lowering import Average, Insertion, Measure, Replace, ScaleParameter, lower_action
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import Kind, Site
 
@@ -399,7 +401,8 @@ class _Hooked:
         return out
 
     def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any], value: Tensor) -> None:
-        found = [a.action for a in ask_in_order(self._policy, site) if not isinstance(a.action, GroupAction)]
+        answers = (a.action for a in ask_in_order(self._policy, site) if not isinstance(a.action, GroupAction))
+        found = [lower_action(action, site) for action in answers]
         if not found or str(site) in self._refused:
             return
 
@@ -407,10 +410,10 @@ class _Hooked:
             self.acted[str(site)] = None
             result = g
             states = self._states.scope(str(site))
-            for action in found:
+            for insertion in found:
                 with recording(g.device, states=states) as reported:
                     states.begin()
-                    result = _apply(action, site, result, value)
+                    result = _apply(insertion, result, value)
                     states.write()
                 if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
                     self._note_records(reported, str(site))
@@ -484,12 +487,15 @@ class _Member:
     site: str
 
 
-def _apply(action: Any, site: Site, g: Tensor, value: Tensor) -> Tensor:
-    if isinstance(action, SpecializingAction):
-        action = action.specialize(site)
-    further = [value.detach()] if takes_value(action) else []
-    result: Tensor = (action.apply if isinstance(action, Action) else action)(g, *further)
-    return result
+def _apply(insertion: Insertion, g: Tensor, value: Tensor) -> Tensor:
+    match insertion:
+        case Replace() | Measure():
+            further = [value.detach()] if isinstance(insertion, Replace) and insertion.takes_value else []
+            return insertion.run(g, *further)
+        case Average(action) | ScaleParameter(action):
+            return action.apply(g)
+        case _:
+            assert_never(insertion)
 
 
 def _site_of_leaf(kind: Kind, name: str, leaf: Tensor) -> Site:

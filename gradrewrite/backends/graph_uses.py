@@ -20,10 +20,9 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.renaming import Renaming, calls_by_name
-from gradrewrite.policy.actions import GroupAction
+from gradrewrite.policy.actions import GroupAction, action_key
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.replay.step_snapshot import PendingForwards
-from gradrewrite.rewriting.action_tracing import action_key
 
 
 @dataclass(eq=False, repr=False)

@@ -30,7 +30,7 @@ from gradrewrite.monitoring.step_recorder import Seat, StepRecorder, let_guards_
 from gradrewrite.optimizer._target import Target, targets_of
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, packs_of
-from gradrewrite.policy.actions import Action, GroupAction
+from gradrewrite.policy.actions import has_units
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import check_bounds
 from gradrewrite.rewriting.action_tracing import describe
@@ -586,7 +586,7 @@ class Guard:
             if self._num_graphs.get(id(session)) == len(session.graphs):
                 continue
             edits = [edit for graph in session.graphs for edit in graph.edits if edit.site.kind != "activation"]
-            edit = next((edit for edit in edits if _has_units(edit.action)), None)
+            edit = next((edit for edit in edits if has_units(edit.action)), None)
             scaler = None if edit is None else optimizers.scaler_in_use()
             if edit is None or scaler is None or not scaler.is_enabled():
                 self._num_graphs[id(session)] = len(session.graphs)
@@ -700,10 +700,6 @@ def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
                     given = torch.full((), factor, dtype=wide, device=skipped.device)
                 factor = torch.where(skipped.reshape(()) > 0, torch.ones_like(given), given)
             optimizers.foreach_scale(parameters, factor)
-
-
-def _has_units(action: Any) -> bool:
-    return not isinstance(action, Action | GroupAction) or action.has_units
 
 
 def _used(group: dict[str, Any]) -> list[Tensor]:

@@ -18,8 +18,9 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure, measure_all
 from gradrewrite.ir.statistics import STATISTICS, norm_of
-from gradrewrite.policy.actions import Measurement, NormScaling, SpecializingAction
+from gradrewrite.policy.actions import NormScaling
 from gradrewrite.policy.rules import Answered
+from gradrewrite.rewriting.lowering import Measure, lower_action
 from gradrewrite.sites import Site
 
 
@@ -111,8 +112,8 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
 
 def statistics_of(action: Any, site: Site) -> tuple[str, ...]:
     """Return the statistics that an action measures at a site."""
-    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
-    return tuple(found.statistics.values()) if isinstance(found, Measurement) else ()
+    found = lower_action(action, site)
+    return tuple(found.statistics.values()) if isinstance(found, Measure) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor, fx
+from typing_extensions import assert_never
 
 from gradrewrite._compat import make_fx
 from gradrewrite.distributed.figures import Part
@@ -24,7 +25,7 @@ from gradrewrite.ir.provenance import Anchor, Origin, Provenance
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.reports import Check, Kept, StateUpdate
-from gradrewrite.ir.statistics import IN_UNITS, norm_of
+from gradrewrite.ir.statistics import norm_of
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,
     Figure,
@@ -33,20 +34,22 @@ from gradrewrite.optimizer.step_exchange import (
     reason_not_elementwise,
     slots_of,
 )
-from gradrewrite.policy.actions import (
-    GroupAction,
-    Measurement,
-    NormScaling,
-    ParameterScaling,
-    SpecializingAction,
-    takes_value,
-)
+from gradrewrite.policy.actions import GroupAction, NormScaling, ParameterScaling, takes_value
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, describe
-from gradrewrite.rewriting.group_actions import groups_of
 from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.lowering import (
+    Average,
+    Insertion,
+    Measure,
+    Replace,
+    ScaleGroup,
+    ScaleParameter,
+    is_in_units,
+    lower,
+)
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.rewrite import Rewriter
 from gradrewrite.sites import Site
@@ -106,6 +109,7 @@ class StepRewrite:
             output behind the factors is their sums.
         outputs: The auxiliary outputs.
         live: The tensors that it reads at every step, by name.
+        parameter_factors: Factors of parameters after the update, with the positions of their gradients.
     """
 
     shown: JointGraph
@@ -117,6 +121,7 @@ class StepRewrite:
     takes_votes: bool
     outputs: BackwardOutputs
     live: Mapping[str, Tensor]
+    parameter_factors: Sequence[tuple[ParameterScaling, Sequence[int]]]
 
 
 def rewrite_step(
@@ -136,43 +141,38 @@ def rewrite_step(
         CallbackError: A tensor function breaks its contract.
     """
     builder = _Builder(gradients, settings)
-    groups = groups_of([(point, given.answers) for point, given in zip(builder.points, gradients, strict=True)])
-    divides = settings.divides and not further and len(groups) == 1 and len(groups[0][1]) == len(gradients)
+    plan = lower((point, given.answers) for point, given in zip(builder.points, gradients, strict=True))
+    groups = plan.groups
+    divides = settings.divides and not further and len(groups) == 1 and len(groups[0].points) == len(gradients)
     divides = divides and all(_is_narrow(given.gradient) for given in gradients)
-    takes_scale = divides and not any(_needs_units(a.action, g.site) for g in gradients for a in g.answers)
+    takes_scale = divides and not any(map(is_in_units, [*groups, *chain.from_iterable(plan.single.values())]))
     scale = builder.add_scale() if takes_scale else None
-    for point, given in zip(builder.points, gradients, strict=True):
-        single = [a.action for a in given.answers if not isinstance(a.action, GroupAction)]
-        if given.spread is None:
-            builder.rewriter.insert(point, single)
+    for point, own in plan.single.items():
+        spread = builder.spreads[point.order]
+        if spread is None:
+            builder.rewriter.insert(point, own)
         else:
-            for action in single:
-                builder.insert_at_part(point, action, given.spread)
+            for insertion in own:
+                builder.insert_at_part(point, insertion, spread)
+        for action in (insertion.action for insertion in own if isinstance(insertion, ScaleParameter)):
+            builder.parameter_factors[action].append(point.order)
     if settings.exchange is not None:
         builder.exchange(settings.exchange)
     is_divided = False
-    for number, (action, members) in enumerate(groups):
-        later = {id(point) for _, others in groups[number + 1 :] for point in others}
-        if isinstance(action, NormScaling) and later.isdisjoint(map(id, members)):
+    for number, group in enumerate(groups):
+        later = {point for other in groups[number + 1 :] for point in other.points}
+        if isinstance(group, ScaleGroup) and later.isdisjoint(group.points):
             is_divided = divides
-            builder.insert_scaling(action, members, scale, divides=divides)
+            builder.insert_scaling(group.action, group.points, scale, divides=divides)
         else:
-            builder.refuse_parts(action, members)
-            builder.rewriter.insert_group(action, members, builder.where(action))
+            builder.refuse_parts(group.action, group.points)
+            builder.rewriter.insert_group(group, builder.where(group.action))
     return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
 
 
 def _is_narrow(gradient: Tensor) -> bool:
     """Whether a float32 divisor is as good as one in the gradient's own precision."""
     return gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _needs_units(action: Any, site: Site) -> bool:
-    """Whether an action is wrong for a gradient that is still multiplied by the loss scale."""
-    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
-    if isinstance(found, Measurement):
-        return not IN_UNITS.isdisjoint(found.statistics.values())
-    return not isinstance(found, NormScaling | ParameterScaling)
 
 
 class _Builder:
@@ -206,6 +206,7 @@ class _Builder:
         self.exchanged: list[fx.Node] = []
         self.votes: fx.Node | None = None
         self.scaled: list[tuple[int, ...]] = []
+        self.parameter_factors: dict[ParameterScaling, list[int]] = defaultdict(list)
         self.factors: list[fx.Node] = []
 
     def add_scale(self) -> fx.Node:
@@ -218,46 +219,63 @@ class _Builder:
             node.meta = {"val": torch.empty((), device=device)}
         return node
 
-    def insert_at_part(self, point: InsertionPoint, action: Any, spread: Spread) -> None:
-        """Insert an action at a spread gradient; measure the whole gradient.
+    def insert_at_part(self, point: InsertionPoint, insertion: Insertion, spread: Spread) -> None:
+        """Insert at a spread gradient; measure the whole gradient.
 
         Raises:
             PolicyError: The action is not elementwise, so that on a part of the gradient it would be another.
         """
+        match insertion:
+            case Measure():
+                self._measure_part(point, insertion)
+            case Replace():
+                self._refuse_unless_elementwise(point, insertion, spread)
+                self.rewriter.insert(point, [insertion])
+            case ScaleParameter():
+                self.rewriter.insert(point, [insertion])
+            case Average():
+                raise AssertionError("no step site may have one")
+            case _:
+                assert_never(insertion)
+
+    def _measure_part(self, point: InsertionPoint, measure: Measure) -> None:
         rewriter = self.rewriter
-        found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
-        if isinstance(found, Measurement):
-            node = rewriter.current(point.node)
-            keys = tuple(rewriter.packing.numbering.new(found.statistics, str(point.site)))
-            self.measured[point.order] += [_MeasuredPart(key, node, found.fails == "skip") for key in keys]
-            rewriter.edits.append(Edit(point.site, action, (), keys))
-            if found.fails is not None:
-                rewriter.check(point, Check(keys[-1].record, keys[-1], found.fails), node)
-            return
-        # On the whole gradient, so that all ranks find the same.
+        node = rewriter.current(point.node)
+        keys = tuple(rewriter.packing.numbering.new(measure.statistics, str(point.site)))
+        self.measured[point.order] += [_MeasuredPart(key, node, measure.fails == "skip") for key in keys]
+        rewriter.edits.append(Edit(point.site, measure.action, (), keys))
+        if measure.fails is not None:
+            rewriter.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
+
+    def _refuse_unless_elementwise(self, point: InsertionPoint, replace: Replace, spread: Spread) -> None:
+        """Raise PolicyError for a replacement that needs whole gradients.
+
+        It is traced on the whole gradient, so that all ranks find the same.
+        """
         part = value_of(point.node)
         with part.fake_mode:  # type: ignore[attr-defined]
             whole = torch.empty([int(size or 0) for size in point.site.shape], dtype=part.dtype, device=part.device)
-            further = [torch.empty_like(whole)] if takes_value(action) else []
-        mode = TraceMode(states=rewriter.states_at(str(point.site)))
-        traced = self.tracer.trace(action, point.site, whole, mode, further)
+            further = [torch.empty_like(whole)] if replace.takes_value else []
+        mode = TraceMode(states=self.rewriter.states_at(str(point.site)))
+        traced = self.tracer.trace(replace, point.site, whole, mode, further)
         reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(
-            action, point.site, whole, traced, mode
+            replace, point.site, whole, traced, mode
         )
         if not all(isinstance(report, Kept | StateUpdate) for report in traced.reports):
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
             reason = "what it remembers would be that of the part of one rank"
         if reason:
-            raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
-        rewriter.insert(point, [action])
+            raise PolicyError(_APART.format(point.site, describe(replace.action), len(spread.ranks), reason))
 
-    def _reason_of_shape(self, action: Any, site: Site, whole: Tensor, traced: TracedAction, mode: TraceMode) -> str:
+    def _reason_of_shape(
+        self, insertion: Replace, site: Site, whole: Tensor, traced: TracedAction, mode: TraceMode
+    ) -> str:
         """Return that an elementwise action is another one for another shape; ``""`` if it is not."""
         with whole.fake_mode:  # type: ignore[attr-defined]
             larger = torch.empty([2 * size for size in whole.shape], dtype=whole.dtype, device=whole.device)
-            further = [torch.empty_like(larger)] if takes_value(action) else []
-        other = self.tracer.trace(action, site, larger, mode, further)
+            further = [torch.empty_like(larger)] if insertion.takes_value else []
+        other = self.tracer.trace(insertion, site, larger, mode, further)
         is_same = constants_of(traced.graph.graph) == constants_of(other.graph.graph)
         return "" if is_same else "it depends on the shape of the gradient"
 
@@ -428,6 +446,7 @@ class _Builder:
             self.votes is not None,
             outputs,
             editing.live_tensors(graph),
+            tuple(self.parameter_factors.items()),
         )
 
     def _plain(self) -> fx.GraphModule:

@@ -390,14 +390,10 @@ class StepSites:
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
             gm, live = runnable(rewrite)
             run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
-        factors: dict[ParameterScaling, list[int]] = {}
-        for n in own:
-            for answered in asked[n][1]:
-                if isinstance(answered.action, ParameterScaling):
-                    factors.setdefault(answered.action, []).append(n)
+        factors = tuple((action, tuple(own[n] for n in members)) for action, members in rewrite.parameter_factors)
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
-        return _Plan(rewrite, run, live, own, kept, tuple((action, tuple(n)) for action, n in factors.items()))
+        return _Plan(rewrite, run, live, own, kept, factors)
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:

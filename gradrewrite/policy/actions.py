@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.reports import OnFailure
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
 
 if TYPE_CHECKING:
@@ -273,3 +275,22 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
 def kinds_of(action: Any) -> frozenset[Kind]:
     """Return the allowed kinds of site of an action or a tensor function."""
     return action.kinds if isinstance(action, Action | GroupAction) else BACKWARD
+
+
+def has_units(action: Any) -> bool:
+    """Return whether an action or a tensor function is given the unscaled gradient."""
+    return not isinstance(action, Action | GroupAction) or action.has_units
+
+
+def action_key(action: Any) -> Hashable:
+    """Return a key of the nodes that an action inserts; tensors count by identity."""
+    if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
+        return id(action)
+    values = (getattr(action, f.name) for f in fields(action))
+    return (type(action), *(_setting_key(v) for v in values))
+
+
+def _setting_key(value: Any) -> Hashable:
+    if isinstance(value, Schedule):
+        return value
+    return (id(value), "tensor") if isinstance(value, Tensor) else repr(value)

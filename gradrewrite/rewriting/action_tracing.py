@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import FunctionType
 from typing import Any
@@ -17,10 +17,10 @@ from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
-from gradrewrite.policy.actions import Action, GroupAction, SpecializingAction
+from gradrewrite.policy.actions import Action, has_units
 from gradrewrite.policy.recording import Recording, recording
-from gradrewrite.policy.schedules import Schedule
 from gradrewrite.policy.state_store import StateScope
+from gradrewrite.rewriting.lowering import Measure, Replace
 from gradrewrite.sites import Site
 
 
@@ -73,31 +73,29 @@ class ActionTracer:
 
     def trace(
         self,
-        action: Any,
+        insertion: Replace | Measure,
         site: Site,
         value: Tensor,
         mode: TraceMode = PLAIN,
         further: Sequence[Tensor] = (),
         layouts: Sequence[Layout | None] = (),
     ) -> TracedAction:
-        """Trace one action at one site.
+        """Trace one insertion at one site.
 
         Args:
-            action: The action.
+            insertion: The insertion.
             site: The site.
             value: Its fake tensor.
             mode: How it is traced.
-            further: The second argument of the action, if it takes one.
+            further: The further arguments of its function.
             layouts: Layouts of ``value`` and ``further``, if they may be parts of DTensors.
 
         Raises:
             UnsupportedGradientError: The value is sparse.
             CallbackError: A tensor function breaks its contract.
         """
-        check_dense(action, site, value)
-        asked, action = action, action.specialize(site) if isinstance(action, SpecializingAction) else action
-        run = action.apply if isinstance(action, Action) else action
-        return self.trace_part(action_key(action), run, asked, site, value, mode, further, layouts)
+        check_dense(insertion.action, site, value)
+        return self.trace_part(insertion.key, insertion.run, insertion.action, site, value, mode, further, layouts)
 
     def trace_part(
         self,
@@ -163,8 +161,7 @@ def trace_function(
         further: Arguments after ``values``, which are not replaced.
         layouts: Layouts of ``values`` and ``further``, for the function works on global tensors; none if all are plain.
     """
-    has_units = not isinstance(action, Action | GroupAction) or action.has_units
-    given_scale, scale = (mode.scale, None) if has_units else (None, mode.scale)
+    given_scale, scale = (mode.scale, None) if has_units(action) else (None, mode.scale)
     refused, *left = _refusals(sites[0], action)
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale, states=mode.states) as reported:
@@ -253,20 +250,6 @@ def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Ten
     if result is seen:
         return tensor
     return torch.where(result == seen, tensor, (result * scale.to(tensor.device)).to(tensor.dtype))
-
-
-def action_key(action: Any) -> Hashable:
-    """Return a key of the nodes that an action inserts; tensors count by identity."""
-    if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
-        return id(action)
-    values = (getattr(action, f.name) for f in fields(action))
-    return (type(action), *(_setting_key(v) for v in values))
-
-
-def _setting_key(value: Any) -> Hashable:
-    if isinstance(value, Schedule):
-        return value
-    return (id(value), "tensor") if isinstance(value, Tensor) else repr(value)
 
 
 def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:

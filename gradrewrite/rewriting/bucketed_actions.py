@@ -10,21 +10,21 @@ from torch import Tensor, fx
 
 from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.ir.markers import value_of
-from gradrewrite.policy.actions import BucketedAction
-from gradrewrite.rewriting.action_tracing import action_key
+from gradrewrite.policy.actions import BucketedAction, action_key
 from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.lowering import Average, Insertion
 
 
-def rounds_of(actions: Sequence[Any]) -> list[tuple[list[Any], BucketedAction | None]]:
-    """Split the actions of a site: those before each bucketed action, with that; then the others, with None."""
-    rounds: list[tuple[list[Any], BucketedAction | None]] = []
-    before: list[Any] = []
-    for action in actions:
-        if isinstance(action, BucketedAction):
-            rounds.append((before, action))
+def rounds_of(insertions: Sequence[Insertion]) -> list[tuple[list[Insertion], BucketedAction | None]]:
+    """Split the insertions of a site: those before each average, with its action; then the others, with None."""
+    rounds: list[tuple[list[Insertion], BucketedAction | None]] = []
+    before: list[Insertion] = []
+    for insertion in insertions:
+        if isinstance(insertion, Average):
+            rounds.append((before, insertion.action))
             before = []
         else:
-            before.append(action)
+            before.append(insertion)
     return [*rounds, (before, None)]
 
 

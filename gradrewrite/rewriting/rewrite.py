@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from typing_extensions import assert_never
 
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
 from gradrewrite._utils.progress import current_progress
@@ -33,13 +34,9 @@ from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.actions import (
     BucketedAction,
-    ExampleAction,
     ExampleClip,
     GroupAction,
-    Measurement,
     NormScaling,
-    SpecializingAction,
-    takes_value,
 )
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
@@ -57,9 +54,22 @@ from gradrewrite.rewriting.bucketed_actions import buckets_of, rounds_of
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
-from gradrewrite.rewriting.group_actions import groups_of, share_nodes
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
 from gradrewrite.rewriting.loss_scale import LossScale
+from gradrewrite.rewriting.lowering import (
+    Average,
+    GroupInsertion,
+    Insertion,
+    Measure,
+    Replace,
+    ReplaceGroup,
+    ScaleGroup,
+    ScaleParameter,
+    WeighExamples,
+    lower,
+    lower_action,
+)
+from gradrewrite.rewriting.node_shares import share_nodes
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Kind, Site
@@ -129,29 +139,23 @@ def rewrite_joint_graph(
         return asked[site] if site in asked else ask_in_order(config.policy, site)
 
     answers = [(point, ask(point.site)) for point in points]
-    rewriter.num_measured = sum(point.output is None and _is_measured(found) for point, found in answers)
-    rewriter.changed = {
-        point.marker
-        for point, found in answers
-        if point.marker is not None and not all(_only_measures(a.action, point.site) for a in found)
-    }
+    plan = lower(answers)
+    rewriter.num_measured = sum(point.output is None and _is_measured(own) for point, own in plan.single.items())
+    rewriter.changed = {point.marker for point in plan.changed() if point.marker is not None}
     progress = current_progress()
     progress.begin("rewriting", len(answers))
-    bucketed: list[tuple[InsertionPoint, list[Any]]] = []
-    for point, found in answers:
-        single = [a.action for a in found if not isinstance(a.action, GroupAction)]
-        if any(isinstance(action, BucketedAction) for action in single):
-            bucketed.append((point, single))
+    averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
+    for point, own in plan.single.items():
+        if any(isinstance(insertion, Average) for insertion in own):
+            averaged[point] = own
         else:
-            rewriter.insert(point, single)
+            rewriter.insert(point, own)
         progress.advance()
-    groups = groups_of(answers)
-    averaged = {point for point, _ in bucketed}
-    early = [g for g in groups if isinstance(g[0], ExampleClip) and not averaged.isdisjoint(g[1])]
-    rewriter.insert_bucketed(bucketed, early)
-    for action, members in groups:
-        if all(members is not others for _, others in early):
-            rewriter.insert_group(action, members)
+    early = [g for g in plan.groups if isinstance(g, WeighExamples) and not averaged.keys().isdisjoint(g.points)]
+    rewriter.insert_bucketed(averaged, early)
+    for group in plan.groups:
+        if group not in early:
+            rewriter.insert_group(group)
     if rewriter.examples is not None:
         rewriter.examples.add_up_terms()
     rewriter.packing.follow(rewriter.current, graph)
@@ -228,77 +232,92 @@ class Rewriter:
         self.forward = ForwardValues(graph)
         self.counters: list[str] = []
         self.changed: set[fx.Node] = set()
+        self._averaged: set[str] = set()  # names of nodes
         self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
         self._tracer = ActionTracer()
         self._states = states
         self._scopes: dict[str, StateScope] = {}
 
-    def insert(self, point: InsertionPoint, actions: Sequence[Any]) -> None:
-        """Insert the actions of one site, in order."""
+    def insert(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> None:
+        """Insert at one site, in order; averages come in buckets."""
         current = point.node = self.current(point.node)
-        now, later = self._split(point, actions)
-        for action in now:
+        now, later = self._split(point, insertions)
+        for insertion in now:
             seen = current
-            if _is_on_cuda(current) and point.layout is None and _only_measures(action, point.site):
-                base = base_of(current, self.changed)  # equal measurements are one in the compiled graph
-                traced = self._tracer.trace(action, point.site, value_of(base), self._mode(point.site))
-                (_, *extras), new = self._splice(traced, [base], point)
-            else:
-                further = self._further_arguments(point, action, current)
-                values = [value_of(node) for node in further]
-                layouts = _layouts_of(point, further)
-                traced = self._tracer.trace(
-                    action, point.site, value_of(current), self._mode(point.site), values, layouts
-                )
-                (current, *extras), new = self._splice(traced, [current, *further], point)
+            match insertion:
+                case Measure() if _is_on_cuda(current) and point.layout is None:
+                    base = base_of(current, self.changed)  # equal measurements are one in the compiled graph
+                    traced = self._tracer.trace(insertion, point.site, value_of(base), self._mode(point.site))
+                    (_, *extras), new = self._splice(traced, [base], point)
+                case Measure() | Replace():
+                    further = self._further_arguments(point, insertion, current)
+                    values = [value_of(node) for node in further]
+                    traced = self._tracer.trace(
+                        insertion,
+                        point.site,
+                        value_of(current),
+                        self._mode(point.site),
+                        values,
+                        _layouts_of(point, further),
+                    )
+                    (current, *extras), new = self._splice(traced, [current, *further], point)
+                case ScaleParameter(action):
+                    check_dense(action, point.site, value_of(current))
+                    self.edits.append(Edit(point.site, action, ()))
+                    continue
+                case Average():
+                    raise AssertionError("averages come in buckets")
+                case _:
+                    assert_never(insertion)
             keys, checks = self.packing.add(str(point.site), point.site, traced.reports, extras)
             made = [] if self.examples is None else self.examples.take_new()
-            self.edits.append(Edit(point.site, action, tuple(n.name for n in (*made, *new)), tuple(keys)))
+            self.edits.append(Edit(point.site, insertion.action, tuple(n.name for n in (*made, *new)), tuple(keys)))
             for check in checks:
                 self.check(point, check, seen)
         if current is not point.node:
             self._replace(point, current)
-        for action, measurement in later:
-            self.edits.append(Edit(point.site, action, ()))
-            self._measure(point, measurement)
+        for measure in later:
+            self.edits.append(Edit(point.site, measure.action, ()))
+            self._measure(point, measure)
 
-    def _further_arguments(self, point: InsertionPoint, action: Any, current: fx.Node) -> list[fx.Node]:
-        """Return an action's further arguments: the value, or per-example quantities."""
-        found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
-        if isinstance(found, ExampleAction) and found.example_quantities:
+    def _further_arguments(
+        self, point: InsertionPoint, insertion: Replace | Measure, current: fx.Node
+    ) -> list[fx.Node]:
+        """Return the further arguments of an insertion: the value, or per-example quantities."""
+        if isinstance(insertion, Measure):
+            return []
+        if insertion.examples is not None:
             assert self.examples is not None
-            return self.examples.quantities(point, current, found, self._scale_on(point.site.device))
-        if not takes_value(action):
+            return self.examples.quantities(point, current, insertion.examples, self._scale_on(point.site.device))
+        if not insertion.takes_value:
             return []
         if point.value is None:
+            action = describe(insertion.action)
             raise CallbackError(
-                f"{point.site}: {describe(action)} has two required parameters, the gradient and what it is the "
+                f"{point.site}: {action} has two required parameters, the gradient and what it is the "
                 "gradient of, which this graph does not have; give the second one a default"
             )
         return [self.forward.for_backward(point.value)]
 
-    def _split(self, point: InsertionPoint, actions: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Measurement]]]:
-        """The actions before, and the last ones that only measure: several values are measured by one operation."""
-        now = list(actions)
-        later: list[tuple[Any, Measurement]] = []
-        while now and (measurement := self._measurement(point, now[-1])) is not None:
-            later.insert(0, (now.pop(), measurement))
+    def _split(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> tuple[list[Insertion], list[Measure]]:
+        """Split off the last measurements: several values are measured by one operation."""
+        now = list(insertions)
+        later: list[Measure] = []
+        while now and isinstance(last := now[-1], Measure) and self._is_put_off(point, last):
+            later.insert(0, last)
+            now.pop()
         return now, later
 
-    def _measurement(self, point: InsertionPoint, action: Any) -> Measurement | None:
-        """Return the measurement of an action, if it can be put off: at gradients, and where all is measured apart."""
+    def _is_put_off(self, point: InsertionPoint, measure: Measure) -> bool:
+        """Return whether a measurement can be put off: at gradients, and where all is measured apart."""
         value = value_of(point.node)
         is_put_off = point.output is not None or value.device.type in MEASURED_APART
         is_traced = _is_on_cuda(point.node) or point.layout is not None
         if not is_put_off or is_traced or value.layout is not torch.strided or value.is_complex():
-            return None
-        found = action.specialize(point.site) if isinstance(action, SpecializingAction) else action
-        if not isinstance(found, Measurement):
-            return None
-        is_scaled = self._mode(point.site).scale is not None and IN_UNITS.intersection(found.statistics.values())
-        return None if is_scaled else found
+            return False
+        return self._mode(point.site).scale is None or IN_UNITS.isdisjoint(measure.statistics.values())
 
-    def _measure(self, point: InsertionPoint, measurement: Measurement) -> None:
+    def _measure(self, point: InsertionPoint, measurement: Measure) -> None:
         """Let a value be measured beside others."""
         if not measurement.statistics:
             return
@@ -333,17 +352,17 @@ class Rewriter:
 
     def insert_bucketed(
         self,
-        members: Sequence[tuple[InsertionPoint, Sequence[Any]]],
-        early: Sequence[tuple[GroupAction, Sequence[InsertionPoint]]] = (),
+        members: Mapping[InsertionPoint, Sequence[Insertion]],
+        early: Sequence[WeighExamples] = (),
     ) -> None:
-        """Insert the actions of single sites that have bucketed actions among theirs.
+        """Insert at single sites that have averages among their insertions.
 
         What comes before the last of these is inserted right behind the gradient, so that their operations begin as
         soon as their gradients are there; what comes after it, at the end. Before the first bucket come ``early``
         groups, which act on the gradients of this process.
         """
-        at_end = {point: point.before for point, _ in members}
-        rounds = {point: rounds_of(actions) for point, actions in members}
+        at_end = {point: point.before for point in members}
+        rounds = {point: rounds_of(insertions) for point, insertions in members.items()}
         while rounds:
             begun: list[tuple[InsertionPoint, BucketedAction]] = []
             for point, left in list(rounds.items()):
@@ -356,10 +375,10 @@ class Rewriter:
                     self.edits.append(Edit(point.site, action, ()))
                 else:
                     begun.append((point, action))
-            for group, points in early:
-                for point in points:
+            for group in early:
+                for point in group.points:
                     point.before = at_end.get(point, point.before)
-                self.insert_group(group, points)
+                self.insert_group(group)
             early = ()
             nodes = {point: self.current(point.node) for point, _ in begun}
             for action, points in buckets_of(begun, nodes) if begun else ():
@@ -378,6 +397,7 @@ class Rewriter:
         results, added = editing.splice(end, self.graph, [begun, *nodes], self.graph.output_node(), "is_backward")
         for point, names in zip(points, share_nodes([*new, *added], nodes, results), strict=True):
             self.edits.append(Edit(point.site, action, names))
+            self._averaged.update(names)
         for point, result in zip(points, results, strict=True):
             self._replace(point, result)
 
@@ -387,31 +407,52 @@ class Rewriter:
         last: fx.Node = max([last_input, *nodes])  # nodes compare by their position
         return last.next
 
-    def insert_group(self, action: GroupAction, points: Sequence[InsertionPoint], where: str = "") -> None:
+    def insert_group(self, group: GroupInsertion, where: str = "") -> None:
         """Insert one group action; its sites are treated together.
 
         Args:
-            action: The action.
-            points: The insertion points of its sites.
+            group: The action and the insertion points of its sites.
             where: The site of its records; ``group:<name>`` if empty.
         """
-        sites = [p.site for p in points]
+        action, points = group.action, group.points
         nodes = [self.current(p.node) for p in points]
         for point in points:
             check_dense(action, point.site, value_of(point.node))
         where = where or f"group:{action.group}"
-        if isinstance(action, ExampleClip):
-            self._insert_example_clip(action, points, nodes)
-            return
-        mode = self._mode(sites[0], where)
-        layouts = [point.layout for point in points]
-        if isinstance(action, NormScaling) and all(layout is None for layout in layouts):
-            traced, results, extras, new = self._scale_group(action, points, nodes, mode)
-        else:
-            values = [value_of(n) for n in nodes]
-            traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
-            outputs, new = self._splice(traced, nodes, points[0])
-            results, extras = outputs[: len(points)], outputs[len(points) :]
+        match group:
+            case WeighExamples():
+                self._insert_example_clip(group.action, points, nodes)
+            case ScaleGroup() if all(point.layout is None for point in points):
+                found = self._scale_group(group.action, points, nodes, self._mode(points[0].site, where))
+                self._finish_group(group, where, nodes, *found)
+            case ScaleGroup() | ReplaceGroup():
+                found = self._replace_group(action, points, nodes, self._mode(points[0].site, where))
+                self._finish_group(group, where, nodes, *found)
+            case _:
+                assert_never(group)
+
+    def _replace_group(
+        self, action: GroupAction, points: Sequence[InsertionPoint], nodes: list[fx.Node], mode: TraceMode
+    ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """Insert the action as one function of all values; see ``_scale_group``."""
+        values, layouts = [value_of(n) for n in nodes], [point.layout for point in points]
+        sites = [point.site for point in points]
+        traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
+        outputs, new = self._splice(traced, nodes, points[0])
+        return traced, outputs[: len(points)], outputs[len(points) :], new
+
+    def _finish_group(
+        self,
+        group: GroupInsertion,
+        where: str,
+        nodes: Sequence[fx.Node],
+        traced: TracedAction,
+        results: Sequence[fx.Node],
+        extras: Sequence[fx.Node],
+        new: Sequence[fx.Node],
+    ) -> None:
+        """Note the reports and the edits of a group, and let its values be replaced."""
+        action, points, sites = group.action, group.points, [point.site for point in group.points]
         if traced.has_states and not self._is_whole:
             raise PolicyError(
                 f"{action!r} at {sites[0]} remembers norms of group {action.group!r}, and this graph computes only a "
@@ -534,7 +575,7 @@ class Rewriter:
 
         def reduces(edit: Edit) -> bool:
             others = (shapes.get(name, edit.site.shape) != edit.site.shape for name in edit.nodes)
-            return _only_measures(edit.action, edit.site) or any(others)
+            return isinstance(lower_action(edit.action, edit.site), Measure) or any(others)
 
         return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
 
@@ -549,8 +590,7 @@ class Rewriter:
         }
         tangents = aot_autograd.tangents(self.graph)
         self._count_at_boundary(inputs, tangents if marked.is_last else [])
-        averaged = {name for e in self.edits if isinstance(e.action, BucketedAction) for name in e.nodes}
-        if any(collectives.is_collective(node) and node.name not in averaged for node in self.graph.nodes):
+        if any(collectives.is_collective(node) and node.name not in self._averaged for node in self.graph.nodes):
             return None  # the model computes with other processes, which may not replay this step
         return ReplayGraph(
             graph=editing.copy_of_nodes(self.graph),
@@ -593,13 +633,8 @@ def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[L
     return layouts if any(layout is not None for layout in layouts) else ()
 
 
-def _only_measures(action: Any, site: Site) -> bool:
-    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
-    return isinstance(found, Measurement)
-
-
-def _is_measured(found: Sequence[Answered]) -> bool:
-    return any(isinstance(answered.action, SpecializingAction) for answered in found)
+def _is_measured(insertions: Sequence[Insertion]) -> bool:
+    return any(isinstance(insertion, Measure) for insertion in insertions)
 
 
 def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:

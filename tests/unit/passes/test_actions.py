@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Scale, Zero
 from gradrewrite.rewriting.action_tracing import ActionTracer
+from gradrewrite.rewriting.lowering import lower_action
 from gradrewrite.sites import Site
 
 from helpers import mostly_slow
@@ -47,7 +48,7 @@ def apply(action: Any, value: Tensor) -> Tensor:
     """The traced action by itself."""
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(value)
-    (out, *_) = ActionTracer().trace(action, SITE, fake).graph(value)
+    (out, *_) = ActionTracer().trace(lower_action(action, SITE), SITE, fake).graph(value)
     return out
 
 

@@ -1,0 +1,216 @@
+"""Lowering of a policy's answers: each action becomes an insertion of a closed union, and groups are collected.
+
+No other module of the rewrite asks an action for its protocols, or for its variant at a site.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir.reports import OnFailure
+from gradrewrite.ir.statistics import IN_UNITS
+from gradrewrite.policy.actions import (
+    Action,
+    BucketedAction,
+    ExampleAction,
+    ExampleClip,
+    GroupAction,
+    Measurement,
+    NormScaling,
+    ParameterScaling,
+    SpecializingAction,
+    action_key,
+    takes_value,
+)
+from gradrewrite.policy.rules import Answered
+from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.sites import Site
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replace:
+    """The replacement of one value by a function of it.
+
+    Attributes:
+        action: The action, as the policy answered it.
+        key: Equal for actions that insert the same nodes.
+        run: The function.
+        takes_value: Whether its second argument is the value that the gradient is of.
+        examples: The per-example figures that are its further arguments; None if there are none.
+    """
+
+    action: Any
+    key: Hashable
+    run: Callable[..., Tensor]
+    takes_value: bool
+    examples: ExampleAction | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measure:
+    """The measurement of one value, which stays as it is.
+
+    Attributes:
+        action: The action, as the policy answered it.
+        key: Equal for actions that insert the same nodes.
+        run: The measurement as a function; it returns its argument.
+        statistics: Keys of ``statistics.STATISTICS``, by the names of the records.
+        fails: The consequence of a last statistic that is not 0; None if there is none.
+    """
+
+    action: Any
+    key: Hashable
+    run: Callable[..., Tensor]
+    statistics: Mapping[str, str]
+    fails: OnFailure | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Average:
+    """A collective on one value, which begins beside those of others."""
+
+    action: BucketedAction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleParameter:
+    """A factor of the parameter after the update; the gradient stays as it is."""
+
+    action: ParameterScaling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplaceGroup:
+    """The replacement of the values of a group by a function of all."""
+
+    action: GroupAction
+    points: Sequence[InsertionPoint]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleGroup:
+    """The product of the values of a group with one factor of their norms."""
+
+    action: NormScaling
+    points: Sequence[InsertionPoint]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeighExamples:
+    """The weights of the batch's examples in the gradients of a group."""
+
+    action: ExampleClip
+    points: Sequence[InsertionPoint]
+
+
+Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter
+GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InsertionPlan:
+    """The insertions of one graph.
+
+    Attributes:
+        single: Those at single sites, by insertion point, in the order of the sites.
+        groups: Those of groups, which follow, in the order in which the policy list names them; those of one callback
+            in the order of its sites.
+    """
+
+    single: Mapping[InsertionPoint, tuple[Insertion, ...]]
+    groups: tuple[GroupInsertion, ...]
+
+    def changed(self) -> set[InsertionPoint]:
+        """Return the insertion points whose values insertions change."""
+        found = {point for point, own in self.single.items() if not all(isinstance(one, Measure) for one in own)}
+        return found.union(*(group.points for group in self.groups))
+
+
+def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> InsertionPlan:
+    """Return the insertions that a policy's answers ask for.
+
+    Raises:
+        PolicyError: Two actions of one group differ; or two groups have one name in records and states.
+    """
+    single: dict[InsertionPoint, tuple[Insertion, ...]] = {}
+    grouped: list[tuple[InsertionPoint, Answered]] = []
+    for point, found in answers:
+        own: list[Insertion] = []
+        for answered in found:
+            if isinstance(answered.action, GroupAction):
+                grouped.append((point, answered))
+            else:
+                own.append(lower_action(answered.action, point.site))
+        single[point] = tuple(own)
+    return InsertionPlan(single, tuple(_groups(grouped)))
+
+
+def lower_action(action: Any, site: Site) -> Insertion:
+    """Return the insertion of an action of one site, in its variant for that site."""
+    if isinstance(action, BucketedAction):
+        return Average(action)
+    if isinstance(action, ParameterScaling):
+        return ScaleParameter(action)
+    found = action.specialize(site) if isinstance(action, SpecializingAction) else action
+    if isinstance(found, Measurement):
+        return Measure(action, action_key(found), found.apply, found.statistics, found.fails)
+    run = found.apply if isinstance(found, Action) else found
+    examples = found if isinstance(found, ExampleAction) and found.example_quantities else None
+    return Replace(action, action_key(found), run, examples is None and takes_value(found), examples)
+
+
+def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
+    """Return whether an insertion is wrong for a gradient that is still multiplied by the loss scale.
+
+    A group's factor takes the scale itself.
+    """
+    if isinstance(insertion, Measure):
+        return not IN_UNITS.isdisjoint(insertion.statistics.values())
+    return not isinstance(insertion, ScaleGroup | ScaleParameter)
+
+
+def _groups(members: Sequence[tuple[InsertionPoint, Answered]]) -> list[GroupInsertion]:
+    groups: dict[tuple[type, Hashable], dict[InsertionPoint, GroupAction]] = defaultdict(dict)
+    named_at: dict[tuple[type, Hashable], tuple[int, ...]] = {}
+    for point, answered in members:
+        action = answered.action
+        key = (type(action), action.group)
+        groups[key].setdefault(point, action)
+        _check_same(next(iter(groups[key].items())), (point, action))
+        named_at[key] = min(named_at.get(key, answered.position), answered.position)
+    _check_names([group for _, group in groups])
+    ordered = sorted(groups, key=named_at.__getitem__)  # stable: equal positions stay in the order of sites
+    return [_lower_group(next(iter(groups[key].values())), list(groups[key])) for key in ordered]
+
+
+def _lower_group(action: GroupAction, points: Sequence[InsertionPoint]) -> GroupInsertion:
+    if isinstance(action, ExampleClip):
+        return WeighExamples(action, points)
+    if isinstance(action, NormScaling):
+        return ScaleGroup(action, points)
+    return ReplaceGroup(action, points)
+
+
+def _check_names(groups: Iterable[Hashable]) -> None:
+    by_name: dict[str, Hashable] = {}
+    for group in groups:
+        other = by_name.setdefault(str(group), group)
+        if other != group:
+            raise PolicyError(
+                f"the groups {other!r} and {group!r} are two, and their records and states would have one name, "
+                f"group:{group}; give one of them another name"
+            )
+
+
+def _check_same(first: tuple[InsertionPoint, GroupAction], other: tuple[InsertionPoint, GroupAction]) -> None:
+    if action_key(first[1]) != action_key(other[1]):
+        raise PolicyError(
+            f"{other[0].site}: {other[1]!r} and {first[1]!r} at {first[0].site} are in one group {first[1].group!r}, "
+            "which has one bound, one norm type and one log; give one of them another group"
+        )
