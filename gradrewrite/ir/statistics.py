@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
 from gradrewrite._compat import collectives, dtensors, fake_tensors
 from gradrewrite.distributed.figures import Combination
@@ -257,7 +258,8 @@ def _weighted(figure: Tensor, weight: float, name: str) -> Tensor:
 
 
 def _combine(name: str, figures: Tensor) -> Tensor:
-    match STATISTICS[name].combination.kind:
+    kind = STATISTICS[name].combination.kind
+    match kind:
         case "min":
             return figures.amin()
         case "max":
@@ -266,6 +268,8 @@ def _combine(name: str, figures: Tensor) -> Tensor:
             return norm_of(figures)
         case "sum" | "mean":
             return figures.sum()
+        case _:
+            assert_never(kind)
 
 
 def _gather_shards(values: Tensor, like: DTensor) -> Tensor:

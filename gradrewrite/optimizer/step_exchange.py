@@ -117,7 +117,7 @@ def statistics_of(action: Any, site: Site) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class SlotPart:
     """A slot with this rank's part of it.
 
     Attributes:
@@ -151,7 +151,7 @@ class Exchanged:
 def insert_exchange(
     graph: fx.Graph,
     settings: ExchangeSettings,
-    figures: Sequence[Figure],
+    figures: Sequence[SlotPart],
     checks: Sequence[tuple[fx.Node, Sequence[str]]],
     votes: fx.Node | None,
     device: torch.device,
@@ -192,14 +192,14 @@ def insert_exchange(
 
 def send_nothing(settings: ExchangeSettings, votes: Tensor | None, device: torch.device) -> Tensor | None:
     """Take part in an exchange without a gradient; returns the sums of the verdicts of all ranks, if there are any."""
-    figures = [Figure(slot) for slot in slots_of(settings.sites)]
+    figures = [SlotPart(slot) for slot in slots_of(settings.sites)]
     results = _exchange(settings, figures, [[] for _ in figures], votes, device)
     return None if votes is None else results[0]
 
 
 def _exchange(
     settings: ExchangeSettings,
-    figures: Sequence[Figure],
+    figures: Sequence[SlotPart],
     found: Sequence[Sequence[Tensor]],
     votes: Tensor | None,
     device: torch.device,

@@ -28,7 +28,7 @@ from gradrewrite.ir.reports import Check, Kept, StateUpdate
 from gradrewrite.ir.statistics import norm_of
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,
-    Figure,
+    SlotPart,
     constants_of,
     insert_exchange,
     reason_not_elementwise,
@@ -290,7 +290,7 @@ class _Builder:
     def exchange(self, settings: ExchangeSettings) -> None:
         """Let ranks exchange the figures of the gradients that are spread over them, and their verdicts."""
         packing = self.rewriter.packing
-        figures: list[Figure] = []
+        figures: list[SlotPart] = []
         measured = {n: iter(own) for n, own in self.measured.items()}
         uses: list[_MeasuredPart | None] = []
         for slot in slots_of(settings.sites):
@@ -298,7 +298,7 @@ class _Builder:
             part = next(measured[here[0][0]]) if here and slot.group is None else None
             nodes = [self.rewriter.current(self.points[n].node) if part is None else part.node for n, _ in here]
             parts = [Part(spread, value_of(node).numel()) for (_, spread), node in zip(here, nodes, strict=True)]
-            figures.append(Figure(slot, tuple(nodes), tuple(parts), part is not None and part.skips))
+            figures.append(SlotPart(slot, tuple(nodes), tuple(parts), part is not None and part.skips))
             uses.append(part)
         checks = [(r.node, r.statistics) for r in packing.records if r.skips and r.statistics]
         device = value_of(self.nodes[-1]).device

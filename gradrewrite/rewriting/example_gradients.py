@@ -107,7 +107,7 @@ class ExampleGradients:
             result: Tensor = x if scale is None else x / scale.to(x.device).square()
             return result
 
-        return self._insert(in_units, [squares], has_live=scale is not None)
+        return self._insert(in_units, [squares], reads_live=scale is not None)
 
     def total_square_norms(
         self, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node], action: ExampleClip, scale: Tensor | None
@@ -125,7 +125,7 @@ class ExampleGradients:
             result: Tensor = total if scale is None else total / scale.to(total.device).square()
             return result
 
-        return self._insert(add_up, squares, has_live=scale is not None)
+        return self._insert(add_up, squares, reads_live=scale is not None)
 
     def weighted_gradient(
         self, point: InsertionPoint, node: fx.Node, weights: fx.Node, action: ExampleClip, scale: Tensor | None
@@ -152,7 +152,7 @@ class ExampleGradients:
             noise = noise / examples if action.loss_reduction == "mean" else noise
             return gradient + (noise if scale is None else noise * scale.to(noise.device, noise.dtype))
 
-        return self._insert(add_noise, [result], has_live=True)
+        return self._insert(add_noise, [result], reads_live=True)
 
     def _tail(self, point: InsertionPoint, node: fx.Node, action: Asked) -> NeededTail:
         if point.layout is not None:
@@ -267,7 +267,7 @@ class ExampleGradients:
             nodes, run = terms_of(tail, examples) if found is None else found
             # Inductor cannot lay out views of a symbolic batch that the forward would save (2.13).
             in_backward = isinstance(examples, torch.SymInt)
-            self._terms[key] = self._insert(run, nodes, has_live=in_backward, before=node)
+            self._terms[key] = self._insert(run, nodes, reads_live=in_backward, before=node)
         return self._terms[key]
 
     def add_up_terms(self) -> None:
@@ -316,7 +316,7 @@ class ExampleGradients:
         run: Callable[..., Tensor],
         nodes: Sequence[fx.Node],
         *,
-        has_live: bool = False,
+        reads_live: bool = False,
         before: fx.Node | None = None,
     ) -> fx.Node:
         """Insert a function of the tensors of nodes, before the outputs if not elsewhere."""
@@ -326,7 +326,7 @@ class ExampleGradients:
         places = [inputs.index(node) for node in nodes]
         traced = make_fx.trace(lambda *xs: [run(*(xs[n] for n in places))], [node.meta["val"] for node in inputs])
         traced.graph.eliminate_dead_code()
-        tag = "must_be_in_backward" if has_live else "is_backward"
+        tag = "must_be_in_backward" if reads_live else "is_backward"
         (result,), new = editing.splice(traced, self._graph, inputs, before or self._graph.output_node(), tag)
         self.new += new
         return result
