@@ -127,13 +127,13 @@ class InsertionPlan:
     groups: tuple[GroupInsertion, ...]
 
     def changed(self) -> set[InsertionPoint]:
-        """Return the insertion points whose values insertions change."""
+        """Return the insertion points with changed values."""
         found = {point for point, own in self.single.items() if not all(isinstance(one, Measure) for one in own)}
         return found.union(*(group.points for group in self.groups))
 
 
 def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> InsertionPlan:
-    """Return the insertions that a policy's answers ask for.
+    """Return the insertion plan for a policy's answers.
 
     Raises:
         PolicyError: Two actions of one group differ; or two groups have one name in records and states.
@@ -166,7 +166,7 @@ def lower_action(action: Any, site: Site) -> Insertion:
 
 
 def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
-    """Return whether an insertion is wrong for a gradient that is still multiplied by the loss scale.
+    """Return whether an insertion needs the unscaled gradient.
 
     A group's factor takes the scale itself.
     """

@@ -1,4 +1,4 @@
-"""The members of a group that its inserted nodes are listed with."""
+"""Assignment of inserted nodes to the members of a group."""
 
 from __future__ import annotations
 
