@@ -54,7 +54,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measure:
-    """The measurement of one value, which stays as it is.
+    """The measurement of one value, without a change of it.
 
     Attributes:
         action: The action, as the policy answered it.
@@ -73,7 +73,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Average:
-    """A collective on one value, which begins beside those of others."""
+    """A collective on one value, in a bucket with others."""
 
     action: BucketedAction
 
