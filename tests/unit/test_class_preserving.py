@@ -435,13 +435,18 @@ def test_plain_model_that_is_trained_warns(net: Net, batch: Tensor) -> None:
 
 def test_two_policies_for_one_model_do_not_warn(net: Net, batch: Tensor) -> None:
     first, second = gr.transform(net, DOUBLE), gr.transform(net, gr.on("gradient:*", ClipByValue(0.1)))
+    wanted = doubled(net, net.loss(batch))
     for model in (first, second, first):
-        gradients(model, model.loss(batch))
+        got = gradients(model, model.loss(batch))
+        expected = {n: (g / 2).clamp(-0.1, 0.1) for n, g in wanted.items()} if model is second else wanted
+        torch.testing.assert_close(got, expected)
 
 
 def test_several_calls_before_one_backward_do_not_warn(net: Net, batch: Tensor) -> None:
+    wanted = doubled(net, net.loss(batch) + net.loss(batch * 2) + net(batch).sum())
     model: Any = gr.transform(net, DOUBLE)
-    gradients(model, model.loss(batch) + model.loss(batch * 2) + model(batch).sum())
+    got = gradients(model, model.loss(batch) + model.loss(batch * 2) + model(batch).sum())
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.pure

@@ -147,6 +147,11 @@ def test_accumulated_gradients_warn_once(plain: nn.Module, x: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x).sum().backward()
+    assert norm_of_gradients(model) == pytest.approx(3 * 0.1)  # three times the bound: each was clipped by itself
+
+
+def norm_of_gradients(model: nn.Module) -> float:
+    return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
 
 
 def test_zeroed_gradients_do_not_warn(plain: nn.Module, x: Tensor) -> None:
@@ -156,6 +161,7 @@ def test_zeroed_gradients_do_not_warn(plain: nn.Module, x: Tensor) -> None:
         for _ in range(3):
             model.zero_grad(set_to_none=False)
             model(x).sum().backward()
+            assert norm_of_gradients(model) == pytest.approx(0.1)  # the bound
 
 
 def test_two_runs_before_one_backward_warn(plain: nn.Module, x: Tensor) -> None:
@@ -367,9 +373,10 @@ def test_guard_of_an_optimizer_that_steps_late_is_not_warned_of() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(self.embed(x))
 
-    model = gr.transform(Renormalized(), gr.on("gradient:fc.*", Scale(1.0)))
+    model = gr.transform(Renormalized(), gr.on("gradient:fc.*", Scale(2.0)))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for step in range(12):
         model(torch.arange(4)).sum().backward()
         if step % 6 == 5:
             optimizer.step()
+    assert model.fc.bias.grad.item() == 12 * 2 * 4  # steps, the factor, examples

@@ -360,7 +360,8 @@ def test_the_plain_model_has_no_policy(x: Tensor) -> None:
     assert all("_compiled_call_impl" not in vars(m) or m._compiled_call_impl is None for m in plain.modules())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(plain, x)
+        got = trained(plain, x)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -32,6 +32,7 @@ def test_warning_comes_one_step_later_and_names_the_site() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_probe(model, 1.0, 1.0)
+        assert model.monitor.history("nonfinite@error:h") == [0.0, 2.0, 0.0, 0.0, 0.0]
 
 
 def test_warning_comes_when_the_monitor_is_read() -> None:
