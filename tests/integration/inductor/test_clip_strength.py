@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import gradrewrite as gr
@@ -15,22 +15,15 @@ from gradrewrite.ir.stages import reduce_all
 from gradrewrite.ir.statistics import largest_of, mean_of, norm_of, size_of
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
+from models.small import SquaredTwoLayers
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x))).square().sum()
 
 
 def code_of(policy: Any) -> str:
     """All code that Inductor makes for one step, without comments, which name the nodes."""
     torch.manual_seed(0)
-    model = gr.transform(Net(), policy)
+    model = gr.transform(SquaredTwoLayers(16, 32, 8), policy)
     x = torch.randn(64, 16)
     model.compile()
 
@@ -99,7 +92,7 @@ def test_compiled_records_are_those_of_op_by_op(dtype: torch.dtype) -> None:
     found = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        model = gr.transform(Net().to(dtype), policy)
+        model = gr.transform(SquaredTwoLayers(16, 32, 8).to(dtype), policy)
         if is_compiled:
             model.compile()
         model(torch.randn(64, 16, dtype=dtype)).backward()

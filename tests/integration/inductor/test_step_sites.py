@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradrewrite as gr
 from gradrewrite._compat import inductor
 from gradrewrite.passes import L2, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, DecayWeights, Keep, Observe
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 3)
-        self.two = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x).tanh()).square().sum()
+from models.small import SquaredTwoLayers
 
 
 @pytest.fixture
@@ -57,7 +49,7 @@ def policies(bound: Tensor) -> dict[str, Any]:
 def test_equal_to_op_by_op(name: str, fused: bool, dtype: torch.dtype, compiled_steps: list[int]) -> None:
     torch.manual_seed(0)
     bound = torch.tensor(0.1)
-    plain = Net().to(dtype)
+    plain = SquaredTwoLayers().to(dtype)
     models = [gr.transform(copy.deepcopy(plain), policies(bound)[name]) for _ in range(2)]
     models[0].compile()
     optimizers = [gr.guard(torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused), m) for m in models]
@@ -90,7 +82,7 @@ def test_equal_to_op_by_op(name: str, fused: bool, dtype: torch.dtype, compiled_
 
 def test_below_the_bound_not_a_bit_changes(compiled_steps: list[int]) -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = SquaredTwoLayers()
     model = gr.transform(copy.deepcopy(plain), gr.on("step:*", ClipByGlobalNorm(1e6)))
     model.compile()
     for fused in (False, True):
@@ -108,7 +100,7 @@ def test_below_the_bound_not_a_bit_changes(compiled_steps: list[int]) -> None:
 
 def test_under_a_scaler() -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = SquaredTwoLayers()
     policy = gr.on("step:*", [CheckFinite("skip"), ClipByGlobalNorm(0.1)])
     scaled, reference = (gr.transform(copy.deepcopy(plain), policy) for _ in range(2))
     scaled.compile()

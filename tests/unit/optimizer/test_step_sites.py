@@ -33,6 +33,7 @@ from gradrewrite.passes import (
 )
 
 from helpers import mostly_slow
+from models.small import TwoLayers
 
 Optimize = Callable[[Any], torch.optim.Optimizer]
 
@@ -45,19 +46,9 @@ OPTIMIZERS: dict[str, Optimize] = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 3)
-        self.two = nn.Linear(3, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x).tanh())
-
-
-def pair(policy: gr.Policy, dtype: torch.dtype = torch.float64) -> tuple[Net, Any]:
+def pair(policy: gr.Policy, dtype: torch.dtype = torch.float64) -> tuple[TwoLayers, Any]:
     torch.manual_seed(0)
-    plain = Net().to(dtype)
+    plain = TwoLayers(bias=False).to(dtype)
     return plain, gr.transform(copy.deepcopy(plain), policy)
 
 
@@ -559,7 +550,7 @@ def test_several_models_in_one_optimizer() -> None:
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.nets = nn.ModuleList([Net(), Net()])
+        self.nets = nn.ModuleList([TwoLayers(bias=False), TwoLayers(bias=False)])
 
     def forward(self, x: Tensor) -> Tensor:
         return loss_of(list(self.nets), x)
@@ -631,7 +622,7 @@ def test_records_of_two_models_with_equal_names() -> None:
 
 
 def test_graph_breaks_do_not_split_the_group() -> None:
-    class Broken(Net):
+    class Broken(TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             x = self.one(x)
             torch._dynamo.graph_break()
@@ -762,7 +753,7 @@ def test_a_backend_and_its_guard() -> None:
     from gradrewrite.backends.engines import AotEager
 
     torch.manual_seed(0)
-    plain = Net().double()
+    plain = TwoLayers(bias=False).double()
     other = copy.deepcopy(plain)
     backend = make_backend(gr.on("step:*", ClipByGlobalNorm(0.01)), None, AotEager())
     model = copy.deepcopy(plain)
@@ -826,7 +817,7 @@ def test_wrapped_optimizers_are_guarded_where_they_step() -> None:
 
 
 def test_a_model_that_is_gone_is_told() -> None:
-    plain = Net()
+    plain = TwoLayers(bias=False)
     optimizer = gr.guard(torch.optim.SGD(plain.parameters(), lr=0.1), gr.transform(plain, gr.on("step:*", Zero())))
     with pytest.warns(gr.RewriteWarning, match="the rewritten model is gone"):
         optimizer.step()
@@ -837,7 +828,7 @@ def test_a_model_that_is_gone_is_told() -> None:
 @pytest.mark.parametrize("stranger", [False, True])
 def test_a_group_of_some_gradients_of_a_fused_optimizer(stranger: bool) -> None:
     """The kernel would divide all gradients, so those of the group are multiplied."""
-    net = Net()
+    net = TwoLayers(bias=False)
     model = gr.transform(net, gr.on("step:*" if stranger else "step:one.*", ClipByGlobalNorm(0.5)))
     owned = [*net.parameters(), *([nn.Parameter(torch.ones(3))] if stranger else [])]
     optimizer = gr.guard(torch.optim.AdamW(owned, fused=True), model)
@@ -854,7 +845,7 @@ def test_a_group_of_some_gradients_of_a_fused_optimizer(stranger: bool) -> None:
 @pytest.mark.pure
 @pytest.mark.parametrize("fused", [False, True])
 def test_groups_that_share_members_act_one_after_the_other(fused: bool) -> None:
-    net = Net()
+    net = TwoLayers(bias=False)
     first, second = ClipByGlobalNorm(0.5), ClipByGlobalNorm(0.1, group="one")
     model = gr.transform(net, [gr.on("step:*", first), gr.on("step:one.*", second)])
     optimizer = gr.guard(torch.optim.AdamW(net.parameters(), fused=fused), model)
@@ -873,7 +864,7 @@ def test_groups_that_share_members_act_one_after_the_other(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_leaves_gradients_as_they_are(bad: float, fused: bool) -> None:
-    net = Net()
+    net = TwoLayers(bias=False)
     model = gr.transform(net, gr.on("step:*", ClipByGlobalNorm(0.1)))
     optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.0, fused=fused), model)
     for p in net.parameters():
@@ -887,7 +878,7 @@ def test_a_norm_that_is_not_finite_leaves_gradients_as_they_are(bad: float, fuse
 
 @pytest.mark.pure
 def test_figures_that_are_measured_with_the_norms_keep_their_names() -> None:
-    net = Net()
+    net = TwoLayers(bias=False)
     actions = [Observe("max_abs", "zeros"), CheckFinite("record"), CheckFinite("skip"), Observe("min")]
     model = gr.transform(net, [gr.on("step:*", ClipByGlobalNorm(1.0)), gr.on("step:one.*", actions)])
     optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.0), model)
@@ -968,7 +959,7 @@ def test_a_step_inside_of_torch_compile(name: str, fused: bool) -> None:
 @pytest.mark.parametrize("policy", [[], gr.on("gradient:*", Zero())], ids=["empty", "no steps"])
 def test_the_step_graph_of_a_policy_without_actions_at_steps(policy: gr.Policy, tmp_path: Path) -> None:
     """As the hint of NoSuchSiteError has it: the graph lists all sites."""
-    model = gr.transform(Net(), policy)
+    model = gr.transform(TwoLayers(bias=False), policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for is_guarded in (False, True):
         if is_guarded:

@@ -17,6 +17,7 @@ import gradrewrite as gr
 from gradrewrite.passes import L2, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, DecayWeights, Keep, Observe
 
 from helpers import mostly_slow
+from models.small import SquaredTwoLayers
 
 POLICIES: dict[str, Any] = {
     "global": [CheckFinite("skip"), ClipByGlobalNorm(0.1)],
@@ -25,16 +26,6 @@ POLICIES: dict[str, Any] = {
     "l2": [L2(0.1), ClipByGlobalNorm(0.1), DecayWeights(0.01)],
     "kept": [Keep(), ClipByNorm(0.1)],
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 3)
-        self.two = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x).tanh()).square().sum()
 
 
 def inputs() -> list[Tensor]:
@@ -65,7 +56,7 @@ CASES = [
 def test_equal_to_the_reference_without_a_scale(name: str, optimize: Any, fused: bool, unscales: bool) -> None:
     """Growth at every second step; a step with an infinity is skipped, and the scale is halved, as without us."""
     torch.manual_seed(0)
-    plain = Net()
+    plain = SquaredTwoLayers()
     xs = inputs()
     bad = [xs[0], xs[1], xs[2] * math.inf, *xs[3:]]
     scaled, reference = (gr.transform(copy.deepcopy(plain), gr.on("step:*", POLICIES[name])) for _ in range(2))
@@ -94,7 +85,7 @@ def test_equal_to_the_reference_without_a_scale(name: str, optimize: Any, fused:
 
 
 def test_a_scaler_that_is_disabled() -> None:
-    model = gr.transform(Net(), gr.on("step:*", ClipByGlobalNorm(0.1)))
+    model = gr.transform(SquaredTwoLayers(), gr.on("step:*", ClipByGlobalNorm(0.1)))
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), fused=True), model)
     train(model, optimizer, inputs()[:1], torch.amp.GradScaler("cpu", enabled=False), False)
     total = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
@@ -103,7 +94,9 @@ def test_a_scaler_that_is_disabled() -> None:
 
 def test_a_step_that_only_our_check_skips() -> None:
     """The scaler sees nothing of it: its scale goes on growing."""
-    model = gr.transform(Net(), gr.on("step:*", [lambda g: g / 0.0, CheckFinite("skip"), DecayWeights(0.5)]))
+    model = gr.transform(
+        SquaredTwoLayers(), gr.on("step:*", [lambda g: g / 0.0, CheckFinite("skip"), DecayWeights(0.5)])
+    )
     for fused in (False, True):
         optimizer = gr.guard(torch.optim.AdamW(model.parameters(), fused=fused), model)
         before = copy.deepcopy(model.state_dict())
@@ -115,7 +108,7 @@ def test_a_step_that_only_our_check_skips() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("action", [ClipByValue(1.0), ClipByGlobalNorm(1.0), lambda g: g.clamp(-1, 1)])
 def test_thresholds_in_the_backward_without_loss_scale_are_told(action: Any, fused: bool) -> None:
-    model = gr.transform(Net(), gr.on("gradient:*", action))
+    model = gr.transform(SquaredTwoLayers(), gr.on("gradient:*", action))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with pytest.warns(
@@ -131,7 +124,7 @@ def test_nothing_is_told_where_thresholds_are_in_their_units(policy: str) -> Non
     known = {"loss_scale": scaler} if policy == "known" else {}
     actions = {"known": ("gradient:*", ClipByValue(1.0)), "step": ("step:*", ClipByValue(1.0))}
     rule = gr.on(*actions.get(policy, ("gradient:*", Observe("norm"))))
-    model = gr.transform(Net(), rule, **known)
+    model = gr.transform(SquaredTwoLayers(), rule, **known)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     train(model, optimizer, inputs()[:2], scaler, False)
 
@@ -168,7 +161,7 @@ class TakesScaler(torch.optim.SGD):
 @pytest.mark.parametrize("policy", [[], gr.on("step:*", ClipByGlobalNorm(0.1))], ids=["empty", "clip"])
 def test_an_optimizer_that_takes_the_scaler(policy: gr.Policy, unscales: bool) -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = SquaredTwoLayers()
     model, reference = (gr.transform(copy.deepcopy(plain), policy) for _ in range(2))
     optimizer = TakesScaler(model.parameters(), lr=0.1)
     signatures = [inspect.signature(method) for method in (optimizer.step, optimizer.zero_grad)]
@@ -229,7 +222,7 @@ def test_readers_before_the_update_see_the_gradient_that_is_used(
 ) -> None:
     """What is read from the second step on is the clipped, unscaled gradient: the one that moves the parameters."""
     torch.manual_seed(0)
-    model = gr.transform(Net(), gr.on("step:*", ClipByGlobalNorm(0.1)))
+    model = gr.transform(SquaredTwoLayers(), gr.on("step:*", ClipByGlobalNorm(0.1)))
     optimizer, seen, begin = readers(way, model, scheduled)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     handle = None
@@ -253,7 +246,7 @@ def test_readers_before_the_update_see_the_gradient_that_is_used(
 
 
 def test_a_scheduler_alone_leaves_the_division_to_the_kernel() -> None:
-    model = gr.transform(Net(), gr.on("step:*", ClipByGlobalNorm(0.1)))
+    model = gr.transform(SquaredTwoLayers(), gr.on("step:*", ClipByGlobalNorm(0.1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     torch.optim.lr_scheduler.StepLR(optimizer, 100)
     gr.guard(optimizer, model)
