@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from types import FunctionType
 from typing import Any
 
 _COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
@@ -146,3 +148,16 @@ def nearest(pattern: str, known: Sequence[str], count: int = 5) -> list[str]:
         return SequenceMatcher(None, wanted, rest if colon else name).ratio()
 
     return sorted(candidates or dict.fromkeys(known), key=likeness, reverse=True)[:count]
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def describe_callable(function: Callable[..., Any]) -> str:
+    """Return the name of a function or a class; of any other callable its representation."""
+    return function.__qualname__ if isinstance(function, FunctionType | type) else repr(function)
+
+
+def without_addresses(text: str) -> str:
+    """Return a representation without addresses in memory: the same in every process."""
+    return _ADDRESS.sub("", text)

@@ -274,8 +274,9 @@ def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:
             text = _text_of_action(answered.action)
             if text is None:
                 return None
-            texts.append((answered.position, text, numbers.setdefault(id(answered.action), len(numbers))))
-        texts.append(((), "", -1))
+            number = numbers.setdefault(id(answered.action), len(numbers))
+            texts.append((answered.position, answered.rule, text, number))
+        texts.append(((), "", "", -1))
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed, nn
 
 from gradrewrite._compat.data_parallel import DataParallelism
-from gradrewrite._utils.formatting import nearest
+from gradrewrite._utils.formatting import describe_callable, nearest
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.backends.parameter_watch import methods_that_use
@@ -26,7 +26,7 @@ from gradrewrite.policy.rules import (
     rules_of,
     step_site,
 )
-from gradrewrite.rewriting.action_tracing import describe, describe_callable
+from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.sites import Pattern, Site
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from gradrewrite.diagnostics.run_log import BACKWARD, Finding, Run, Series
+from typing_extensions import assert_never
+
+from gradrewrite.diagnostics.run_log import Finding, Run, Series
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import ClipRecords
+from gradrewrite.ir.reports import NormClip, ValueClip
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold
 
@@ -146,6 +149,7 @@ class Clip:
         acted: Whether it acted in each of them; a size that is not finite is left alone by a clip by norm.
         factors: Norm after / norm before in each of them; NaN where that is not known.
         key: The record that tells it from other clips of the site: its norm, or whether it acted.
+        share: The record of the share of the elements that a clip by value changed.
     """
 
     site: str
@@ -156,6 +160,7 @@ class Clip:
     acted: list[bool]
     factors: list[float]
     key: RecordKey
+    share: RecordKey | None = None
 
     @property
     def kind(self) -> str:
@@ -194,18 +199,8 @@ class Clip:
 
 def clips_of(run: Run) -> list[Clip]:
     """Return the clips with records, those by norm first."""
-    series = [one for one in run.series.values() if one.at.kind in BACKWARD]
-    by_site: dict[str, list[Series]] = defaultdict(list)
-    for one in series:
-        by_site[one.at.site].append(one)
-    by_norm = [_norm_clip(run, one, by_site[one.at.site]) for one in series if one.record == "bound"]
-    found = [clip for clip in by_norm if clip is not None]
-    clipped_by_norm = {clip.site for clip in found}
-    for one in series:
-        own = by_site[one.at.site]
-        if one.record == "clipped" and _is_by_value(one, own, one.at.site in clipped_by_norm):
-            found.append(_value_clip(run, one, own))
-    return found
+    found = [_clip_of(run, clip) for clip in run.clips]
+    return sorted((clip for clip in found if clip is not None), key=lambda clip: clip.kind)
 
 
 def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, Clip]:
@@ -215,74 +210,30 @@ def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, Clip]:
     return {number: own[0] for number, own in found.items() if own}
 
 
-def _norm_clip(run: Run, bound: Series, own: Sequence[Series]) -> Clip | None:
-    """Return the clip of a bound, by the occurrence of its norm."""
-    site = bound.at.site
-    keys = [RecordKey(name, n, site) for n in (bound.at.occurrence, 1) for name in ("norm", "total_norm")]
-    norms = _first_of(run, keys)
-    if norms is None:
+def _clip_of(run: Run, clip: ClipRecords) -> Clip | None:
+    """Return the records of a clip over a run; None if the run has none."""
+    match clip.report:
+        case NormClip(record, size, bound):
+            key, share = size, None
+        case ValueClip(share=share, log=log, limit=bound):
+            record, size, key = "max_abs", log.max_abs, log.clipped
+        case _:
+            assert_never(clip.report)
+    of_key = run.series.get(str(key))
+    if of_key is None:
         return None
-    bounds = _aligned(bound, norms.steps)
-    after = own[own.index(norms) + 1 :][:1]  # a factor stands behind the norm that it belongs to
-    recorded = _aligned(after[0] if after and after[0].record == "factor" else None, norms.steps)
-    rows = zip(norms.values, bounds, recorded, strict=True)
-    factors = [_factor(norm, bound) if math.isnan(factor) else factor for norm, bound, factor in rows]
+
+    def values(of: RecordKey | None) -> list[float]:
+        return _aligned(None if of is None else run.series.get(str(of)), of_key.steps)
+
+    factors = values(clip.factor)
     acted = [factor != 1 and not math.isnan(factor) for factor in factors]
-    return Clip(site, norms.record, norms.steps, norms.values, bounds, acted, factors, norms.at)
-
-
-def _factor(norm: float, bound: float) -> float:
-    """Return norm after / norm before, for runs without it; NaN without a bound."""
-    if math.isnan(bound):
-        return math.nan
-    return bound / norm if bound < norm < math.inf and norm != 0 else 1.0
-
-
-def _is_by_value(clipped: Series, own: Sequence[Series], has_norm_clip: bool) -> bool:
-    """Return whether a logging clip clips by value.
-
-    Such a clip records its share; runs that lack it have one kind at a site.
-    """
-    if any(one.record == "share" for one in own):
-        return _names(_before(clipped, own)) == ["factor", "share", "max_abs", "mean_abs"]
-    return not has_norm_clip or any(one.record == "limit" for one in own)
-
-
-def _value_clip(run: Run, clipped: Series, own: Sequence[Series]) -> Clip:
-    site, before = clipped.at.site, _before(clipped, own)
-    names = _names(before)
-    factor = before[0] if names[:2] == ["factor", "share"] else None
-    occurrences = (clipped.at.occurrence, 1) if factor is None else (clipped.at.occurrence,)
-    is_whole = names[-2:] == ["max_abs", "mean_abs"]
-    size = before[-2] if is_whole else _first_of(run, [RecordKey("max_abs", n, site) for n in occurrences])
-    limit = _first_of(run, [RecordKey("limit", n, site) for n in occurrences])
-    return Clip(
-        site,
-        "max_abs",
-        clipped.steps,
-        _aligned(size, clipped.steps),
-        _aligned(limit, clipped.steps),
-        [v > 0 for v in clipped.values],
-        _aligned(factor, clipped.steps),
-        clipped.at,
-    )
-
-
-def _before(clipped: Series, own: Sequence[Series]) -> Sequence[Series]:
-    """The records of a site that stand before one of them and may be of the same clip."""
-    at = own.index(clipped)
-    return own[max(0, at - 4) : at]
-
-
-def _names(series: Sequence[Series]) -> list[str]:
-    return [one.record for one in series]
+    if key != size:
+        acted = [value > 0 for value in of_key.values]
+    return Clip(clip.site, record, of_key.steps, values(size), values(bound), acted, factors, key, share)
 
 
 def _aligned(series: Series | None, steps: Sequence[int]) -> list[float]:
     """The values of a record in these steps; NaN where it is absent."""
     known = {} if series is None else dict(zip(series.steps, series.values, strict=True))
     return [known.get(step, math.nan) for step in steps]
-
-
-def _first_of(run: Run, keys: Sequence[RecordKey]) -> Series | None:
-    return next((run.series[str(key)] for key in keys if str(key) in run.series), None)

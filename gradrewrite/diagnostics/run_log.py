@@ -7,12 +7,14 @@ import math
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
+from typing import Any
 
 from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.reports import BOUNDS
+from gradrewrite.ir.record_layout import ClipRecords
+from gradrewrite.ir.reports import Clip, LogFigures, NormClip, ValueClip
 
 MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding
@@ -34,6 +36,7 @@ class Step:
         step: Number of the backward, from 0.
         records: Values by the text of their keys, ``record@site``, in the order of the sites: activations and errors
             in the order of the forward, then gradients; magnitudes in units of the unscaled loss.
+        clips: The records of each clip; ``()`` if there is none, or where that is not known.
 
     Raises:
         ValueError: A name has no ``@``.
@@ -41,6 +44,7 @@ class Step:
 
     step: int
     records: Mapping[str, float]
+    clips: tuple[ClipRecords, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse invalid keys."""
@@ -95,9 +99,8 @@ class Series:
 
     Attributes:
         at: Its key.
-        record: Name of the record: without its occurrence where there is a first one, or where it is a bound or a
-            factor, which have the occurrence of a norm; a user may give any name, and ``norm.2`` is then no second
-            norm.
+        record: Name of the record: without its occurrence where there is a first one; a user may give any name, and
+            ``norm.2`` is then no second norm.
         steps: Numbers of the steps that have it.
         values: Its value in each of them.
     """
@@ -115,10 +118,12 @@ class Run:
     Attributes:
         steps: Its rows; their numbers rise.
         series: Its records by the text of their keys, in the order of their first appearance.
+        clips: The records of each clip of its steps, in the same order.
     """
 
     steps: Sequence[Step]
     series: Mapping[str, Series]
+    clips: tuple[ClipRecords, ...] = ()
 
     def __repr__(self) -> str:
         """Numbers of steps and records."""
@@ -136,16 +141,21 @@ class Run:
 def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
     """Read a file of ``monitor.to_jsonl``; an unfinished last line is left out.
 
+    A line ``{"graphs": 0, "clips": [...]}`` says which records belong to which clip, for the following steps with
+    ``"graphs": 0``. Steps without it have no clips: nothing is inferred from the names of records.
+
     Raises:
         OSError: The file cannot be read.
-        ValueError: Any other line is not ``{"step": 3, "records": {"record@site": 1.5}}``.
+        ValueError: Any other line is not ``{"step": 3, "graphs": 0, "records": {"record@site": 1.5}}``.
     """
     return read_with_rank(path)[0]
 
 
 def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None]:
     """Read a file as ``read_jsonl`` does, with the rank in its last line that has one; None if none has."""
-    steps, rank = [], None
+    steps: list[Step] = []
+    rank = None
+    clips: dict[int, tuple[ClipRecords, ...]] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{os.fspath(path)}, line {number}"
@@ -156,7 +166,10 @@ def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None
                     break  # only the last line has no end
                 raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}; {_WAY_OUT}") from err
             try:
-                steps.append(_step(data))
+                if isinstance(data, dict) and "clips" in data:
+                    clips[_whole(data, "graphs")] = tuple(map(clip_of_json, _list(data, "clips")))
+                    continue
+                steps.append(_step(data, clips))
                 rank = _whole(data, "rank") if "rank" in data else rank
             except (ValueError, OverflowError) as err:
                 raise ValueError(f"{where}: {err}; {_WAY_OUT}") from err
@@ -169,14 +182,17 @@ def last_run(steps: Sequence[Step]) -> Run:
     last = steps[begins[-1] :] if begins else steps
     known = {address for step in last for address in step.records}
     series: dict[str, Series] = {}
+    sets: list[tuple[ClipRecords, ...]] = []
     for step in last:
+        if step.clips not in sets:
+            sets.append(step.clips)
         for address, value in step.records.items():
             if address not in series:
                 key = RecordKey.parse(address)
                 series[address] = Series(key, record_of(key, known), [], [])
             series[address].steps.append(step.step)
             series[address].values.append(value)
-    return Run(last, series)
+    return Run(last, series, tuple(dict.fromkeys(chain.from_iterable(sets))))
 
 
 def record_of(key: RecordKey, known: Collection[str]) -> str:
@@ -186,8 +202,8 @@ def record_of(key: RecordKey, known: Collection[str]) -> str:
         key: Its key.
         known: The texts of all keys.
     """
-    is_numbered = key.record in BOUNDS or key.record == "factor" or str(RecordKey.of(key.record, key.site)) in known
-    return key.record if key.occurrence == 1 or is_numbered else key.name
+    is_numbered = key.occurrence > 1 and str(RecordKey.of(key.record, key.site)) in known
+    return key.record if is_numbered else key.name
 
 
 def kind_of(site: str) -> str:
@@ -227,12 +243,54 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _step(data: object) -> Step:
+def clip_to_json(clip: ClipRecords) -> dict[str, object]:
+    """Return the records of a clip as JSON takes them."""
+    kind = "norm" if isinstance(clip.report, NormClip) else "value"
+    report = {"by": kind, **asdict(clip.report.map(lambda _, key: str(key)))}
+    names = ("kind", "name", "call", "action", "rule")
+    return {**{name: getattr(clip, name) for name in names}, "report": report, "factor": str(clip.factor)}
+
+
+def clip_of_json(data: object) -> ClipRecords:
+    """Return the records of a clip from ``clip_to_json``.
+
+    Raises:
+        ValueError: They are none.
+    """
+    try:
+        return _clip(data)
+    except (TypeError, KeyError, AttributeError) as err:
+        raise ValueError(f"wanted the records of a clip, got {data!r:.60} ({type(err).__name__}: {err})") from err
+
+
+def _clip(data: Any) -> ClipRecords:
+    given = dict(data["report"])
+    by, log = given.pop("by"), given["log"]
+    given["log"] = None if log is None else LogFigures(**log)
+    if by == "norm" and given["shares"] is not None:
+        given["shares"] = tuple(given["shares"])
+    report: Clip[str] = NormClip(**given) if by == "norm" else ValueClip(**given)
+    keys = report.map(lambda _, text: RecordKey.parse(text))
+    return ClipRecords(**{**data, "report": keys, "factor": RecordKey.parse(data["factor"])})
+
+
+def _list(data: Mapping[str, object], name: str) -> list[object]:
+    found = data[name]
+    if not isinstance(found, list):
+        raise ValueError(f"wanted a list as {name}, got {found!r:.60}")
+    return found
+
+
+def _step(data: object, clips: Mapping[int, tuple[ClipRecords, ...]]) -> Step:
     if not isinstance(data, dict) or not isinstance(data.get("records"), dict):
         raise ValueError(f'wanted {{"step": number, "records": {{...}}}}, got {data!r:.60}')
     step = _whole(data, "step")
+    graphs = _whole(data, "graphs") if "graphs" in data else None
+    if graphs is not None and graphs not in clips:
+        raise ValueError(f'no line {{"graphs": {graphs}, "clips": [...]}} stands before it')
     # the same addresses come in every row: kept once
-    return Step(step, {sys.intern(address): _number(address, value) for address, value in data["records"].items()})
+    records = {sys.intern(address): _number(address, value) for address, value in data["records"].items()}
+    return Step(step, records, () if graphs is None else clips[graphs])
 
 
 def _whole(data: Mapping[str, object], name: str) -> int:

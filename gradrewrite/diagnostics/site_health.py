@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
@@ -12,7 +11,6 @@ from typing import TypedDict
 
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, Clip, clips_of
 from gradrewrite.diagnostics.run_log import Run, Series, as_executed, is_group, kind_of
-from gradrewrite.ir.record_key import RecordKey
 
 COLUMNS = (
     "site", "clip and bound", "acted", "median factor", "worst factor", "share", "p50", "p90", "p99", "bound to try",
@@ -127,14 +125,7 @@ def _quoted(text: str) -> str:
 def sites_of(run: Run) -> tuple[SiteHealth, ...]:
     """Return the figures of all sites with a clip, a norm, a largest value or a share of a total norm."""
     clips = clips_of(run)
-    by_value = Counter[str]()
-    rows = []
-    for clip in clips:
-        by_value[clip.site] += clip.kind == "value"
-        share = (
-            run.series.get(str(RecordKey("share", by_value[clip.site], clip.site))) if clip.kind == "value" else None
-        )
-        rows.append(_of_clip(run, clip, share))
+    rows = [_of_clip(run, clip) for clip in clips]
     clipped = {clip.site for clip in clips}
     measured: dict[str, Series] = {}
     for measure in _MEASURES:
@@ -191,7 +182,8 @@ def backward_order(run: Run) -> list[str]:
     return [site for part in parts for site in (reversed(part) if kind_of(part[0]) in turned else part)]
 
 
-def _of_clip(run: Run, clip: Clip, share: Series | None) -> SiteHealth:
+def _of_clip(run: Run, clip: Clip) -> SiteHealth:
+    share = None if clip.share is None else run.series.get(str(clip.share))
     if math.isinf(clip.bound) and not any(clip.acted):
         norm_share = _norm_share(run, clip.site)
         return SiteHealth(clip.site, "", clip.record, len(clip.steps), norm_share=norm_share, **_quantiles(clip.sizes))

@@ -14,7 +14,7 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.module import restore, transform
 from gradrewrite.monitoring.clip_rates import ClipRates
-from gradrewrite.monitoring.monitor import Monitor, recorder_of, records_since
+from gradrewrite.monitoring.monitor import Monitor, recorder_of, steps_since
 from gradrewrite.optimizer.guard import guard, unguard
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.policy.actions import Policy
@@ -131,8 +131,8 @@ class Attachment:
         And ``rate/site``, the share of the steps since the last call in which a clip acted.
         """
         rates = ClipRates()
-        for records in records_since(self.monitor, self._num_logged):
-            rates.add(records)
+        for step in steps_since(self.monitor, self._num_logged):
+            rates.add(step)
         self._num_logged = recorder_of(self.monitor).num_steps
         latest = {key.replace("@", "/", 1): value for key, value in (self.monitor.latest() | rates.take()).items()}
         return {tag: value for tag, value in latest.items() if any(fnmatchcase(tag, p) for p in self._patterns)}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradrewrite._utils.formatting import without_addresses
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.sites import Site
-
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +35,5 @@ class Edit:
 
     @property
     def text(self) -> str:
-        """The action as text, without addresses in memory: the same in every process."""
-        return _ADDRESS.sub("", repr(self.action))
+        """The action as text, without addresses in memory."""
+        return without_addresses(repr(self.action))

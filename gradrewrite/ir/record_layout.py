@@ -17,14 +17,27 @@ class ClipRecords:
     """The records of one clip.
 
     Attributes:
-        site: Site of the clip, or the first one of its group.
+        kind: Kind of its site; of a group what stands before the name (``group``, ``step:group``).
+        name: Name of its site, or of its group.
+        call: Call of its site.
+        action: The action as text.
+        rule: Pattern of the rule that answered with it; of another callback its name.
         report: The keys of its report.
         factor: Key of its factor, which the host computes.
     """
 
-    site: Site
+    kind: str
+    name: str
+    call: int
+    action: str
+    rule: str
     report: Clip[RecordKey]
     factor: RecordKey
+
+    @property
+    def site(self) -> str:
+        """The site of its records."""
+        return self.factor.site
 
     def on_host(self, known: Mapping[RecordKey, float]) -> Clip[float]:
         """Return the figures of the clip at one step; KeyError if one is not known."""

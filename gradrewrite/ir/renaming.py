@@ -68,13 +68,15 @@ class Renaming:
 
     def outputs(self, outputs: BackwardOutputs, sites: Sequence[Site]) -> BackwardOutputs:
         """Rename the auxiliary outputs of a graph with these sites; groups and other owners of records keep theirs."""
-        known = {str(site): str(self.site(site)) for site in sites}
+        renamed = {str(site): self.site(site) for site in sites}
 
         def key(old: RecordKey) -> RecordKey:
-            return replace(old, site=known.get(old.site, old.site))
+            return replace(old, site=str(renamed.get(old.site, old.site)))
 
         def clip(old: ClipRecords) -> ClipRecords:
-            return ClipRecords(self.site(old.site), old.report.map(lambda _, leaf: key(leaf)), key(old.factor))
+            new = replace(old, report=old.report.map(lambda _, leaf: key(leaf)), factor=key(old.factor))
+            site = renamed.get(old.site)
+            return new if site is None else replace(new, name=site.name, call=site.call)
 
         return replace(
             outputs,

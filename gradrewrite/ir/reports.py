@@ -14,8 +14,6 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from gradrewrite.sites import Site
-
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -94,14 +92,14 @@ class LogFigures(Generic[T]):
         """See ``Scalars.map``."""
         return LogFigures(f("max_abs", self.max_abs), f("mean_abs", self.mean_abs), f("clipped", self.clipped))
 
-    def line(self: LogFigures[float], site: Site) -> str | None:
-        """Return the log line of a clip at a site; None if the clip did not act."""
+    def line(self: LogFigures[float], kind: str, name: str) -> str | None:
+        """Return the log line of a clip at a site of this kind and name; None if the clip did not act."""
         if not self.clipped > 0:
             return None
-        if site.kind in ("gradient", "step"):
-            begin, what = f"parameter={site.name}", "grad"
+        if kind in ("gradient", "step"):
+            begin, what = f"parameter={name}", "grad"
         else:
-            begin, what = f"layer={site.name}", "error"
+            begin, what = f"layer={name}", "error"
         return f"{begin} need clipping, max {what}={self.max_abs:.6g} avg {what}={self.mean_abs:.6g}"
 
 
@@ -145,19 +143,18 @@ class NormClip(Generic[T]):
         bound = self.bound if self.is_wide else ctypes.c_float(self.bound).value
         return bound / self.norm if bound < self.norm < math.inf and self.norm != 0 else 1.0
 
-    def line(self: NormClip[float], site: Site, where: str) -> str | None:
+    def line(self: NormClip[float], kind: str, name: str) -> str | None:
         """Return the log line of the clip, if it logs and acted.
 
         Args:
-            site: Site of the clip.
-            where: Site of its records, which names the group.
+            kind: Kind of its site.
+            name: Name of its site, or of its group.
         """
         if self.shares is None:
-            return None if self.log is None else self.log.line(site)
+            return None if self.log is None else self.log.line(kind, name)
         if self.factor() == 1.0:
             return None
-        group = where.partition("group:")[2]
-        return f"group={group} need clipping, total norm={self.norm:.6g} max norm={self.bound:.6g}"
+        return f"group={name} need clipping, total norm={self.norm:.6g} max norm={self.bound:.6g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +194,9 @@ class ValueClip(Generic[T]):
         """
         return self.after / self.before if self.log.clipped > 0 and self.before != 0 else 1.0
 
-    def line(self: ValueClip[float], site: Site, where: str) -> str | None:
+    def line(self: ValueClip[float], kind: str, name: str) -> str | None:
         """Return the log line of the clip, if it acted; see ``NormClip.line``."""
-        return self.log.line(site)
+        return self.log.line(kind, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from dataclasses import replace
 
-from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.diagnostics.run_log import Step
 
 
 class ClipRates:
-    """Counts of clipped steps, for clips that record their factor."""
+    """Counts of clipped steps."""
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = defaultdict(int)
         self._acted: dict[str, int] = defaultdict(int)
 
-    def add(self, records: Mapping[str, float]) -> None:
+    def add(self, step: Step) -> None:
         """Count one step; a factor of NaN counts as clipped."""
-        clipped = {text.partition("@")[2] for text in records if text.startswith(("bound", "clipped"))}
-        for text, factor in records.items():
-            if not text.startswith("factor"):
-                continue
-            key = RecordKey.parse(text)
-            if key.record == "factor" and key.site in clipped:
-                address = str(RecordKey("rate", key.occurrence, key.site))
-                self._steps[address] += 1
-                self._acted[address] += factor != 1
+        for clip in step.clips:
+            address = str(replace(clip.factor, record="rate"))
+            self._steps[address] += 1
+            self._acted[address] += step.records[str(clip.factor)] != 1
 
     def take(self) -> dict[str, float]:
         """Return ``rate@site`` of the clips since the last call, each in [0, 1]."""

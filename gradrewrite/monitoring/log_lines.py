@@ -41,6 +41,6 @@ class ClipLog:
                 clips = [clip for clip in graph.outputs.clips if clip.report.logs]
                 values = graph.values() | graph.bounds if clips else {}
                 for clip in clips:
-                    line = clip.on_host(values).line(clip.site, clip.factor.site)
+                    line = clip.on_host(values).line(clip.kind, clip.name)
                     if line is not None:
                         logger.info("%s", line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, distributed
@@ -111,8 +111,8 @@ class Monitor:
 
         Waits for the device. Values are float32 (float64 if a source was), NaN and infinities as they were.
         """
-        rows = self._values(last=1)
-        return _Records(rows[-1] if rows else {})
+        rows = self._steps(last=1)
+        return _Records(rows[-1].records if rows else {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
         """Return the monitor itself.
@@ -149,7 +149,7 @@ class Monitor:
         Raises:
             KeyError: There are steps, and none has that record.
         """
-        rows = self._values()
+        rows = [step.records for step in self._steps()]
         if rows and not any(address in row for row in rows):
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]
@@ -173,7 +173,7 @@ class Monitor:
 
     def table(self) -> Table:
         """All records over the steps in the buffer; ``print`` shows it. Waits for the device."""
-        rows = self._values()
+        rows = [step.records for step in self._steps()]
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
         if self.dropped:
             parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")
@@ -187,8 +187,7 @@ class Monitor:
 
     def steps(self) -> list[Step]:
         """The steps in the buffer, oldest first, with the bounds of clips. Waits for the device."""
-        with self._lock:
-            return [Step(record.step, record.texts()) for record in self._read()]
+        return self._steps()
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a scalar of your own, such as the loss, to the step of the last backward; nothing waits for the device.
@@ -297,6 +296,10 @@ class Monitor:
                 record.was_read = True
             return records
 
+    def _steps(self, last: int | None = None) -> list[Step]:
+        with self._lock:  # the last record may still grow
+            return [record.on_host() for record in self._read(last)]
+
     def _look_at_bounds(self, record: StepRecord) -> None:
         """Warn once of a clip with a bound of 0, in a record that was not looked at before."""
         key = None if record.has_known_bounds or self._warned_of_bound else record.zero_bound()
@@ -308,17 +311,12 @@ class Monitor:
                 "there. Give it a bound > 0 (a number in its tensor, a gr.Schedule above 0); infinity only measures"
             )
 
-    def _values(self, last: int | None = None) -> list[Mapping[str, float]]:
-        """Their values; under the lock, for the last record may still grow."""
-        with self._lock:
-            return [record.texts() for record in self._read(last)]
 
-
-def records_since(monitor: Monitor, step: int) -> list[Mapping[str, float]]:
-    """Return the records of the steps from this one on, as far as they are in the buffer. Waits for the device."""
+def steps_since(monitor: Monitor, step: int) -> list[Step]:
+    """Return the steps from this one on, as far as they are in the buffer. Waits for the device."""
     with monitor._lock:
         new = monitor._recorder.num_steps - step
-        return monitor._values(last=new) if new > 0 else []
+        return monitor._steps(last=new) if new > 0 else []
 
 
 def recorder_of(monitor: Monitor) -> StepRecorder:

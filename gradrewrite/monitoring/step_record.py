@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.replay.failure import Failure
@@ -169,9 +170,15 @@ class StepRecord:
         late = {key: value for added in self.late.values() for key, value in added.values().items()}
         return self._values | updates | self.bounds() | self.host_values | late
 
-    def texts(self) -> Mapping[str, float]:
-        """All records by the text of their keys, ``record@site``; the copy is here."""
-        return {str(key): value for key, value in self.values().items()}
+    def on_host(self) -> Step:
+        """Return the records of the step and its clips; the copy is here."""
+        return Step(self.step, {str(key): value for key, value in self.values().items()}, self.clips())
+
+    def clips(self) -> tuple[ClipRecords, ...]:
+        """Return the clips, in the order of ``values``."""
+        own = [clip for graph in reversed(self.graphs) for clip in graph.outputs.clips]
+        found = [*own, *(clip for update in self.updates for clip in update.clips())]
+        return tuple(dict.fromkeys(found)) if len(self.graphs) + len(self.updates) > 1 else tuple(found)
 
     def bounds(self) -> dict[RecordKey, float]:
         """Bounds of clips that the host has; those that are tensors on a device are records of the graph."""

@@ -8,13 +8,15 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from gradrewrite._utils.warnings import warn
+from gradrewrite.diagnostics.run_log import Step, clip_to_json
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.monitoring.clip_rates import ClipRates
 from gradrewrite.monitoring.step_record import StepRecord
 
@@ -108,7 +110,7 @@ class Writers:
             try:
                 for record in records:
                     if record.step >= self._next.get(sink.key, 0):
-                        sink.write(record.step, record.texts())
+                        sink.write(record.on_host())
                         self._next[sink.key] = record.step + 1
                 sink.finish()
             except Exception as err:  # a writer's failure must not end training
@@ -123,7 +125,7 @@ class Writers:
                 warn(f"{text}. Mend that and attach it again: steps still in the buffer are written then")
 
 
-_BEGIN = b'{"step"'
+_BEGINS = (b'{"step"', b'{"graphs"')
 _BLOCK = 1 << 16
 
 
@@ -135,7 +137,7 @@ class Sink(Protocol):
         """The identity of the sink."""
         ...
 
-    def write(self, step: int, records: Mapping[str, float]) -> None:
+    def write(self, step: Step) -> None:
         """Write one step; OSError on failure."""
         ...
 
@@ -159,11 +161,13 @@ def path_of_rank(path: str | os.PathLike[str]) -> str:
 
 
 class JsonLines:
-    """A file with one object a line, ``{"step": 3, "records": {...}}``.
+    """A file with one object a line, ``{"step": 3, "graphs": 0, "records": {...}}``.
 
-    On several ranks ``"rank": 1`` comes between the two. A line is one write, so a kill leaves whole lines. A line
-    that could not be written whole (a full disk) is taken back, and an unfinished one that an earlier run left is taken
-    off when the file is opened.
+    Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...]}``: which records belong to which
+    clip, its action, its rule and the call of its site. On several ranks steps have ``"rank": 1`` too.
+
+    A step is one write, so a kill leaves whole lines. What could not be written whole (a full disk) is taken back, and
+    an unfinished line that an earlier run left is taken off when the file is opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -171,14 +175,23 @@ class JsonLines:
         self.path = Path(path)
         self.key = os.path.abspath(self.path)
         rank = this_rank()
+        self._sets: list[tuple[ClipRecords, ...]] = []  # by their numbers in the file
         self._rank = {} if rank is None else {"rank": rank}
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._mend()
 
-    def write(self, step: int, records: Mapping[str, float]) -> None:
-        """Append one line; OSError if it does not fit."""
-        row = {"step": step, **self._rank, "records": {k: plain_number(v) for k, v in records.items()}}
-        data = json.dumps(row, allow_nan=False).encode() + b"\n"
+    def write(self, step: Step) -> None:
+        """Append one line, with that of a new set of graphs before it; OSError if they do not fit."""
+        is_new = step.clips not in self._sets
+        graphs = len(self._sets) if is_new else self._sets.index(step.clips)
+        records = {key: plain_number(value) for key, value in step.records.items()}
+        rows: list[object] = [{"graphs": graphs, "clips": list(map(clip_to_json, step.clips))}] if is_new else []
+        rows.append({"step": step.step, "graphs": graphs, **self._rank, "records": records})
+        self._append(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
+        if is_new:
+            self._sets.append(step.clips)
+
+    def _append(self, data: bytes) -> None:
         written = 0
         try:
             while written < len(data):
@@ -200,7 +213,7 @@ class JsonLines:
             at -= block
             tail = os.pread(self._file, block, at) + tail
         unfinished = tail.rpartition(b"\n")[2]
-        if unfinished and not (unfinished.startswith(_BEGIN) or _BEGIN.startswith(unfinished)):
+        if unfinished and not any(unfinished.startswith(begin) or begin.startswith(unfinished) for begin in _BEGINS):
             raise OSError(errno.EINVAL, f"{self.path} is no file of JSON lines; give another path")
         if unfinished:
             os.ftruncate(self._file, size - len(unfinished))
@@ -226,13 +239,13 @@ class TensorBoard:
         self._rates = ClipRates()
         self._last = 0
 
-    def write(self, step: int, records: Mapping[str, float]) -> None:
+    def write(self, step: Step) -> None:
         """Add one scalar a record."""
-        for address, value in records.items():
+        for address, value in step.records.items():
             record, _, site = address.partition("@")
-            self.writer.add_scalar(f"{record}/{site}", value, step)
-        self._rates.add(records)
-        self._last = step
+            self.writer.add_scalar(f"{record}/{site}", value, step.step)
+        self._rates.add(step)
+        self._last = step.step
 
     def finish(self) -> None:
         """Add the rates of clips, at the last step."""

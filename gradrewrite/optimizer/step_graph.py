@@ -163,7 +163,7 @@ def rewrite_step(
         later = {point for other in groups[number + 1 :] for point in other.points}
         if isinstance(group, ScaleGroup) and later.isdisjoint(group.points):
             is_divided = divides
-            builder.insert_scaling(group.action, group.points, scale, divides=divides)
+            builder.insert_scaling(group, scale, divides=divides)
         else:
             builder.refuse_parts(group.action, group.points)
             builder.rewriter.insert_group(group, builder.where(group.action))
@@ -324,11 +324,9 @@ class _Builder:
         """Return the site of the records of a group."""
         return f"step:group:{action.group}{self.settings.suffix}"
 
-    def insert_scaling(
-        self, action: NormScaling, points: Sequence[InsertionPoint], scale: fx.Node | None, *, divides: bool
-    ) -> None:
+    def insert_scaling(self, group: ScaleGroup, scale: fx.Node | None, *, divides: bool) -> None:
         """Insert a group's factor; the gradients are multiplied after the graph."""
-        rewriter = self.rewriter
+        rewriter, action, points = self.rewriter, group.action, group.points
         for point in points:
             check_dense(action, point.site, value_of(point.node))
         wholes = self.norms[type(action), action.group]
@@ -361,7 +359,7 @@ class _Builder:
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        keys, _ = rewriter.packing.add(where, points[0].site, traced.reports, extras, members)
+        keys, _ = rewriter.packing.add(group, where, points[0].site, traced.reports, extras, members)
         rewriter.packing.groups.append(str(action.group))
         names = tuple(node.name for node in (*measured, *new))
         for n, point in enumerate(points):

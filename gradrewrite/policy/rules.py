@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import Action, Answer, GroupAction, LiveBounds, Policy, actions_of, kinds_of
 from gradrewrite.sites import Pattern, Site
@@ -114,16 +115,19 @@ class Answered:
     Attributes:
         position: Position of the callback in the nested lists of the policy.
         action: The action.
+        rule: Pattern of the rule; of another callback its name.
     """
 
     position: tuple[int, ...]
     action: Any
+    rule: str
 
 
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
     """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies."""
     if callable(policy):
-        return tuple(Answered(position, action) for action in _ask_callback(policy, site))
+        rule = policy.pattern if isinstance(policy, Rule) else without_addresses(describe_callable(policy))
+        return tuple(Answered(position, action, rule) for action in _ask_callback(policy, site))
     items = enumerate(policy)
     return tuple(found for number, item in items for found in ask_in_order(item, site, (*position, number)))
 

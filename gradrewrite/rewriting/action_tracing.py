@@ -6,13 +6,13 @@ import traceback
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
+from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
@@ -350,11 +350,6 @@ def describe(action: Any) -> str:
     if isinstance(action, Action) or not callable(action):
         return repr(action)
     return f"the tensor function {describe_callable(action)}"
-
-
-def describe_callable(function: Callable[..., Any]) -> str:
-    """Return the name of a function or a class; of any other callable its representation."""
-    return function.__qualname__ if isinstance(function, FunctionType | type) else repr(function)
 
 
 def _text(value: Any) -> str:

@@ -43,6 +43,7 @@ class Replace:
         run: The function.
         takes_value: Whether its second argument is the value that the gradient is of.
         examples: The per-example figures that are its further arguments; None if there are none.
+        rule: The rule that the answer is of; see ``Answered``.
     """
 
     action: Any
@@ -50,6 +51,7 @@ class Replace:
     run: Callable[..., Tensor]
     takes_value: bool
     examples: ExampleAction | None
+    rule: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,7 @@ class Measure:
         run: The measurement as a function; it returns its argument.
         statistics: Keys of ``statistics.STATISTICS``, by the names of the records.
         fails: The consequence of a last statistic that is not 0; None if there is none.
+        rule: The rule that the answer is of; see ``Answered``.
     """
 
     action: Any
@@ -69,6 +72,7 @@ class Measure:
     run: Callable[..., Tensor]
     statistics: Mapping[str, str]
     fails: OnFailure | None
+    rule: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +95,7 @@ class ReplaceGroup:
 
     action: GroupAction
     points: Sequence[InsertionPoint]
+    rule: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +104,7 @@ class ScaleGroup:
 
     action: NormScaling
     points: Sequence[InsertionPoint]
+    rule: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +113,7 @@ class WeighExamples:
 
     action: ExampleClip
     points: Sequence[InsertionPoint]
+    rule: str
 
 
 Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter
@@ -146,23 +153,23 @@ def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> Inser
             if isinstance(answered.action, GroupAction):
                 grouped.append((point, answered))
             else:
-                own.append(lower_action(answered.action, point.site))
+                own.append(lower_action(answered.action, point.site, answered.rule))
         single[point] = tuple(own)
     return InsertionPlan(single, tuple(_groups(grouped)))
 
 
-def lower_action(action: Any, site: Site) -> Insertion:
-    """Return the insertion of an action of one site, in its variant for that site."""
+def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
+    """Return the insertion of an action of one site, in its variant for that site; ``rule`` as in ``Answered``."""
     if isinstance(action, BucketedAction):
         return Average(action)
     if isinstance(action, ParameterScaling):
         return ScaleParameter(action)
     found = action.specialize(site) if isinstance(action, SpecializingAction) else action
     if isinstance(found, Measurement):
-        return Measure(action, action_key(found), found.apply, found.statistics, found.fails)
+        return Measure(action, action_key(found), found.apply, found.statistics, found.fails, rule)
     run = found.apply if isinstance(found, Action) else found
     examples = found if isinstance(found, ExampleAction) and found.example_quantities else None
-    return Replace(action, action_key(found), run, examples is None and takes_value(found), examples)
+    return Replace(action, action_key(found), run, examples is None and takes_value(found), examples, rule)
 
 
 def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
@@ -176,25 +183,27 @@ def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
 
 
 def _groups(members: Sequence[tuple[InsertionPoint, Answered]]) -> list[GroupInsertion]:
-    groups: dict[tuple[type, Hashable], dict[InsertionPoint, GroupAction]] = defaultdict(dict)
+    groups: dict[tuple[type, Hashable], dict[InsertionPoint, Answered]] = defaultdict(dict)
     named_at: dict[tuple[type, Hashable], tuple[int, ...]] = {}
     for point, answered in members:
         action = answered.action
         key = (type(action), action.group)
-        groups[key].setdefault(point, action)
-        _check_same(next(iter(groups[key].items())), (point, action))
+        groups[key].setdefault(point, answered)
+        first, known = next(iter(groups[key].items()))
+        _check_same((first, known.action), (point, action))
         named_at[key] = min(named_at.get(key, answered.position), answered.position)
     _check_names([group for _, group in groups])
     ordered = sorted(groups, key=named_at.__getitem__)  # stable: equal positions stay in the order of sites
     return [_lower_group(next(iter(groups[key].values())), list(groups[key])) for key in ordered]
 
 
-def _lower_group(action: GroupAction, points: Sequence[InsertionPoint]) -> GroupInsertion:
+def _lower_group(answered: Answered, points: Sequence[InsertionPoint]) -> GroupInsertion:
+    action, rule = answered.action, answered.rule
     if isinstance(action, ExampleClip):
-        return WeighExamples(action, points)
+        return WeighExamples(action, points, rule)
     if isinstance(action, NormScaling):
-        return ScaleGroup(action, points)
-    return ReplaceGroup(action, points)
+        return ScaleGroup(action, points, rule)
+    return ReplaceGroup(action, points, rule)
 
 
 def _check_names(groups: Iterable[Hashable]) -> None:

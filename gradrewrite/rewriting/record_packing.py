@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from typing_extensions import assert_never
 
 from gradrewrite._compat import make_fx
+from gradrewrite._utils.formatting import without_addresses
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
@@ -20,6 +21,7 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck
 from gradrewrite.ir.reports import (
     Check,
+    Clip,
     Figures,
     HostBound,
     Kept,
@@ -32,6 +34,7 @@ from gradrewrite.ir.reports import (
     leaves,
 )
 from gradrewrite.rewriting.forward_values import ForwardValues
+from gradrewrite.rewriting.lowering import GroupInsertion, Insertion, Replace, ReplaceGroup, ScaleGroup, WeighExamples
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
 
@@ -71,6 +74,7 @@ class RecordPacking:
 
     def add(
         self,
+        insertion: Insertion | GroupInsertion,
         where: str,
         site: Site,
         reports: Sequence[Report[Leaf]],
@@ -80,6 +84,7 @@ class RecordPacking:
         """Take the reports of a traced action.
 
         Args:
+            insertion: The insertion.
             where: The site of its records.
             site: Its site, or the first.
             reports: The reports.
@@ -103,7 +108,13 @@ class RecordPacking:
                     figures.append(report)
                 case _:
                     assert_never(report)
-        keys, checks = self._place(figures, where, site, members)
+        placed = self.numbering.of_action(figures, where, list(map(str, members)))
+        keys = self._place(figures, [keyed for keyed, _ in placed])
+        checks = [keyed for keyed, _ in placed if isinstance(keyed, Check)]
+        for keyed, factor in placed:
+            if factor is not None:
+                assert isinstance(keyed, NormClip | ValueClip)
+                self._add_clip(_clip_records(insertion, where, site, keyed, factor))
         skipping = {check.count for check in checks if check.on_failure == "skip"}
         ordered = sorted(keys.items())
         for number, flat in itertools.groupby(ordered, key=lambda item: item[0][0]):
@@ -113,21 +124,17 @@ class RecordPacking:
         return [key for _, key in ordered], checks
 
     def _place(
-        self, figures: Sequence[Figures[Leaf]], where: str, site: Site, members: Sequence[Site]
-    ) -> tuple[dict[tuple[int, int], RecordKey], list[Check[RecordKey]]]:
-        """Return the keys of reports, by output and element, and the checks; take bounds and clips."""
+        self, reports: Sequence[Figures[Leaf]], placed: Sequence[Figures[RecordKey]]
+    ) -> dict[tuple[int, int], RecordKey]:
+        """Return the keys of reports, by output and element; take bounds."""
         keys: dict[tuple[int, int], RecordKey] = {}
-        placed = self.numbering.of_action(figures, where, list(map(str, members)))
-        for report, (keyed, factor) in zip(figures, placed, strict=True):
+        for report, keyed in zip(reports, placed, strict=True):
             for leaf, own in zip(leaves(report), leaves(keyed), strict=True):
                 if isinstance(leaf, HostBound):
                     self.bounds.append((own, leaf.value))
                 else:
                     keys[leaf.number, leaf.element] = own
-            if factor is not None:
-                assert isinstance(keyed, NormClip | ValueClip)
-                self._add_clip(ClipRecords(site, keyed, factor))
-        return keys, [keyed for keyed, _ in placed if isinstance(keyed, Check)]
+        return keys
 
     def _add_clip(self, clip: ClipRecords) -> None:
         self.clips.append(clip)
@@ -193,6 +200,17 @@ class RecordPacking:
             counts=frozenset(self.numbering.counts),
             noisy=frozenset(self.noisy),
         )
+
+
+def _clip_records(
+    insertion: Insertion | GroupInsertion, where: str, site: Site, report: Clip[RecordKey], factor: RecordKey
+) -> ClipRecords:
+    assert isinstance(insertion, Replace | ReplaceGroup | ScaleGroup | WeighExamples)
+    action = without_addresses(repr(insertion.action))
+    if where == str(site):
+        return ClipRecords(site.kind, site.name, site.call, action, insertion.rule, report, factor)
+    before, kind, name = where.partition("group:")
+    return ClipRecords(f"{before}{kind[:-1]}", name, 0, action, insertion.rule, report, factor)
 
 
 def _comes_later(record: RecordNode) -> bool:

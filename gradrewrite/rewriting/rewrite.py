@@ -34,7 +34,6 @@ from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.actions import (
     BucketedAction,
-    ExampleClip,
     GroupAction,
     NormScaling,
 )
@@ -269,7 +268,7 @@ class Rewriter:
                     raise AssertionError("averages come in buckets")
                 case _:
                     assert_never(insertion)
-            keys, checks = self.packing.add(str(point.site), point.site, traced.reports, extras)
+            keys, checks = self.packing.add(insertion, str(point.site), point.site, traced.reports, extras)
             made = [] if self.examples is None else self.examples.take_new()
             self.edits.append(Edit(point.site, insertion.action, tuple(n.name for n in (*made, *new)), tuple(keys)))
             for check in checks:
@@ -421,7 +420,7 @@ class Rewriter:
         where = where or f"group:{action.group}"
         match group:
             case WeighExamples():
-                self._insert_example_clip(group.action, points, nodes)
+                self._insert_example_clip(group, nodes)
             case ScaleGroup() if all(point.layout is None for point in points):
                 found = self._scale_group(group.action, points, nodes, self._mode(points[0].site, where))
                 self._finish_group(group, where, nodes, *found)
@@ -460,7 +459,7 @@ class Rewriter:
                 'step sites (gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break '
                 "(fullgraph=True finds it) or regions="
             )
-        keys, _ = self.packing.add(where, sites[0], traced.reports, extras, sites)
+        keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras, sites)
         for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
             self.edits.append(Edit(point.site, action, names, own))
@@ -514,18 +513,17 @@ class Rewriter:
             made += new
         return middle, results, extras, made
 
-    def _insert_example_clip(
-        self, action: ExampleClip, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node]
-    ) -> None:
+    def _insert_example_clip(self, group: WeighExamples, nodes: Sequence[fx.Node]) -> None:
         """Insert an action that weighs the examples of a batch in the gradients of a group."""
         assert self.examples is not None
+        action, points = group.action, group.points
         sites, scale = [point.site for point in points], self._scale_on(points[0].site.device)
         squares = self.examples.total_square_norms(points, nodes, action, scale)
         where = f"group:{action.group}"
         mode = replace(self._mode(sites[0], where), scale=None)
         traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], sites[:1], action, mode)
         (weights, *extras), new = self._splice(traced, [squares], points[0])
-        keys, _ = self.packing.add(where, sites[0], traced.reports, extras)
+        keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras)
         shared = (*self.examples.take_new(), *new)
         for point, node in zip(points, nodes, strict=True):
             with recording(point.site.device, states=mode.states):

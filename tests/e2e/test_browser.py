@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.diagnostics.run_log import Step
 
 from helpers import node_modules
+from models.clips import step_of
 from models.drawn import recurrence
 from models.graphs import odd_names, three_layers, transformer
 
@@ -21,9 +21,9 @@ MODULES = node_modules()
 pytestmark = pytest.mark.browser
 
 STEPS = [
-    Step(n, {"max_abs@error:second": 10.0**n, "mean_abs@error:second": 1.0, "clipped@error:second": float(n == 2)})
+    step_of(n, {"max_abs@error:second": 10.0**n, "mean_abs@error:second": 1.0, "clipped@error:second": float(n == 2)})
     for n in range(4)
-] + [Step(4, {"max_abs@error:second": float("inf"), "mean_abs@error:second": 1.0, "clipped@error:second": 0.0})]
+] + [step_of(4, {"max_abs@error:second": float("inf"), "mean_abs@error:second": 1.0, "clipped@error:second": 0.0})]
 
 
 class Opened:
@@ -419,7 +419,7 @@ def test_modules_fold_and_unfold(browser: Any, tmp_path: Path) -> None:
 
 
 def test_folded_modules_have_the_strongest_color(browser: Any, tmp_path: Path) -> None:
-    steps = [Step(0, {"max_abs@error:blocks.0.norm1": 1.0, "max_abs@error:blocks.1.norm1": 100.0})]
+    steps = [step_of(0, {"max_abs@error:blocks.0.norm1": 1.0, "max_abs@error:blocks.1.norm1": 100.0})]
     opened = Opened(browser, viz.draw(transformer(), monitor=steps).render(tmp_path / "p", "html"))
     opened.page.click("#tab-ladder")
     opened.page.click("#fold")

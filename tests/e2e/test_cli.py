@@ -17,6 +17,8 @@ import pytest
 from gradrewrite import read_jsonl
 from gradrewrite.cli import main
 
+from models.clips import header_of
+
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
@@ -181,7 +183,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.pure
 def test_doctor_says_what_was_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text('{"step": 0, "records": {"norm@error:a": 1.0, "bound@error:a": 2.0}}\n')
+    records = '{"norm@error:a": 1.0, "bound@error:a": 2.0}'
+    path.write_text(header_of(json.loads(records)) + f'{{"step": 0, "graphs": 0, "records": {records}}}\n')
 
     assert main(["doctor", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -12,6 +12,7 @@ import pytest
 
 from gradrewrite.cli import main
 
+from models.clips import header_of
 from models.shell import Shell
 
 RED = "#fa5252"
@@ -96,12 +97,14 @@ def test_models_and_inputs_are_made_or_taken(shell: Shell, words: tuple[str, ...
     assert out.endswith("10 of 10 sites\n")
 
 
-STEP = '{"step": %d, "records": {"max_abs@error:0": %s, "clipped@error:0": %d, "limit@error:0": 0.1}}\n'
+RECORDS = '{"max_abs@error:0": %s, "clipped@error:0": %d, "limit@error:0": 0.1}'
+STEP = '{"step": %d, "graphs": 0, "records": ' + RECORDS + "}\n"
+HEADER = header_of(("max_abs@error:0", "clipped@error:0", "limit@error:0"))
 
 
 @pytest.mark.slow
 def test_colors_of_a_run(shell: Shell) -> None:
-    Path("run.jsonl").write_text(STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
+    Path("run.jsonl").write_text(HEADER + STEP % (0, "0.2", 1) + STEP % (1, "0.01", 0))
     run = ("draw", *CLIPPED, "--run", "run.jsonl")
     assert shell.run(*run, "--out", "rate.svg")[0] == 0
     assert "clip acted in 50% of the steps" in Path("rate.svg").read_text()
@@ -110,7 +113,7 @@ def test_colors_of_a_run(shell: Shell) -> None:
     assert "error:0: largest absolute value: 0.2" in Path("size.svg").read_text()
     assert shell.run(*run, "--out", "page.html")[0] == 0
     assert '"steps":[0,1]' in Path("page.html").read_text()
-    Path("run.jsonl").write_text(STEP % (0, '"Infinity"', 1))
+    Path("run.jsonl").write_text(HEADER + STEP % (0, '"Infinity"', 1))
     assert shell.run(*run, "--color-by", "largest error", "--out", "inf.svg")[0] == 0
     assert f"fill:{RED}" in Path("inf.svg").read_text()
     Path("run.jsonl").write_text("")

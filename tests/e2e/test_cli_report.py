@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from models.clips import header_of
 from models.shell import Shell
 
-STEP = '{"step": %d, "records": {"norm@error:0": 4.0, "bound@error:0": 1.0, "loss@run": 1.5}}\n'
+RECORDS = '{"norm@error:0": 4.0, "bound@error:0": 1.0, "factor@error:0": 0.25, "loss@run": 1.5}'
+STEP = '{"step": %d, "graphs": 0, "records": ' + RECORDS + "}\n"
+HEADER = header_of(("norm@error:0", "bound@error:0"))
 PARTIAL = '{"step": 99, "records": {"norm@err'
 
 
 def write(name: str, count: int, rest: str = "") -> None:
-    Path(name).write_text("".join(STEP % n for n in range(count)) + rest)
+    Path(name).write_text(HEADER + "".join(STEP % n for n in range(count)) + rest)
 
 
 @pytest.mark.pure
@@ -98,7 +101,7 @@ def test_follow_writes_what_is_new(shell: Shell, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_follow_ends_on_an_interrupt(tmp_path: Path) -> None:
     run, out = tmp_path / "run.jsonl", tmp_path / "r.html"
-    run.write_text(STEP % 0)
+    run.write_text(HEADER + STEP % 0)
     words = [sys.executable, "-m", "gradrewrite", "report", str(run), "--follow", "--out", str(out)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
     try:

@@ -12,14 +12,15 @@ from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import Step
 
 from helpers import node_modules
+from models.clips import step_of
 
 MODULES = node_modules()
 pytestmark = pytest.mark.browser
 
 SITES = [f"error:layers.{n}" for n in range(30)]
 RECORDS = {f"norm@{site}": 4.0 for site in SITES} | {f"bound@{site}": 1.0 for site in SITES} | {"loss@run": 2.0}
-STEPS = [Step(n, RECORDS | {"update_ratio@gradient:w": 1e-3, "nonfinite@error:layers.3": 0.0}) for n in range(30)]
-BAD = [*STEPS, Step(30, {"nonfinite@error:layers.3": 2.0})]
+STEPS = [step_of(n, RECORDS | {"update_ratio@gradient:w": 1e-3, "nonfinite@error:layers.3": 0.0}) for n in range(30)]
+BAD = [*STEPS, step_of(30, {"nonfinite@error:layers.3": 2.0})]
 
 
 @pytest.fixture

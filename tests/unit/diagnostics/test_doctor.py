@@ -15,6 +15,8 @@ from gradrewrite.diagnostics.clipping import steps_of_clips
 from gradrewrite.diagnostics.doctor import SkippedRule, diagnose, report, skipped_rules
 from gradrewrite.diagnostics.run_log import Finding, Step, last_run
 
+from models.clips import step_of
+
 pytestmark = pytest.mark.pure
 
 Records = dict[str, float]
@@ -23,7 +25,7 @@ NAN, INF = math.nan, math.inf
 
 
 def run_of(number: int, records: Callable[[int], Records]) -> list[Step]:
-    return [Step(n, records(n)) for n in range(number)]
+    return [step_of(n, records(n)) for n in range(number)]
 
 
 def only(steps: list[Step]) -> Finding:
@@ -47,7 +49,7 @@ def healthy(number: int, seed: int, drift: float = 0.05) -> list[Step]:
         total = math.exp(rng.gauss(0.0, 0.3))
         records |= {"zeros@activation:relu": rng.uniform(0.3, 0.7), "saturated@activation:tanh": rng.uniform(0.0, 0.2)}
         records |= {"total_norm@group:default": total, "bound@group:default": 1.2, "lr@optimizer:0": 1e-3}
-        steps.append(Step(n, records))
+        steps.append(step_of(n, records))
     return steps
 
 
@@ -92,7 +94,9 @@ def test_non_finite_is_the_first_in_the_order_of_execution() -> None:
     ],
 )
 def test_non_finite_by_every_record(bad: Records, site: str, count: float | None) -> None:
-    found = only([Step(0, {"norm@error:z": 1.0}), Step(1, {"norm@error:z": 1.0} | bad), Step(2, {"norm@error:z": 1.0})])
+    found = only(
+        [step_of(0, {"norm@error:z": 1.0}), step_of(1, {"norm@error:z": 1.0} | bad), step_of(2, {"norm@error:z": 1.0})]
+    )
 
     assert (found.kind, found.site, found.step) == ("non-finite", site, 1)
     assert found.figures.get("count") == count
@@ -212,7 +216,7 @@ ADDRESSES = """
 
 @given(st.lists(st.dictionaries(st.sampled_from(ADDRESSES), NUMBERS), max_size=30), st.integers(1, 10))
 def test_any_run_has_an_answer_in_strict_json(rows: list[Records], times: int) -> None:
-    steps = [Step(n, row) for n, row in enumerate(rows * times)]
+    steps = [step_of(n, row) for n, row in enumerate(rows * times)]
     found = diagnose(steps)
 
     for finding in found:
@@ -226,7 +230,7 @@ def test_any_run_has_an_answer_in_strict_json(rows: list[Records], times: int) -
 def test_too_few_steps_show_nothing() -> None:
     few = run_of(4, lambda n: {"norm@gradient:w": 1e3**n, "zeros@activation:a": 1.0})
 
-    assert diagnose(few) == diagnose([Step(0, {})]) == diagnose([]) == ()
+    assert diagnose(few) == diagnose([step_of(0, {})]) == diagnose([]) == ()
     assert report((), []) == "nothing wrong was found in 0 steps; each has up to 0 recorded values"
     assert report(()) == "nothing wrong was found"
 
@@ -351,10 +355,12 @@ def test_a_site_with_both_kinds_of_clip_is_judged_by_each() -> None:
 
 def test_a_clip_by_norm_that_logs_is_one_clip() -> None:
     log = {"max_abs@error:a": 3.0, "mean_abs@error:a": 1.0, "clipped@error:a": 1.0}
-    steps = run_of(30, lambda n: {"norm@error:a": 4.0, "factor@error:a": 0.5, **log, "bound@error:a": 2.0})
+    records = {"norm@error:a": 4.0, "factor@error:a": 0.5, **log, "bound@error:a": 2.0}
+    steps = [step_of(n, records, logged=log) for n in range(30)]
     assert only(steps).figures["percentile_90"] == 4.0
     both = {"factor.2@error:a": 1.0, "share@error:a": 0.0, "max_abs.2@error:a": 2.0, "mean_abs.2@error:a": 1.0}
-    steps = [Step(s.step, {**s.records, **both, "clipped.2@error:a": 0.0, "limit.2@error:a": 9.0}) for s in steps]
+    both |= {"clipped.2@error:a": 0.0, "limit.2@error:a": 9.0}
+    steps = [step_of(n, records | both, logged=log) for n in range(30)]
     assert only(steps).figures["percentile_90"] == 4.0
 
 
@@ -396,7 +402,7 @@ def test_rules_that_had_too_few_steps() -> None:
     assert never == SkippedRule("clip never acts", 20, 13, ("error:a", "error:c"))
     assert [rule.kind for rule in skipped_rules(run_of(23, records))] == ["clip acts always", "clip never acts"]
     assert skipped_rules(run_of(23, records))[0].sites == ("error:c",)  # its norms were seldom finite
-    assert skipped_rules([]) == skipped_rules([Step(0, {"lr@optimizer:0": 0.1})]) == ()
+    assert skipped_rules([]) == skipped_rules([step_of(0, {"lr@optimizer:0": 0.1})]) == ()
     json.dumps([rule.to_json() for rule in skipped_rules(run_of(3, records))], allow_nan=False)
     assert list(always.to_json()) == list(Finding("", "", 0, "", {}, "").to_json())
 
@@ -408,7 +414,7 @@ def test_report_says_what_was_not_judged() -> None:
     text = report(diagnose(steps), steps)
 
     assert text.startswith(
-        "nothing wrong was found in 7 steps; each has up to 14 recorded values\n\nnot judged, for too few steps:\n"
+        "nothing wrong was found in 7 steps; each has up to 21 recorded values\n\nnot judged, for too few steps:\n"
     )
     sites = "error:0, error:1, error:2, error:3, error:4 and 2 more"
     assert f"\n  clip never acts: needs 20 steps, at most 7 were recorded at {sites}" in text

@@ -90,7 +90,7 @@ def test_the_sink_writes_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for rank in (11, 2):
         monkeypatch.setattr(writers, "this_rank", lambda rank=rank: rank)
         sink = JsonLines(writers.path_of_rank(tmp_path / "run-{rank}.jsonl"))
-        sink.write(0, {"loss@run": float(rank)})
+        sink.write(Step(0, {"loss@run": float(rank)}))
     runs = read_ranks([tmp_path / "run-11.jsonl", tmp_path / "run-2.jsonl"])
     assert runs == {2: [Step(0, {"loss@run": 2.0})], 11: [Step(0, {"loss@run": 11.0})]}
 

@@ -69,7 +69,7 @@ def test_reads_what_the_sink_writes(tmp_path: Path) -> None:
     steps = [Step(n, {"norm@error:a": 0.1 + n, "bound.2@error:a": INF}) for n in range(3)]
     sink = JsonLines(tmp_path / "run.jsonl")
     for step in steps:
-        sink.write(step.step, step.records)
+        sink.write(step)
 
     assert read_jsonl(sink.path) == steps
 

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradrewrite as gr
-from gradrewrite.diagnostics.run_log import Run, Step, last_run
+from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.diagnostics.site_health import COLUMNS, SiteHealth, percent, sites_of
+
+from models.clips import step_of
 
 pytestmark = pytest.mark.pure
 
@@ -21,7 +23,7 @@ SIZES = st.lists(st.floats(0, 1e30) | st.sampled_from([NAN, INF]), min_size=1, m
 
 
 def clipped(sizes: list[float], bound: float, site: str = "error:layers.1") -> Run:
-    return last_run([Step(n, {f"norm@{site}": size, f"bound@{site}": bound}) for n, size in enumerate(sizes)])
+    return last_run([step_of(n, {f"norm@{site}": size, f"bound@{site}": bound}) for n, size in enumerate(sizes)])
 
 
 @given(SIZES, st.floats(1e-3, 1e3))
@@ -76,7 +78,7 @@ def test_code_is_a_rule_that_matches_its_site(site: str, wanted: str) -> None:
     ],
 )
 def test_code_of_groups(site: str, wanted: str) -> None:
-    run = last_run([Step(n, {f"total_norm@{site}": 0.5, f"bound@{site}": 1.0}) for n in range(20)])
+    run = last_run([step_of(n, {f"total_norm@{site}": 0.5, f"bound@{site}": 1.0}) for n in range(20)])
 
     (row,) = sites_of(run)
     assert (row.action, row.code) == ("ClipByGlobalNorm", wanted)
@@ -91,7 +93,7 @@ def test_a_clip_by_value_has_its_recorded_factor_and_share() -> None:
     for values in figures:
         known = dict(zip(names, values, strict=True)) | {"mean_abs": 0.1, "limit": 1.0}
         rows.append({f"{name}@{site}": known[name] for name in order})
-    (row,) = sites_of(last_run([Step(n, records) for n, records in enumerate(rows)]))
+    (row,) = sites_of(last_run([step_of(n, records) for n, records in enumerate(rows)]))
 
     assert (row.action, row.measure, row.bound) == ("ClipByValue", "max_abs", 1.0)
     assert (row.rate, row.median_factor, row.worst_factor) == (2 / 3, 0.375, 0.25)
@@ -102,7 +104,7 @@ def test_a_clip_by_value_has_its_recorded_factor_and_share() -> None:
 
 def test_without_recorded_factors_a_clip_by_value_that_acted_has_none() -> None:
     rows = [{"max_abs@error:a": 2.0, "clipped@error:a": 1.0, "limit@error:a": 1.0}] * 3
-    (row,) = sites_of(last_run([Step(n, records) for n, records in enumerate(rows)]))
+    (row,) = sites_of(last_run([step_of(n, records) for n, records in enumerate(rows)]))
 
     assert row.rate == 1.0
     assert math.isnan(row.median_factor)
@@ -113,7 +115,7 @@ def test_two_clips_at_a_site_have_a_row_each() -> None:
     first = {"norm@error:a": 4.0, "bound@error:a": 2.0, "factor@error:a": 0.5}
     second = {"norm.2@error:a": 2.0, "bound.2@error:a": 1.0, "factor.2@error:a": 0.5}
     value = {"factor.3@error:a": 0.25, "share@error:a": 0.5, "max_abs@error:a": 1.0, "mean_abs@error:a": 0.1}
-    rows = sites_of(last_run([Step(0, first | second | value | {"clipped@error:a": 1.0, "limit@error:a": 0.5})]))
+    rows = sites_of(last_run([step_of(0, first | second | value | {"clipped@error:a": 1.0, "limit@error:a": 0.5})]))
 
     assert [(row.action, row.bound, row.median_factor) for row in rows] == [
         ("ClipByNorm", 2.0, 0.5),
@@ -135,7 +137,7 @@ def test_measured_sites_and_members_of_a_global_clip() -> None:
     rows = [
         {"max_abs@gradient:a": 3.0, "norm@gradient:b": 1.0, "norm_share@gradient:b": 0.9, "norm_share@gradient:c": 0.1}
     ]
-    found = {row.site: row for row in sites_of(last_run([Step(n, rows[0]) for n in range(4)]))}
+    found = {row.site: row for row in sites_of(last_run([step_of(n, rows[0]) for n in range(4)]))}
 
     assert [*found] == ["gradient:c", "gradient:b", "gradient:a"]  # the backward comes to the last first
     assert (found["gradient:a"].measure, found["gradient:a"].p99) == ("max_abs", 3.0)
@@ -154,7 +156,7 @@ def test_sites_of_the_backward_from_output_to_input() -> None:
     ]
     records = {f"{'total_norm' if 'group' in name else 'norm'}@{name}": 1.0 for name in names}
 
-    found = [row.site for row in sites_of(last_run([Step(0, records)]))]
+    found = [row.site for row in sites_of(last_run([step_of(0, records)]))]
     assert found == [names[1], names[0], names[3], names[2], names[4]]
 
 

@@ -13,6 +13,7 @@ from gradrewrite.monitoring.clip_rates import ClipRates
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 from helpers import Probe, run_probe
+from models.clips import step_of
 
 NAN = float("nan")
 
@@ -30,15 +31,16 @@ class Writer:
 def test_share_of_the_steps_in_which_a_clip_acted() -> None:
     rates = ClipRates()
     for factor in (0.5, 1.0, NAN, 1.0):
-        rates.add({"factor@group:a": factor, "bound@group:a": 1.0, "factor.2@error:h": 1.0, "clipped@error:h": 0.0})
-    assert rates.take() == {"rate@group:a": 0.5, "rate.2@error:h": 0.0}
+        by_norm = {"total_norm.2@group:a": 9.0, "factor.2@group:a": factor, "bound.2@group:a": 1.0}
+        rates.add(step_of(0, {"clipped@error:h": 0.0, "factor@error:h": 1.0} | by_norm))
+    assert rates.take() == {"rate.2@group:a": 0.5, "rate@error:h": 0.0}
     assert rates.take() == {}
 
 
 @pytest.mark.pure
 def test_factor_of_a_user_is_none_of_a_clip() -> None:
     rates = ClipRates()
-    rates.add({"factor@error:h": 0.5, "factor_x@error:a": 0.5, "bound@error:a": 1.0, "factor.3@run": 2.0})
+    rates.add(gr.Step(0, {"norm@error:a": 2.0, "bound@error:a": 1.0, "factor@error:a": 0.5}))
     assert rates.take() == {}
 
 

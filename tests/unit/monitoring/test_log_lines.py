@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import subprocess
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.diagnostics.run_log import Step, read_jsonl
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
 
 
@@ -109,9 +108,9 @@ def test_file_has_what_was_logged(tmp_path: Path, every: int) -> None:
         model.monitor.latest()
         model.monitor.log("loss", torch.tensor(float(step)))
     model.monitor.flush()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = read_jsonl(path)
 
-    assert [(line["step"], line["records"]["loss@run"]) for line in lines] == [(n, float(n)) for n in range(7)]
+    assert [(step.step, step.records["loss@run"]) for step in steps] == [(n, float(n)) for n in range(7)]
 
 
 def test_value_that_comes_after_the_file_is_said_once(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_value_that_comes_after_the_file_is_said_once(tmp_path: Path) -> None:
     backward(model)
     model.monitor.log("loss", 3.0)
     model.monitor.flush()
-    records = [json.loads(line)["records"] for line in path.read_text().splitlines()]
+    records = [step.records for step in read_jsonl(path)]
 
     assert [r.get("loss@run") for r in records] == [None, 3.0]
     assert model.monitor.history("loss@run") == [2.0, 3.0]
@@ -189,7 +188,7 @@ def test_nothing_waits_for_the_device(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
         losses.append(loss.detach().clone())
     model.monitor.flush()
-    records = [json.loads(line)["records"] for line in path.read_text().splitlines()]
+    records = [step.records for step in read_jsonl(path)]
 
     assert [r["loss@run"] for r in records] == [float(loss) for loss in losses]
     assert all(0 < r["update_ratio@gradient:weight"] < 1 for r in records)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_every_reader_has_the_factor(tmp_path: Path) -> None:
     for size in (10.0, 1.0, 5.0):
         model(torch.tensor([0.0, size])).backward()
     model.monitor.flush()
-    lines = [json.loads(line)["records"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    lines = [step.records for step in gr.read_jsonl(tmp_path / "run.jsonl")]
 
     want = pytest.approx([0.1, 1.0, 0.2])
     assert [line["factor@error:h"] for line in lines] == want

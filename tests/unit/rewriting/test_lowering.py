@@ -159,7 +159,7 @@ def _plan(*answers: list[Any], positions: dict[int, int] | None = None) -> Inser
     points = [InsertionPoint(GRADIENT, node, output, n, output=n) for n, node in enumerate(nodes)]
     known = positions or {}
     return lower(
-        (point, [Answered((known.get(id(action), 0),), action) for action in own])
+        (point, [Answered((known.get(id(action), 0),), action, "*") for action in own])
         for point, own in zip(points, answers, strict=True)
     )
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.diagnostics.run_log import Run, Step, last_run
+from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.viz import _curve_data
 from gradrewrite.viz._heat import MAX_COLUMNS, MAX_ROWS, group, heat_map
 from gradrewrite.viz._panels import colors_of
 from gradrewrite.viz._theme import CURVE_ABSENT, CURVE_RED, CURVE_ZERO
+
+from models.clips import step_of
 
 pytestmark = pytest.mark.pure
 
@@ -23,7 +25,7 @@ NAN, INF = math.nan, math.inf
 
 
 def run_of(*rows: Mapping[str, float], first: int = 0) -> Run:
-    return last_run([Step(first + n, row) for n, row in enumerate(rows)])
+    return last_run([step_of(first + n, row) for n, row in enumerate(rows)])
 
 
 def artists(curves: viz.Curves, gid: str) -> list[Any]:
@@ -137,7 +139,7 @@ def test_update_ratios_over_layers() -> None:
     np.testing.assert_allclose(ratios.low, [1e-3, NAN, 2e-3, NAN])
     np.testing.assert_allclose(ratios.high, [4e-3, NAN, 6e-3, NAN])
     assert ratios.is_infinite.tolist() == [True, False, True, True]
-    curves = viz.plot([Step(n, row) for n, row in enumerate(rows)])
+    curves = viz.plot([step_of(n, row) for n, row in enumerate(rows)])
     assert [list(a.get_xdata()) for a in artists(curves, "zero")] == [[1]]
     assert [list(a.get_xdata()) for a in artists(curves, "nonfinite")] == [[0, 2, 3]]
     assert 1e-3 in [line.get_ydata()[0] for line in curves.figure().axes[0].lines]
@@ -164,7 +166,7 @@ def test_events_in_the_order_of_execution() -> None:
     assert (len(seen.sites), seen.num_sites) == (30, 37)
     assert seen.expected == {"activation:mask"}
     assert (seen.steps.tolist(), seen.skipped.tolist()) == ([6], [6])
-    curves = viz.plot([Step(n, row) for n, row in enumerate(rows)])
+    curves = viz.plot([step_of(n, row) for n, row in enumerate(rows)])
     assert sum(len(mark.get_xdata()) for mark in artists(curves, "nonfinite")) == 8 + 29 + 1
     assert curves.panels == ("error norm", "non-finite")
     title = next(ax.get_title("left") for ax in curves.figure().axes if "in the order" in ax.get_title("left"))

@@ -27,17 +27,19 @@ from gradrewrite.viz._fonts import displayable
 from gradrewrite.viz._heat import factor_map, heat_map
 from gradrewrite.viz._panels import colors_of
 
+from models.clips import step_of
+
 NAN, INF = math.nan, math.inf
 
 
 def run_of(*rows: Mapping[str, float], first: int = 0) -> Run:
-    return last_run([Step(first + n, row) for n, row in enumerate(rows)])
+    return last_run([step_of(first + n, row) for n, row in enumerate(rows)])
 
 
 @pytest.mark.pure
 def test_events_are_marked_in_all_other_panels() -> None:
     rows = [{"loss@run": 1.0, "norm@gradient:w": NAN if n in (3, 4, 5, 9) else 1.0} for n in range(12)]
-    curves = viz.plot([Step(n, row) for n, row in enumerate(rows)])
+    curves = viz.plot([step_of(n, row) for n, row in enumerate(rows)])
     assert curves.panels == ("loss", "gradient norm", "non-finite")
     by_panel = [[a for a in ax.get_children() if a.get_gid() == "event"] for ax in curves.figure().axes[:3]]
     lines = [[a.get_xdata()[0] for a in found if hasattr(a, "get_xdata")] for found in by_panel]
@@ -112,7 +114,7 @@ def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_last_run_of_a_file() -> None:
-    steps = [Step(0, {"loss@run": 9.0}), Step(1, {"loss@run": 9.0}), Step(0, {"loss@run": 1.0})]
+    steps = [step_of(0, {"loss@run": 9.0}), step_of(1, {"loss@run": 9.0}), step_of(0, {"loss@run": 1.0})]
     curves = viz.plot(steps)
 
     assert curves.run.steps == steps[2:]
@@ -127,7 +129,7 @@ def everything(names: Sequence[str]) -> list[Step]:
     kinds = {"norm@gradient:": 1.0, "max_abs@error:": 0.0, "clipped@error:": 1.0, "update_ratio@gradient:": INF}
     row = {f"{head}{name}": value for name in names for head, value in kinds.items()}
     row |= {f"norm@error:{name}": NAN for name in names} | {"loss@run": 1.0, "skipped@optimizer:0": 1.0}
-    return [Step(n, row) for n in range(3)]
+    return [step_of(n, row) for n in range(3)]
 
 
 STRANGE = [
@@ -164,7 +166,8 @@ def test_legible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"), [([], "No rows"), ([Step(0, {"zeros@activation:a": 0.5})], "the 1 records are none of norms")]
+    ("steps", "words"),
+    [([], "No rows"), ([step_of(0, {"zeros@activation:a": 0.5})], "the 1 records are none of norms")],
 )
 @pytest.mark.pure
 def test_nothing_to_draw(tmp_path: Path, steps: list[Step], words: str) -> None:
@@ -226,8 +229,10 @@ sys.exit("matplotlib.pyplot" in sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-BASELINE = [Step(n, {"loss@run": 3.0 if n else NAN, "norm@gradient:a": 3.0, "norm@gradient:b": 4.0}) for n in range(14)]
-RUN = [Step(n, {"loss@run": 2.0, "total_norm@group:default": 1.0, "bound@group:default": 0.5}) for n in range(10)]
+BASELINE = [
+    step_of(n, {"loss@run": 3.0 if n else NAN, "norm@gradient:a": 3.0, "norm@gradient:b": 4.0}) for n in range(14)
+]
+RUN = [step_of(n, {"loss@run": 2.0, "total_norm@group:default": 1.0, "bound@group:default": 0.5}) for n in range(10)]
 
 
 @pytest.mark.pure
@@ -263,7 +268,7 @@ def test_files_name_the_runs(tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_a_baseline_without_common_records_or_steps() -> None:
-    assert viz.plot(RUN, baseline=[Step(0, {"own@error:a": 1.0})]).panels == ("loss", "total norm, bound", "factor")
+    assert viz.plot(RUN, baseline=[step_of(0, {"own@error:a": 1.0})]).panels == ("loss", "total norm, bound", "factor")
     assert viz.plot([], baseline=BASELINE).panels == ("loss",)
     viz.plot([], baseline=BASELINE).figure()
     assert viz.plot([], baseline=[]).panels == ()
@@ -275,7 +280,7 @@ def test_a_baseline_without_common_records_or_steps() -> None:
 def test_factors_by_site_and_step() -> None:
     sizes = np.array([[1.0, 2.0, 4.0, INF], [0.5, 0.25, 8.0, 1.0]])
     steps = [
-        Step(
+        step_of(
             n,
             {f"norm@error:{site}": row[n] for site, row in zip("ab", sizes, strict=True)}
             | {"bound@error:a": 1.0, "bound@error:b": 1.0},
@@ -287,7 +292,7 @@ def test_factors_by_site_and_step() -> None:
     assert heat is not None
     assert heat.rows == ["error:b", "error:a"]  # the backward comes to the last first
     np.testing.assert_array_equal(heat.values, [[1.0, 1.0, 0.125, 1.0], [1.0, 0.5, 0.25, INF]])
-    assert factor_map(last_run([Step(0, {"norm@error:a": 1.0})])) is None
+    assert factor_map(last_run([step_of(0, {"norm@error:a": 1.0})])) is None
 
 
 @pytest.mark.pure

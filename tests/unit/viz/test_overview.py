@@ -9,11 +9,11 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _ladder, _overview
 
+from models.clips import step_of
 from models.graphs import EACH, recurrent, three_layers, transformer
 
 Make = Callable[[], JointGraph]
@@ -65,7 +65,7 @@ def test_edges_count_tensors() -> None:
 
 def test_equal_edits_of_a_row_are_one_box_with_the_strongest_figures() -> None:
     records = {"norm@gradient:second.weight": 4.0, "total_norm@group:default": 8.0, "bound@group:default": 1.0}
-    drawing = viz.draw(three_layers(), "overview", monitor=[Step(n, records) for n in range(4)])
+    drawing = viz.draw(three_layers(), "overview", monitor=[step_of(n, records) for n in range(4)])
     (row,) = [row for row in drawing._overview.ladder.rows if row[0].text == "second"]
     (box,) = [part for part in row if part.text.startswith("ClipByGlobalNorm")]
 

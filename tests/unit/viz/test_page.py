@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz.page import _html
 
+from models.clips import step_of
 from models.graphs import EACH, ODD_NAMES, odd_names, three_layers
 
 Make = Callable[[], JointGraph]
@@ -118,7 +118,7 @@ def test_an_edit_has_the_edges_that_it_replaced() -> None:
 
 
 def test_nothing_comes_from_outside() -> None:
-    reader, _ = page_of(three_layers(), monitor=[Step(0, {"loss@run": 1.0})])
+    reader, _ = page_of(three_layers(), monitor=[step_of(0, {"loss@run": 1.0})])
 
     for _, attributes in reader.elements:
         for name in ("src", "href", "data", "action", "xlink:href"):
@@ -142,10 +142,12 @@ def test_names_with_markup_stay_text() -> None:
 @pytest.mark.slow
 def test_records_and_metrics_are_in_it() -> None:
     steps = [
-        Step(n, {"max_abs@error:second": 0.5 + n, "clipped@error:second": float(n > 1), "mean_abs@error:second": 0.1})
+        step_of(
+            n, {"max_abs@error:second": 0.5 + n, "clipped@error:second": float(n > 1), "mean_abs@error:second": 0.1}
+        )
         for n in range(4)
     ]
-    steps.append(Step(4, {"max_abs@error:second": float("nan"), "clipped@error:second": 0.0}))
+    steps.append(step_of(4, {"max_abs@error:second": float("nan"), "clipped@error:second": 0.0}))
     reader, data = page_of(three_layers(), monitor=steps)
 
     assert data["records"]["steps"] == [0, 1, 2, 3, 4]
@@ -163,7 +165,7 @@ def test_records_and_metrics_are_in_it() -> None:
 
 def test_of_many_steps_those_that_were_not_finite_stay() -> None:
     steps = [
-        Step(n, {"nonfinite@error:second": float(n in (7, 501, 998)), "norm@error:second": 1.0}) for n in range(1000)
+        step_of(n, {"nonfinite@error:second": float(n in (7, 501, 998)), "norm@error:second": 1.0}) for n in range(1000)
     ]
     _, data = page_of(three_layers(), monitor=steps)
 
@@ -173,9 +175,9 @@ def test_of_many_steps_those_that_were_not_finite_stay() -> None:
 
 @pytest.mark.pure
 def test_only_counts_of_bad_elements_mark_a_step() -> None:
-    assert _html._is_bad(Step(0, {"nan@error:a": 1.0}))
-    assert _html._is_bad(Step(0, {"loss@run": float("inf")}))
-    assert not _html._is_bad(Step(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
+    assert _html._is_bad(step_of(0, {"nan@error:a": 1.0}))
+    assert _html._is_bad(step_of(0, {"loss@run": float("inf")}))
+    assert not _html._is_bad(step_of(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
 
 
 def test_records_of_a_group_are_those_of_its_members() -> None:

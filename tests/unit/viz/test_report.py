@@ -21,8 +21,10 @@ from gradrewrite.passes import CheckFinite, ClipByNorm
 from gradrewrite.viz._heat import factor_map
 from gradrewrite.viz._panels import depth_panel
 
+from models.clips import step_of
+
 RECORDS = {"norm@error:layers.1": 4.0, "bound@error:layers.1": 1.0, "norm@error:layers.0": 0.5, "loss@run": 2.0}
-STEPS = [Step(n, RECORDS | {"update_ratio@gradient:w": 1e-3}) for n in range(30)]
+STEPS = [step_of(n, RECORDS | {"update_ratio@gradient:w": 1e-3}) for n in range(30)]
 
 
 class Page(HTMLParser):
@@ -93,7 +95,7 @@ def test_the_page_reloads_where_it_is_asked_to(tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_baseline_and_a_value_that_is_not_finite(tmp_path: Path) -> None:
-    bad = [*STEPS, Step(30, {"norm@error:layers.1": math.nan, "nonfinite@error:layers.1": 3.0})]
+    bad = [*STEPS, step_of(30, {"norm@error:layers.1": math.nan, "nonfinite@error:layers.1": 3.0})]
     page = page_of(viz.report(bad, baseline=STEPS), tmp_path)
     body = " ".join(page.texts)
 
@@ -115,7 +117,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
 def test_more_code_than_fits_beside_the_verdict(tmp_path: Path) -> None:
     sites = [f"error:layers.{n}" for n in range(25)]
     records = {f"norm@{site}": 4.0 for site in sites} | {f"bound@{site}": 1.0 for site in sites}
-    page = page_of(viz.report([Step(n, records) for n in range(30)]), tmp_path)
+    page = page_of(viz.report([step_of(n, records) for n in range(30)]), tmp_path)
 
     assert any(text.endswith("# 5 more in the table") for text in page.texts)
     assert sum(text.startswith('gr.on("error:layers.') for text in page.texts) == 26
@@ -134,16 +136,16 @@ def test_the_page_explains_its_words(tmp_path: Path) -> None:
 @pytest.mark.pure
 @pytest.mark.parametrize(("norm", "wanted"), [(0.5, True), (4.0, False)])
 def test_the_map_of_factors_says_where_no_clip_acted(tmp_path: Path, norm: float, wanted: bool) -> None:
-    steps = [Step(n, {"norm@error:a": norm, "bound@error:a": 1.0}) for n in range(30)]
+    steps = [step_of(n, {"norm@error:a": norm, "bound@error:a": 1.0}) for n in range(30)]
     note = "No clip acted in this run: every factor is 1."
 
     assert (note in page_of(viz.report(steps), tmp_path).texts) == wanted
-    assert note not in page_of(viz.report([Step(0, {"norm@error:a": 1.0})]), tmp_path).texts
+    assert note not in page_of(viz.report([step_of(0, {"norm@error:a": 1.0})]), tmp_path).texts
 
 
 @pytest.mark.pure
 def test_the_column_of_shares_is_left_out_where_no_site_has_one(tmp_path: Path) -> None:
-    shares = [Step(s.step, s.records | {"norm_share@gradient:w": 0.5}) for s in STEPS]
+    shares = [step_of(s.step, s.records | {"norm_share@gradient:w": 0.5}) for s in STEPS]
 
     assert "share" not in page_of(viz.report(STEPS), tmp_path).texts
     page = page_of(viz.report(shares), tmp_path)
@@ -172,7 +174,7 @@ def test_norms_by_site_mark_the_site_of_the_verdict() -> None:
 def test_norms_by_site_are_of_errors_then_weights_then_biases() -> None:
     parts = ("error:{}", "gradient:{}.weight", "gradient:{}.bias")
     sites = [part.format(layer) for layer in ("a", "b") for part in parts]
-    axes = depth_axes([Step(n, {f"norm@{site}": 1.0 for site in sites}) for n in range(3)])
+    axes = depth_axes([step_of(n, {f"norm@{site}": 1.0 for site in sites}) for n in range(3)])
 
     wanted = [part.format(layer) for part in parts for layer in ("b", "a")]
     assert [label.get_text() for label in axes.get_yticklabels()] == wanted
@@ -183,7 +185,7 @@ def test_norms_by_site_are_of_errors_then_weights_then_biases() -> None:
 def test_many_sites_are_grouped_in_their_part_and_the_marked_one_stays() -> None:
     sites = [f"{kind}:layers.{n}{end}" for kind, end in (("error", ""), ("gradient", ".bias")) for n in range(24)]
     records = {f"norm@{site}": 0.5 for site in sites} | {f"bound@{sites[7]}": 0.4}
-    axes = depth_axes([Step(n, records) for n in range(30)])
+    axes = depth_axes([step_of(n, records) for n in range(30)])
 
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert len(names) == 24
@@ -197,14 +199,14 @@ def test_many_sites_are_grouped_in_their_part_and_the_marked_one_stays() -> None
 @pytest.mark.parametrize("loss", [1e308, 1e300, -1e308])
 def test_losses_near_the_largest_number_are_drawn(tmp_path: Path, loss: float) -> None:
     for low in (-loss, 1.0):
-        steps = [Step(n, {"loss@run": low if n % 2 else loss, "norm@error:a": 1.0}) for n in range(30)]
+        steps = [step_of(n, {"loss@run": low if n % 2 else loss, "norm@error:a": 1.0}) for n in range(30)]
         assert page_of(viz.report(steps), tmp_path).count("img") >= 1
 
 
 @pytest.mark.pure
 def test_a_size_that_is_not_finite_stays_visible_where_rows_are_merged() -> None:
     records = {f"{name}@error:layers.{n}": 0.5 for n in range(60) for name in ("norm", "bound")}
-    steps = [Step(n, records | {"norm@error:layers.7": math.inf if n == 3 else 1.0}) for n in range(9)]
+    steps = [step_of(n, records | {"norm@error:layers.7": math.inf if n == 3 else 1.0}) for n in range(9)]
     heat = factor_map(last_run(steps))
 
     assert heat is not None
@@ -216,7 +218,7 @@ def test_a_size_that_is_not_finite_stays_visible_where_rows_are_merged() -> None
 @pytest.mark.pure
 def test_names_are_text(tmp_path: Path) -> None:
     name = "a<b>\x00&'"
-    page = page_of(viz.report([Step(n, {f"norm@error:{name}": 1.0}) for n in range(3)]), tmp_path)
+    page = page_of(viz.report([step_of(n, {f"norm@error:{name}": 1.0}) for n in range(3)]), tmp_path)
 
     assert page.count("b") == 0
     assert not any("\0" in text for text in page.texts)

@@ -1,0 +1,124 @@
+"""Lines of a file that say which records belong to which clip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradrewrite as gr
+from gradrewrite.diagnostics.clipping import clips_of
+from gradrewrite.diagnostics.run_log import clip_of_json, last_run
+from gradrewrite.ir.reports import NormClip, ValueClip
+from gradrewrite.monitoring.writers import JsonLines
+from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+
+from models.clips import step_of
+from models.small import TwoLayers
+
+
+def by_callback(site: gr.Site) -> ClipByValue | None:
+    return ClipByValue(0.5, log=True) if site.kind == "input" else None
+
+
+def trained(policy: gr.Policy, path: Path) -> list[gr.Step]:
+    torch.manual_seed(0)
+    model = gr.transform(TwoLayers(3, 4, 2), policy)
+    model.monitor.to_jsonl(path)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 3, requires_grad=True)).square().sum().backward()
+    model.monitor.flush()
+    return model.monitor.steps()
+
+
+def test_a_file_has_the_clips_of_the_graphs(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    actions = [ClipByNorm(0.1), Observe("norm"), ClipByNorm(9.0, log=True)]
+    group = ClipByGlobalNorm(1.0, log=True)
+    steps = trained([gr.on("error:*", actions), by_callback, gr.on("gradient:*.weight", group)], path)
+    assert gr.read_jsonl(path) == steps
+    assert path.read_text().count('"clips"') == 1
+
+    clips = steps[0].clips
+    found = [(clip.site, clip.action.partition("(")[0], clip.rule, str(clip.factor)) for clip in clips]
+    first, second = sorted({str(clip.site) for clip in clips if clip.kind == "error"})
+    assert sorted(found) == sorted(
+        [
+            *((site, "ClipByNorm", "error:*", f"{record}@{site}") for site in (first, second) for record in FACTORS),
+            ("input:x", "ClipByValue", "by_callback", "factor@input:x"),
+            ("group:default", "ClipByGlobalNorm", "gradient:*.weight", "factor@group:default"),
+        ]
+    )
+    reports = {clip.site: clip.report for clip in clips}
+    assert isinstance(reports["input:x"], ValueClip)
+    assert isinstance(reports["group:default"], NormClip)
+    assert reports["group:default"].shares is not None
+    logging = reports[first]
+    assert isinstance(logging, NormClip)
+    assert (str(logging.norm), str(logging.bound)) == (f"norm.3@{first}", f"bound.3@{first}")  # norm.2 is observed
+    assert logging.log is not None
+    for clip in clips_of(last_run(steps)):
+        assert clip.acted == [factor != 1 for factor in clip.factors]
+
+
+FACTORS = ("factor", "factor.3")
+
+
+def test_calls_and_regions_keep_their_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh())
+    shared = layers[0]
+    model = gr.transform(nn.Sequential(shared, layers[2], shared), gr.on("error:*", ClipByNorm(1.0)), regions="?")
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    (step,) = model.monitor.steps()
+    assert {(clip.name, clip.call, clip.site) for clip in step.clips} == {
+        ("0", 0, "error:0"),
+        ("1", 0, "error:1"),
+        ("0", 1, "error:0#1"),
+    }
+    assert all(str(clip.factor) in step.records for clip in step.clips)
+
+
+def test_sets_of_graphs_are_declared_once(tmp_path: Path) -> None:
+    clipped, observed = {"norm@error:a": 2.0, "bound@error:a": 1.0}, {"norm@error:a": 3.0}
+    steps = [step_of(n, observed if n % 2 else clipped) for n in range(4)]
+    sink = JsonLines(tmp_path / "run.jsonl")
+    for step in steps:
+        sink.write(step)
+    lines = [json.loads(line) for line in sink.path.read_text().splitlines()]
+    assert [line["graphs"] for line in lines] == [0, 0, 1, 1, 0, 1]
+    assert gr.read_jsonl(sink.path) == steps
+    (clip,) = clips_of(last_run(steps))
+    assert (clip.steps, clip.factors[0]) == ([0, 1, 2, 3], 0.5)
+
+
+def test_names_of_records_make_no_clip(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    records = {"norm@error:a": 2.0, "bound@error:a": 1.0, "factor@error:a": 0.5, "loss@run": 1.0}
+    path.write_text("".join(json.dumps({"step": n, "records": records}) + "\n" for n in range(30)))
+    run = last_run(gr.read_jsonl(path))
+    assert clips_of(run) == []
+    assert run.series["norm@error:a"].values == [2.0] * 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"step": 0, "graphs": 1, "records": {}}',
+        '{"graphs": 0, "clips": {}}',
+        '{"graphs": 0, "clips": [3]}',
+        '{"graphs": 0, "clips": [{"report": {"by": "norm", "log": null}}]}',
+        '{"graphs": -1, "clips": []}',
+    ],
+)
+def test_what_is_no_line_of_clips(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(ValueError, match=r"run.jsonl, line 1: .*mend or remove the line"):
+        gr.read_jsonl(path)
+    with pytest.raises(ValueError, match="wanted the records of a clip"):
+        clip_of_json(None)
