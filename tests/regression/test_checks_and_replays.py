@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -233,7 +232,7 @@ def test_two_writers_and_two_spellings_of_a_path(tmp_path: Path, monkeypatch: py
     model.monitor.to_jsonl("run.jsonl")
     model.monitor.to_jsonl(tmp_path / "run.jsonl")
     assert one.steps == two.steps == [0, 1, 2]
-    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 3
+    assert len(gr.read_jsonl(tmp_path / "run.jsonl")) == 3
 
 
 def test_writer_that_fails_does_not_end_training() -> None:
@@ -268,7 +267,7 @@ def test_live_bounds_are_those_of_their_step(tmp_path: Path) -> None:
         bound.fill_(value)
         run(model, 1)
     model.monitor.to_jsonl(tmp_path / "run.jsonl")
-    records = [json.loads(line)["records"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    records = [step.records for step in gr.read_jsonl(tmp_path / "run.jsonl")]
     assert [record["bound@gradient:bias"] for record in records] == [1.0, 2.0, 3.0]
 
 

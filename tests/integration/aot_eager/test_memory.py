@@ -237,7 +237,7 @@ def test_records_of_a_deleted_model_are_in_its_file(tmp_path: Path) -> None:
     del model
     gc.collect()
 
-    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 5
+    assert len(gr.read_jsonl(tmp_path / "run.jsonl")) == 5
 
 
 class Chain(nn.Module):
