@@ -169,3 +169,15 @@ def _state_of(tree: ast.Module) -> Iterator[str]:
             for item in node.body:
                 if isinstance(item, ast.Assign) and _STATEFUL.match(ast.unparse(item.value)):
                     yield f"{node.name}.{ast.unparse(item.targets[0])}"
+
+
+@pytest.mark.pure
+def test_unit_tests_are_named_as_modules() -> None:
+    folders = {"passes": ROOT / "passes", "viz": ROOT / "viz", "gpu": ROOT / "tests" / "gpu"}
+    strange = []
+    for path in (ROOT / "tests" / "unit").glob("*/test_*.py"):
+        folder = folders.get(path.parent.name, ROOT / "gradrewrite" / path.parent.name)
+        names = {found.stem.lstrip("_") for found in folder.iterdir()}
+        if path.stem.removeprefix("test_") not in names:
+            strange.append(path.relative_to(ROOT))
+    assert not strange, "named as no module: a test of several modules goes to integration/aot_eager or regression"
