@@ -184,6 +184,7 @@ def backward_order(run: Run) -> list[str]:
 
 def _of_clip(run: Run, clip: Clip) -> SiteHealth:
     share = None if clip.share is None else run.series.get(str(clip.share))
+    shares = [] if share is None else [value for value in share.values if math.isfinite(value)]
     if math.isinf(clip.bound) and not any(clip.acted):
         norm_share = _norm_share(run, clip.site)
         return SiteHealth(clip.site, "", clip.record, len(clip.steps), norm_share=norm_share, **_quantiles(clip.sizes))
@@ -202,7 +203,7 @@ def _of_clip(run: Run, clip: Clip) -> SiteHealth:
         worst_factor=min(factors, default=math.nan),
         record=clip.key.name if clip.key.occurrence > 1 else "",
         key=str(clip.key),
-        share=fmean(share.values) if share is not None else math.nan,
+        share=fmean(shares) if shares else math.nan,
         norm_share=_norm_share(run, clip.site),
         **sizes,
     )
