@@ -18,7 +18,7 @@ from gradrewrite.errors import RewriteWarning
 from gradrewrite.ir.statistics import STATISTICS
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_NUMBERS = {name: number for number, name in enumerate(STATISTICS)}
+_NUMBERS = {name: n for n, name in enumerate(name for name, one in STATISTICS.items() if one.is_native)}
 _TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _COPY = -1  # in place of the number of statistics: the elements themselves
 
@@ -80,10 +80,10 @@ def names_of(statistics: str) -> tuple[tuple[str, ...], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _call(statistics: str, checks: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> _Call | None:
-    """See ``_Call``; None if a type is not known."""
-    if any(dtype not in _TYPES for dtype in dtypes):
-        return None
+    """See ``_Call``; None if a type or a statistic is not known."""
     names = names_of(statistics)
+    if any(dtype not in _TYPES for dtype in dtypes) or any(name not in _NUMBERS for own in names for name in own):
+        return None
     lists: list[int] = []
     known: dict[tuple[str, ...], int] = {}
     for own in names:
@@ -126,7 +126,7 @@ def figures_of(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()
 
     Returns:
         The figures, ``[N]``, float64 if a tensor is, else float32; None where the compiled function is missing, or does
-        not know the type of a tensor (complex, whole numbers).
+        not know a statistic or the type of a tensor (complex, whole numbers).
     """
     function = compiled_function()
     call = _call(statistics, tuple(checks), tuple(map(_dtype_of, xs)))

@@ -174,6 +174,8 @@ class Statistic:
             ``"elements"`` of counts, which add up over the graphs of a step, ``"share"`` of numbers in [0, 1].
         eager: The same figure by fewer operations, whose number costs where nothing is fused; None if there is none.
         takes_complex: Whether it is defined for complex tensors.
+        is_native: Whether ``native_statistics.cpp`` has it; another one, and those measured with it, are measured by
+            operations of torch.
     """
 
     traced: Figure
@@ -181,6 +183,7 @@ class Statistic:
     unit: Literal["value", "elements", "share"]
     eager: Figure | None = None
     takes_complex: bool = True
+    is_native: bool = True
 
 
 def _share_of(mask: Figure, *, takes_complex: bool = True) -> Statistic:
@@ -193,7 +196,7 @@ def _count_of(mask: Figure, eager: Figure | None = None) -> Statistic:
 
 
 _LEAST, _MOST = Combination("min"), Combination("max")
-# In the order of the numbers in native_statistics.cpp.
+# The native ones in the order of the numbers in native_statistics.cpp.
 STATISTICS: Mapping[str, Statistic] = {
     "max_abs": Statistic(lambda x: largest_of(size_of(x)), _MOST, "value"),
     "mean_abs": Statistic(lambda x: mean_of(size_of(x)), Combination("mean"), "value"),

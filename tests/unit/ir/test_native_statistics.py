@@ -19,6 +19,7 @@ import gradrewrite as gr
 from gradrewrite._compat import cpp_library
 from gradrewrite.errors import RewriteWarning
 from gradrewrite.ir import native_statistics, ops
+from gradrewrite.ir.statistics import STATISTICS, Combination, Statistic, share_of
 from gradrewrite.passes import CheckFinite, Observe
 
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -135,3 +136,12 @@ def test_types_that_it_does_not_know_are_measured_op_by_op() -> None:
     assert native_statistics.figures_of([counts], "max_abs") is None
     assert native_statistics.figures_of([turned], "norm") is None
     assert torch.ops.gradrewrite.pack([turned, counts], "norm,max_abs; ", []).tolist() == [5.0, 5.0, 0.0, 3.0, -4.0]
+
+
+@pytest.mark.pure
+def test_a_statistic_without_a_native_form_is_measured_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([-1.0, 2.0, 0.0, -3.0])
+    assert native_statistics.figures_of([x], "negative,norm") is None
+    negative = Statistic(lambda x: share_of(x < 0), Combination("mean"), "share", is_native=False)
+    monkeypatch.setattr(ops, "STATISTICS", {**STATISTICS, "negative": negative})
+    assert ops.measure(x, ["negative", "max_abs"], is_opaque=True).tolist() == [0.5, 3.0]
