@@ -17,9 +17,10 @@ from torch._inductor.cpp_builder import CppBuilder
 
 import gradrewrite as gr
 from gradrewrite._compat import cpp_library
+from gradrewrite.distributed.figures import Combination
 from gradrewrite.errors import RewriteWarning
 from gradrewrite.ir import native_statistics, ops
-from gradrewrite.ir.statistics import STATISTICS, Combination, Statistic, share_of
+from gradrewrite.ir.statistics import STATISTICS, Statistic, share_of
 from gradrewrite.passes import CheckFinite, Observe
 
 SOURCE = 'extern "C" int answer() { return 42; }'
