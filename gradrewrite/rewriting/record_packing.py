@@ -27,6 +27,7 @@ from gradrewrite.ir.reports import (
     Kept,
     Leaf,
     NormClip,
+    Ratio,
     Report,
     Scalars,
     StateUpdate,
@@ -104,7 +105,7 @@ class RecordPacking:
                     if key in self.states:
                         raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
                     self.states[key] = state, outputs[number]
-                case Scalars() | NormClip() | ValueClip() | Check():
+                case Scalars() | NormClip() | ValueClip() | Check() | Ratio():
                     figures.append(report)
                 case _:
                     assert_never(report)
