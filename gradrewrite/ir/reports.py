@@ -219,23 +219,6 @@ class Check(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio(Generic[T]):
-    """Two figures and their quotient.
-
-    Attributes:
-        above: The first figure.
-        below: The second.
-    """
-
-    above: T
-    below: T
-
-    def map(self, f: Callable[[str, T], S]) -> Ratio[S]:
-        """See ``Scalars.map``."""
-        return Ratio(f("above", self.above), f("below", self.below))
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
     """A tensor that is kept.
 
@@ -264,7 +247,7 @@ class StateUpdate:
 
 
 Clip: TypeAlias = NormClip[T] | ValueClip[T]
-Figures: TypeAlias = Scalars[T] | NormClip[T] | ValueClip[T] | Check[T] | Ratio[T]
+Figures: TypeAlias = Scalars[T] | NormClip[T] | ValueClip[T] | Check[T]
 Report: TypeAlias = Figures[T] | Kept | StateUpdate
 
 

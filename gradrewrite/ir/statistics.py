@@ -214,9 +214,6 @@ STATISTICS: Mapping[str, Statistic] = {
     "zeros": _share_of(lambda x: x == 0),
     "saturated_tanh": _share_of(lambda x: x.abs() >= 0.99, takes_complex=False),
     "saturated_sigmoid": _share_of(lambda x: (x <= 0.01) | (x >= 0.99), takes_complex=False),
-    "negative": Statistic(
-        lambda x: share_of(x < 0), Combination("mean"), "share", takes_complex=False, is_native=False
-    ),
 }
 COUNTS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "elements")
 IN_UNITS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "value")

@@ -237,15 +237,6 @@ class ParameterScaling(Action, Protocol):
         ...
 
 
-@runtime_checkable
-class DepthScaling(Action, Protocol):
-    """An action with a factor for each depth of a module's name."""
-
-    def factor_at(self, depth: int) -> float:
-        """Return the factor."""
-        ...
-
-
 def takes_value(action: Any) -> bool:
     """Return whether a function has two required parameters.
 

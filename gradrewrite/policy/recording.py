@@ -24,7 +24,6 @@ from gradrewrite.ir.reports import (
     NormClip,
     OnFailure,
     Output,
-    Ratio,
     Report,
     Scalars,
     StateUpdate,
@@ -179,13 +178,6 @@ def record_norm_clip(
         norms, norm_type = shares
         members = recording.figures(shares_of(norms, norm_type), norms.numel())
     recording.reports.append(NormClip(name, own, limit, norm.dtype == torch.float64, figures, members))
-
-
-def record_ratio(above: Tensor, below: Tensor) -> None:
-    """Report two figures."""
-    recording = _recording.get()
-    if recording is not None:
-        recording.reports.append(Ratio(recording.figure(above), recording.figure(below)))
 
 
 def record_value_clip(before: Tensor, after: Tensor, limit: float | Tensor | None) -> None:

@@ -18,7 +18,6 @@ from gradrewrite.ir.statistics import IN_UNITS
 from gradrewrite.policy.actions import (
     Action,
     BucketedAction,
-    DepthScaling,
     ExampleAction,
     ExampleClip,
     GroupAction,
@@ -165,9 +164,6 @@ def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
         return Average(action)
     if isinstance(action, ParameterScaling):
         return ScaleParameter(action)
-    if isinstance(action, DepthScaling):
-        factor = action.factor_at(site.name.count("."))
-        return Replace(action, action_key(action), lambda gradient: gradient * factor, False, None, rule)
     found = action.specialize(site) if isinstance(action, SpecializingAction) else action
     if isinstance(found, Measurement):
         return Measure(action, action_key(found), found.apply, found.statistics, found.fails, rule)

@@ -10,7 +10,7 @@ from torch import fx
 from typing_extensions import assert_never
 
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.reports import BOUNDS, SHARE_OF_MEMBER, Check, Figures, Leaf, NormClip, Ratio, Scalars, ValueClip
+from gradrewrite.ir.reports import BOUNDS, SHARE_OF_MEMBER, Check, Figures, Leaf, NormClip, Scalars, ValueClip
 from gradrewrite.ir.statistics import COUNTS
 
 
@@ -98,7 +98,7 @@ class RecordNumbering:
                 return self.new(["factor"], where, occurrence=report.norm.occurrence)[0]
             case ValueClip():
                 return self.new(["factor"], where)[0]
-            case Scalars() | Check() | Ratio():
+            case Scalars() | Check():
                 return None
             case _:
                 assert_never(report)

@@ -27,7 +27,6 @@ from gradrewrite.ir.reports import (
     Kept,
     Leaf,
     NormClip,
-    Ratio,
     Report,
     Scalars,
     StateUpdate,
@@ -105,7 +104,7 @@ class RecordPacking:
                     if key in self.states:
                         raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
                     self.states[key] = state, outputs[number]
-                case Scalars() | NormClip() | ValueClip() | Check() | Ratio():
+                case Scalars() | NormClip() | ValueClip() | Check():
                     figures.append(report)
                 case _:
                     assert_never(report)
