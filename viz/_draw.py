@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
-from gradrewrite.diagnostics.clipping import Clip, clips_by_edit
+from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.graph_view import GraphView, read_graph
@@ -109,7 +109,7 @@ class Drawing:
         return read_graph(self.graph)
 
     @cached_property
-    def _clips(self) -> Mapping[int, Clip]:
+    def _clips(self) -> Mapping[int, ClipHistory]:
         return clips_by_edit(self.run, self._view.edits) if self.run is not None else {}
 
     @cached_property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
-from gradrewrite.diagnostics.clipping import Clip
+from gradrewrite.diagnostics.clipping import ClipHistory
 from gradrewrite.diagnostics.site_health import percent
 from gradrewrite.ir.graph_view import (
     GraphView,
@@ -128,7 +128,7 @@ class _Row:
 
 
 def build_ladder(
-    graph_view: GraphView, clips: Mapping[int, Clip], *, reshapes: bool = False, records: bool = False
+    graph_view: GraphView, clips: Mapping[int, ClipHistory], *, reshapes: bool = False, records: bool = False
 ) -> Ladder:
     """Return the ladder of a graph, one box per op and lane and one per edit; ``clips`` are by number of the edit."""
     hidden = hidden_nodes(graph_view, reshapes=reshapes, records=records)
@@ -175,7 +175,7 @@ def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -
     return edges
 
 
-def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Mapping[int, Clip]) -> Part:
+def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Mapping[int, ClipHistory]) -> Part:
     """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
     first = graph_view.edits[numbers[0]]
     site = fold_names([str(graph_view.edits[n].site) for n in numbers])
@@ -192,7 +192,7 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Ma
     )
 
 
-def _figures(clip: Clip | None) -> list[str]:
+def _figures(clip: ClipHistory | None) -> list[str]:
     """Return rate and median factor of a clip as texts."""
     if clip is None:
         return []
@@ -245,7 +245,7 @@ def _key(node: Node) -> str:
     return node.name if node.role == "placeholder" else f"{node.lane} {node.order}"
 
 
-def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, Clip], hidden: Collection[str]) -> list[Part]:
+def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory], hidden: Collection[str]) -> list[Part]:
     parts = []
     for key, nodes in row.nodes.items():
         node, names = nodes[0], tuple(node.name for node in nodes)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gradrewrite.diagnostics.clipping import Clip, clips_by_edit
+from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import COUNTS, Run, Series
 from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.sites import Site
@@ -175,11 +175,11 @@ def edit_key(number: int | str) -> str:
     return f"edit {number}"
 
 
-def _by_step(clip: Clip, values: Iterable[float]) -> dict[int, float]:
+def _by_step(clip: ClipHistory, values: Iterable[float]) -> dict[int, float]:
     return {step: value for step, value in zip(clip.steps, values, strict=True) if not math.isnan(value)}
 
 
-def _strengths(clips: Mapping[str, Clip]) -> SiteMetric:
+def _strengths(clips: Mapping[str, ClipHistory]) -> SiteMetric:
     totals = {key: clip.median_factor for key, clip in clips.items()}
     low = max(min([_STRONGEST * 10, *totals.values()]), _STRONGEST)
     by_step = {key: _by_step(clip, clip.factors) for key, clip in clips.items()}

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradrewrite.diagnostics.clipping import Clip
+from gradrewrite.diagnostics.clipping import ClipHistory
 from gradrewrite.ir.graph_view import GraphView, Node, action_text, call_name, contracted_edges, hidden_nodes
 from gradrewrite.viz._ladder import Ladder, Part, edit_part, fold_names, join, template
 
@@ -30,7 +30,7 @@ class _Group:
         return min((n.order for n in self.nodes), default=-1)
 
 
-def build_overview(graph_view: GraphView, clips: Mapping[int, Clip]) -> Ladder:
+def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory]) -> Ladder:
     """Return at most ``MOST`` rows: modules at the deepest level that fits, with the edits of each."""
     hidden = hidden_nodes(graph_view)
     nodes = [n for n in graph_view.nodes.values() if n.name not in hidden and not n.mark and n.role != "placeholder"]

@@ -28,10 +28,10 @@ class _Habit:
         acted: For each step whether it acted.
         sizes: Norms or largest absolute values before it; finite.
         factors: Ratios of the norms after and before; finite.
-        bound: Its last finite bound; see ``Clip.bound``.
+        bound: Its last finite bound; see ``ClipHistory.bound``.
     """
 
-    clip: Clip
+    clip: ClipHistory
     step: int
     acted: list[bool]
     sizes: list[float]
@@ -112,7 +112,7 @@ def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
 _Row = tuple[int, float, float, bool, float]
 
 
-def _rows(clip: Clip) -> list[_Row]:
+def _rows(clip: ClipHistory) -> list[_Row]:
     """Steps that count, each with size, bound, whether the clip acted, and its factor.
 
     Of a clip by norm they are those with a finite norm and a finite bound.
@@ -123,20 +123,20 @@ def _rows(clip: Clip) -> list[_Row]:
     return [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
 
 
-def _habits(clips: Sequence[Clip]) -> list[_Habit]:
+def _habits(clips: Sequence[ClipHistory]) -> list[_Habit]:
     """The effects of those that were recorded in enough steps."""
     found = ((clip, _rows(clip)) for clip in clips)
     return [_habit(clip, rows) for clip, rows in found if len(rows) >= MIN_CLIP_STEPS]
 
 
-def _habit(clip: Clip, rows: Sequence[_Row]) -> _Habit:
+def _habit(clip: ClipHistory, rows: Sequence[_Row]) -> _Habit:
     sizes = [size for _, size, *_ in rows if math.isfinite(size)]
     factors = [factor for *_, factor in rows if math.isfinite(factor)]
     return _Habit(clip, rows[0][0], [row[3] for row in rows], sizes, factors, clip.bound)
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class ClipHistory:
     """The records of one clip over a run.
 
     Attributes:
@@ -197,20 +197,20 @@ class Clip:
         return self.site if self.key.occurrence == 1 else f"{self.site} ({self.key.name})"
 
 
-def clips_of(run: Run) -> list[Clip]:
+def clips_of(run: Run) -> list[ClipHistory]:
     """Return the clips with records, those by norm first."""
-    found = [_clip_of(run, clip) for clip in run.clips]
+    found = [_history_of(run, clip) for clip in run.clips]
     return sorted((clip for clip in found if clip is not None), key=lambda clip: clip.kind)
 
 
-def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, Clip]:
+def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, ClipHistory]:
     """Return the clips with records in a run, by number of the edit."""
     clips = {clip.key: clip for clip in clips_of(run)}
     found = {number: [clips[key] for key in edit.records if key in clips] for number, edit in enumerate(edits)}
     return {number: own[0] for number, own in found.items() if own}
 
 
-def _clip_of(run: Run, clip: ClipRecords) -> Clip | None:
+def _history_of(run: Run, clip: ClipRecords) -> ClipHistory | None:
     """Return the records of a clip over a run; None if the run has none."""
     match clip.report:
         case NormClip(record, size, bound):
@@ -230,7 +230,7 @@ def _clip_of(run: Run, clip: ClipRecords) -> Clip | None:
     acted = [factor != 1 and not math.isnan(factor) for factor in factors]
     if key != size:
         acted = [value > 0 for value in of_key.values]
-    return Clip(clip.site, record, of_key.steps, values(size), values(bound), acted, factors, key, share)
+    return ClipHistory(clip.site, record, of_key.steps, values(size), values(bound), acted, factors, key, share)
 
 
 def _aligned(series: Series | None, steps: Sequence[int]) -> list[float]:

@@ -118,7 +118,7 @@ class Run:
     Attributes:
         steps: Its rows; their numbers rise.
         series: Its records by the text of their keys, in the order of their first appearance.
-        clips: The records of each clip of its steps, in the same order.
+        clips: The records of each clip of its steps; of clips with the same records the last one.
     """
 
     steps: Sequence[Step]
@@ -192,7 +192,8 @@ def last_run(steps: Sequence[Step]) -> Run:
                 series[address] = Series(key, record_of(key, known), [], [])
             series[address].steps.append(step.step)
             series[address].values.append(value)
-    return Run(last, series, tuple(dict.fromkeys(chain.from_iterable(sets))))
+    clips = {clip.factor: clip for clip in chain.from_iterable(sets)}
+    return Run(last, series, tuple(clips.values()))
 
 
 def record_of(key: RecordKey, known: Collection[str]) -> str:

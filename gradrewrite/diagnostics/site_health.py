@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import TypedDict
 
-from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, Clip, clips_of
+from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, ClipHistory, clips_of
 from gradrewrite.diagnostics.run_log import Run, Series, as_executed, is_group, kind_of
 
 COLUMNS = (
@@ -182,7 +182,7 @@ def backward_order(run: Run) -> list[str]:
     return [site for part in parts for site in (reversed(part) if kind_of(part[0]) in turned else part)]
 
 
-def _of_clip(run: Run, clip: Clip) -> SiteHealth:
+def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     share = None if clip.share is None else run.series.get(str(clip.share))
     shares = [] if share is None else [value for value in share.values if math.isfinite(value)]
     if math.isinf(clip.bound) and not any(clip.acted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,16 @@ def test_sets_of_graphs_are_declared_once(tmp_path: Path) -> None:
     assert gr.read_jsonl(sink.path) == steps
     (clip,) = clips_of(last_run(steps))
     assert (clip.steps, clip.factors[0]) == ([0, 1, 2, 3], 0.5)
+
+
+def test_another_bound_for_the_same_records_makes_no_second_clip() -> None:
+    records = {"norm@error:a": 2.0, "bound@error:a": 1.0}
+    first = step_of(0, records)
+    (clip,) = first.clips
+    changed = gr.Step(1, first.records, (replace(clip, action="ClipByNorm(max_norm=0.5)"),))
+    run = last_run([first, changed])
+    assert [clip.action for clip in run.clips] == ["ClipByNorm(max_norm=0.5)"]
+    assert [clip.steps for clip in clips_of(run)] == [[0, 1]]
 
 
 def test_names_of_records_make_no_clip(tmp_path: Path) -> None:
