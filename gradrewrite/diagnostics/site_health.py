@@ -184,7 +184,7 @@ def backward_order(run: Run) -> list[str]:
 
 def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     share = None if clip.share is None else run.series.get(str(clip.share))
-    shares = [] if share is None else [value for value in share.values if math.isfinite(value)]
+    shares = [] if share is None else [value for value in share.values if 0 <= value <= 1]
     if math.isinf(clip.bound) and not any(clip.acted):
         norm_share = _norm_share(run, clip.site)
         return SiteHealth(clip.site, "", clip.record, len(clip.steps), norm_share=norm_share, **_quantiles(clip.sizes))
