@@ -325,7 +325,7 @@ class RewrittenModule(nn.Module):
 
     def explain(self) -> Explanation:
         """Return the compiled graphs and the skipped regions so far."""
-        return _state(self).session.explanation()
+        return _state(self).session.graphs.explanation()
 
     def __copy__(self) -> RewrittenModule:
         """Copy the plain module as ``copy.copy`` does; share the policy, not the monitor."""

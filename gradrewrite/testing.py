@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import assert_never
 
+from gradrewrite.policy.scope import group_of
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
@@ -401,7 +402,7 @@ class _Hooked:
         return out
 
     def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any], value: Tensor) -> None:
-        answers = (a.action for a in ask_in_order(self._policy, site) if not isinstance(a.action, GroupAction))
+        answers = (a.action for a in ask_in_order(self._policy, site) if group_of(a.action) is None)
         found = [lower_action(action, site) for action in answers]
         if not found or str(site) in self._refused:
             return
@@ -443,7 +444,7 @@ class _Hooked:
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):
-            if isinstance(answered.action, GroupAction):
+            if group_of(answered.action) is not None:
                 order = self._order.get(str(site), len(self._order))
                 self._groups.append(_Member(answered.position, order, answered.action, parameter, str(site)))
                 self.acted[str(site)] = None
@@ -454,7 +455,7 @@ class _Hooked:
             handle.remove()
         groups: dict[Any, list[_Member]] = {}
         for entry in sorted(self._groups, key=lambda m: m.order):
-            groups.setdefault((type(entry.action), entry.action.group), []).append(entry)
+            groups.setdefault(group_of(entry.action), []).append(entry)
         for members in sorted(groups.values(), key=lambda m: min(member.position for member in m)):
             self._run_group(list({id(m.parameter): m for m in members if m.parameter.grad is not None}.values()))
         self._groups.clear()

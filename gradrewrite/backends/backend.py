@@ -90,7 +90,7 @@ class Backend:
 
     def explain(self) -> Explanation:
         """Return the compiled graphs and the skipped regions so far."""
-        return self.session.explanation()
+        return self.session.graphs.explanation()
 
     def __call__(
         self,
@@ -104,7 +104,7 @@ class Backend:
         engine = self.engine.configured(mode, options)
         broken = dynamo.graph_break_of(gm)
         if broken is not None and not self.is_silent and not data_parallel.is_ddp_split(gm):
-            self.session.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
+            self.session.graphs.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
         run = compile_graph(self.session, gm, example_inputs, engine)
         if not self.session.has_model:  # for a model, its entry does this
             self._live_with_modules()

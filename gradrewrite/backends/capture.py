@@ -93,9 +93,9 @@ class _CaptureHooks:
         try:
             joint, result = rewrite_and_compare(self.compilation.marked(graph), session.config)
             for site, actions in result.out_of_reach:
-                session.note_out_of_reach(site, actions)
+                session.graphs.note_out_of_reach(site, actions)
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site
-                session.check_rules_on(joint.sites)
+                session.rules.check_on(joint.sites)
         except RewriteError as err:
             raise CaptureComplete(err) from None
         raise CaptureComplete(joint)

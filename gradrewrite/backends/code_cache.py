@@ -24,13 +24,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from gradrewrite.policy.scope import averages
 from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.values import ModuleCall, Value
-from gradrewrite.policy.actions import BucketedAction, Policy
+from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.sites import Site
 
@@ -284,7 +285,7 @@ def _text_of_action(action: Any) -> str | None:
     kind = type(action)
     if not (is_dataclass(action) and f"{kind.__module__}.".startswith("gradrewrite.passes.")):
         return None
-    if isinstance(action, BucketedAction):  # the number of processes, and the name of their group, are in the code
+    if averages(action):  # the number of processes, and the name of their group, are in the code
         return None
     settings = [(f.name, getattr(action, f.name)) for f in fields(action)]
     return f"{kind.__module__}.{kind.__qualname__}{settings!r}" if all(_is_plain(v) for _, v in settings) else None

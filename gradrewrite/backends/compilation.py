@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from gradrewrite.policy.actions import describe
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, StoredCompilation, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
@@ -33,7 +34,6 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
 from gradrewrite.policy.rules import Answered
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
-from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
 from gradrewrite.sites import Site
 
@@ -254,7 +254,7 @@ class GraphCompilation:
     def report(self) -> None:
         """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
-        self.session.note_graph(self._graph_report())
+        self.session.graphs.note(self._graph_report())
         self._note_warnings(self.result)
 
     @property
@@ -277,7 +277,7 @@ class GraphCompilation:
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
         for site, actions in result.out_of_reach:
-            self.session.note_out_of_reach(site, actions)
+            self.session.graphs.note_out_of_reach(site, actions)
         for edit in result.of_parts:
             warnings.warn_once(f"part {edit.site}", _PART.format(edit.site, describe(edit.action)))
         returned = {self.inputs[n].name for n in self.returned if n in self.inputs and self.inputs[n].has_site}

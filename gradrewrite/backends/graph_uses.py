@@ -20,8 +20,9 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.renaming import Renaming, calls_by_name
-from gradrewrite.policy.actions import GroupAction, action_key
+from gradrewrite.policy.actions import action_key
 from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.scope import group_of
 from gradrewrite.replay.step_snapshot import PendingForwards
 
 
@@ -144,7 +145,7 @@ class GraphUses:
         edits = tuple(renaming.edit(edit, known) for edit in self.report.edits)
         lost = tuple(map(renaming.site, self.report.out_of_reach))
         report = replace(self.report, sites=sites, edits=edits, out_of_reach=lost, region=str(region))
-        self.session.note_graph(report)
+        self.session.graphs.note(report)
         self._uses[region] = use
         return use
 
@@ -159,7 +160,7 @@ def grouped(
         own: The inputs of the graph, as the edits name them.
         inputs: The same inputs, as another region names them.
     """
-    names = {edit.site.name for edit in edits if isinstance(edit.action, GroupAction)}
+    names = {edit.site.name for edit in edits if group_of(edit.action) is not None}
     found = [given for known, given in zip(own.values(), inputs.values(), strict=True) if known.name in names]
     return [given.parameter for given in found if given.parameter is not None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from gradrewrite.backends.parameter_watch import ParameterWatch
 from gradrewrite.backends.regions import Regions, outside_of
 from gradrewrite.backends.session import Session, attached_state
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.policy.actions import GroupAction
 from gradrewrite.policy.rules import ask
+from gradrewrite.policy.scope import refuse_group_in_regions
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.sites import Site
 
@@ -53,7 +53,7 @@ class ModelState:
         self.regions = (
             Regions(original, config.regions, weakref.WeakMethod(self._region_entry)) if config.regions else None
         )
-        self._install(Session(config, recorder_of(monitor), original), {}, self.engine)
+        self._install(self._session_for(config), {}, self.engine)
 
     @property
     def is_compiled(self) -> bool:
@@ -67,7 +67,11 @@ class ModelState:
         Inductor().configured(kwargs.get("mode"), options)
         given = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
         config = replace(self.config, **given)
-        self._install(Session(config, recorder_of(self.monitor), self.original), kwargs, Inductor())
+        self._install(self._session_for(config), kwargs, Inductor())
+
+    def _session_for(self, config: RewriteConfig) -> Session:
+        outside = None if self.regions is None else outside_of(self.original, self.regions.modules)
+        return Session(config, recorder_of(self.monitor), self.original, outside)
 
     def _install(self, session: Session, options: Mapping[str, Any], engine: Engine) -> None:
         entry_points = self._entry_points(session, options, engine)
@@ -78,8 +82,6 @@ class ModelState:
         self._watch = ParameterWatch(self.original, session.warn_outside, of_regions)
         if self.regions is not None:
             self.regions.forget()
-            session.regions = tuple(self.regions.modules)
-            session.outside = outside_of(self.original, self.regions.modules)
         self._num_graphs = 0
         self._num_calls = 0  # of a model with regions, with gradients
 
@@ -126,7 +128,7 @@ class ModelState:
         if self._hooks.have_changed():
             self.restart()
         if torch.is_grad_enabled():
-            self.session.check_outside(regions.parameters)
+            self._check_outside(regions)
         with regions.running():
             call = nn.Module.__call__ if method == "forward" else getattr(type(self.original), method)
             result = call(model, *args, **kwargs)
@@ -134,7 +136,7 @@ class ModelState:
             self._num_graphs = len(self.session.graphs)
             self._watch.refresh()
         if torch.is_grad_enabled() or makes_gradients(result, (args, kwargs)):
-            self.session.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+            self.session.graphs.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
             self._num_calls += 1
             if self._num_calls > 1 or regions.called.issuperset(regions.modules):
                 self.session.check_rules()
@@ -150,18 +152,22 @@ class ModelState:
         config, regions = self.session.config, self.regions
         if regions is None:
             return config
-        self.session.check_outside(regions.parameters)
-        grouped: dict[Any, str] = {}
+        self._check_outside(regions)
+        grouped: dict[Hashable, str] = {}
 
         def ask_inside(site: Site) -> tuple[Any, ...]:
             region = regions.region_of(site)
-            answers = () if region is None else ask(config.policy, site)
+            if region is None:
+                return ()
+            answers = ask(config.policy, site)
             for action in answers:
-                if isinstance(action, GroupAction) and region is not None:
-                    self.session.check_group(action, region, grouped.setdefault((type(action), action.group), region))
+                refuse_group_in_regions(grouped, action, site, region)
             return answers
 
         return replace(config, policy=ask_inside)
+
+    def _check_outside(self, regions: Regions) -> None:
+        self.session.graphs.check_outside(self.session.names.known_parameters(), regions.parameters)
 
     def _refuse_dropped(self) -> None:
         if self._is_dropped:
@@ -183,7 +189,7 @@ class ModelState:
         if in_parts and has_backward:
             self._look_for_plain_ops(result, (args, kwargs), before)
         if has_backward:
-            self.session.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+            self.session.graphs.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
         self.session.check_rules()
         self.session.warnings.flush_warnings()
         return result
@@ -200,7 +206,7 @@ class ModelState:
     def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
         for reason, count in dynamo.graph_breaks_so_far().items():
             if count > breaks.get(reason, 0):
-                self.session.note_break(reason)
+                self.session.graphs.note_break(reason)
         if "plain" in self.session.warnings:
             return
         outputs = [t for t in tensors_in(result) if t.grad_fn is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -12,25 +12,8 @@ from gradrewrite._compat import dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_use import GraphUse
 from gradrewrite.backends.session import Session
+from gradrewrite.policy.scope import warnings_in_parts
 from gradrewrite.policy.state_store import write_states
-
-_ACCUMULATED = (
-    "{}: gradients of an earlier backward were still in .grad; the global clip acts on the gradients of each backward "
-    "by itself, not on their sum"
-)
-_AGAIN = (
-    "{}: the model was called several times before this backward; the global clip acts on the gradients of each call "
-    "by itself, not on their sum"
-)
-_NOISE_ACCUMULATED = (
-    "{}: gradients of an earlier backward were still in .grad; noise is added in each backward, so that the variance "
-    "of the noise in their sum is as many times larger. Compute each step in one backward, and clear the gradients "
-    "after it"
-)
-_NOISE_AGAIN = (
-    "{}: the model was called several times before this backward; noise is added for each call, so that the variance "
-    "of the noise in the gradients is as many times larger. Call the model once for each backward"
-)
 
 
 @dataclass(eq=False, repr=False)
@@ -66,12 +49,12 @@ class RewrittenBackward:
         use.coverage.note()
         if not session.has_model:
             session.check_rules()
-            session.note_parallelism(self.parallelism)
+            session.graphs.note_parallelism(self.parallelism)
             session.warnings.flush_warnings()
         backward = session.recorder.step_backward()
         session.note_backward(backward)
         if outputs.groups and use.accumulation.is_accumulating():
-            self._warn("accumulated", (_ACCUMULATED, _NOISE_ACCUMULATED), outputs.groups, outputs.noisy)
+            self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
         snapshot = None if use.forwards is None else use.forwards.snapshot(args)
         session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
@@ -91,15 +74,16 @@ class RewrittenBackward:
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and self.is_whole:
-            self._warn("again", (_AGAIN, _NOISE_AGAIN), again, outputs.noisy)
+            self._warn_in_parts("again", again, outputs.noisy)
         use.accumulation.note_at_end()
         return results
 
-    def _warn(self, key: str, texts: tuple[str, str], groups: Sequence[str], noisy: Collection[str]) -> None:
-        """Warn of groups that act on a part of a step; of those with noise in other words."""
-        for number, text in enumerate(texts):
-            if named := [group for group in groups if (group in noisy) == bool(number)]:
-                self.session.warnings.warn_once(f"{key} {number}", text.format(", ".join(named)))
+    def _warn_in_parts(
+        self, cause: Literal["accumulated", "again"], groups: Sequence[str], noisy: Collection[str]
+    ) -> None:
+        """Warn of groups that act on a part of a step."""
+        for key, text in warnings_in_parts(cause, groups, noisy).items():
+            self.session.warnings.warn_once(key, text)
         self.session.warnings.flush_warnings()
 
 

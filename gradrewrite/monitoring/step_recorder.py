@@ -164,6 +164,22 @@ class StepRecorder:
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
         _to_flush.add(self)
 
+    def note_lone_skip(self, site: Site) -> None:
+        """Take note of a check that skips and may fail on one rank alone."""
+        self.lone_skip = self.lone_skip or site
+
+    def forget_lone_skip(self) -> None:
+        """Forget such a check: its graph is not in use any more."""
+        self.lone_skip = None
+
+    def note_process_group(self, group: distributed.ProcessGroup) -> None:
+        """Take note of the processes that skip updates together."""
+        self.process_group = group
+
+    def note_data_parallel(self, module: weakref.ref[DistributedDataParallel] | None) -> None:
+        """Take note of the DistributedDataParallel around the model."""
+        self.data_parallel = module
+
     def flush(self) -> None:
         """Log, warn and write the waiting steps; waits for the device."""
         with self.lock:

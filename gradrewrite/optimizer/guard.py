@@ -30,10 +30,9 @@ from gradrewrite.monitoring.step_recorder import Seat, StepRecorder, let_guards_
 from gradrewrite.optimizer._target import Target, targets_of
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, packs_of
-from gradrewrite.policy.actions import has_units
+from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import check_bounds
-from gradrewrite.rewriting.action_tracing import describe
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.optim")

@@ -15,7 +15,6 @@ from typing_extensions import assert_never
 from gradrewrite._compat import make_fx
 from gradrewrite.distributed.figures import Part
 from gradrewrite.distributed.shards import Spread
-from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
@@ -37,8 +36,9 @@ from gradrewrite.optimizer.step_exchange import (
 from gradrewrite.policy.actions import GroupAction, NormScaling, ParameterScaling, takes_value
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, describe
+from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import (
     Average,
@@ -265,8 +265,7 @@ class _Builder:
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
             reason = "what it remembers would be that of the part of one rank"
-        if reason:
-            raise PolicyError(_APART.format(point.site, describe(replace.action), len(spread.ranks), reason))
+        refuse(replace.action, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
 
     def _reason_of_shape(
         self, insertion: Replace, site: Site, whole: Tensor, traced: TracedAction, mode: TraceMode
@@ -285,7 +284,7 @@ class _Builder:
             spread = self.spreads[point.order]
             if spread is not None:
                 reason = "it is no global clip, or its gradients are in a later group too"
-                raise PolicyError(_APART.format(point.site, describe(action), len(spread.ranks), reason))
+                refuse(action, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
 
     def exchange(self, settings: ExchangeSettings) -> None:
         """Let ranks exchange the figures of the gradients that are spread over them, and their verdicts."""
@@ -487,13 +486,6 @@ class _MeasuredPart:
     key: RecordKey
     node: fx.Node
     skips: bool
-
-
-_APART = (
-    "{}: {} acts on a gradient that is spread over {} ranks, and each rank would act on its part by itself: {}. There "
-    "may be elementwise actions and functions, CheckFinite, Observe, and ClipByGlobalNorm (in a group of its own for "
-    "one gradient)"
-)
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.formatting import nearest
@@ -20,7 +21,7 @@ from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import NUM_VOTES, Ballot
 from gradrewrite.distributed.groups import RankGroups, this_rank
 from gradrewrite.distributed.shards import Spread, like_of, local_of, reduced, spread_of
-from gradrewrite.errors import NoSuchSiteError, PolicyError, TraceError
+from gradrewrite.errors import NoSuchSiteError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_layout import BackwardOutputs
@@ -145,7 +146,7 @@ class StepSites:
     @property
     def may_act(self) -> bool:
         """Whether a policy may have actions at step sites."""
-        return any(t.session is not None and t.session.may_have_step_sites for t in self._targets)
+        return any(t.session is not None and t.session.rules.may_have_step_sites for t in self._targets)
 
     def run(
         self,
@@ -164,7 +165,7 @@ class StepSites:
         """
         sessions = [target.session for target in self._targets]
         self._check_alive(sessions)
-        if not any(session is not None and session.may_have_step_sites for session in sessions):
+        if not any(session is not None and session.rules.may_have_step_sites for session in sessions):
             return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
@@ -444,12 +445,9 @@ def ask_at_step_sites(
         for answered in answers:
             check_dense(answered.action, site, gradient)
         if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
-            raise PolicyError(
-                f"{site}: the gradient is a {type(gradient).__name__}; actions at step sites take plain tensors and "
-                "DTensors only"
-            )
+            refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
         asked[n] = (site, answers)
-        session.note_step_answers(answered.position[1:] for answered in answers)
+        session.rules.note_step_answers(answered.position[1:] for answered in answers)
     return asked
 
 

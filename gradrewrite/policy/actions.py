@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 
 from torch import Tensor
 
+from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.policy.schedules import Schedule
@@ -237,6 +238,11 @@ class ParameterScaling(Action, Protocol):
         ...
 
 
+def is_action(value: Any) -> bool:
+    """Return whether a value is an action, of one site or of a group."""
+    return isinstance(value, Action | GroupAction)
+
+
 def takes_value(action: Any) -> bool:
     """Return whether a function has two required parameters.
 
@@ -261,7 +267,7 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
         raise PolicyError(
             f"{where}: got the class {answer.__name__}; an action is a value, as in {answer.__name__}(...)"
         )
-    if isinstance(answer, Action | GroupAction):
+    if is_action(answer):
         return (answer,)
     if isinstance(answer, Sequence) and not isinstance(answer, str):
         return tuple(action for item in answer for action in actions_of(item, where=where))
@@ -274,17 +280,25 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
 
 def kinds_of(action: Any) -> frozenset[Kind]:
     """Return the allowed kinds of site of an action or a tensor function."""
-    return action.kinds if isinstance(action, Action | GroupAction) else BACKWARD
+    found: frozenset[Kind] = action.kinds if is_action(action) else BACKWARD
+    return found
 
 
 def has_units(action: Any) -> bool:
     """Return whether an action or a tensor function is given the unscaled gradient."""
-    return not isinstance(action, Action | GroupAction) or action.has_units
+    return not is_action(action) or bool(action.has_units)
+
+
+def describe(action: Any) -> str:
+    """Return an action as text for a message."""
+    if is_action(action) or not callable(action):
+        return repr(action)
+    return f"the tensor function {describe_callable(action)}"
 
 
 def action_key(action: Any) -> Hashable:
     """Return a key of the nodes that an action inserts; tensors count by identity."""
-    if not isinstance(action, Action | GroupAction) or not is_dataclass(action):
+    if not is_action(action) or not is_dataclass(action):
         return id(action)
     values = (getattr(action, f.name) for f in fields(action))
     return (type(action), *(_setting_key(v) for v in values))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import Action, Answer, GroupAction, LiveBounds, Policy, actions_of, kinds_of
+from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, is_action, kinds_of
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.sites import Pattern, Site
 
 
@@ -77,7 +78,7 @@ def check_policy(policy: Any) -> None:
         PolicyError: It is none: neither a callable, nor nested sequences of them.
         ValueError: A tensor in a rule is no bound now: it is negative.
     """
-    if isinstance(policy, Action | GroupAction):
+    if is_action(policy):
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('error:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
         for item in policy:
@@ -140,10 +141,9 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     except Exception as err:
         raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}") from err
     actions = actions_of(answer, where=str(site))
+    context = Context(site)
     for action in actions:
-        if site.kind not in kinds_of(action):
-            allowed = ", ".join(sorted(kinds_of(action)))
-            raise PolicyError(f"{site}: {action!r} does not apply to this kind of site; it applies to {allowed}")
+        refuse(action, context)
     return actions
 
 

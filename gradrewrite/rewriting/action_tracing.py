@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gradrewrite.policy.actions import describe
 from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
-from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
-from gradrewrite.policy.actions import Action, has_units
+from gradrewrite.policy.actions import has_units
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateScope
 from gradrewrite.rewriting.lowering import Measure, Replace
@@ -343,13 +343,6 @@ def _is_static(value: Tensor) -> bool:
 
 def _tensor_key(value: Tensor) -> Hashable:
     return (tuple(value.shape), value.stride(), value.dtype, value.device)
-
-
-def describe(action: Any) -> str:
-    """Return an action as text for a message."""
-    if isinstance(action, Action) or not callable(action):
-        return repr(action)
-    return f"the tensor function {describe_callable(action)}"
 
 
 def _text(value: Any) -> str:

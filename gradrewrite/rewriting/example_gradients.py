@@ -29,8 +29,8 @@ from gradrewrite.per_example.rows import (
     sum_of_squares_of,
 )
 from gradrewrite.per_example.tails import Tail, find_tail, terms_of
-from gradrewrite.policy.actions import ExampleAction, ExampleClip, ExampleQuantity
-from gradrewrite.rewriting.action_tracing import describe
+from gradrewrite.policy.actions import ExampleAction, ExampleClip, ExampleQuantity, describe
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 
 _aten = torch.ops.aten
@@ -155,8 +155,7 @@ class ExampleGradients:
         return self._insert(add_noise, [result], reads_live=True)
 
     def _tail(self, point: InsertionPoint, node: fx.Node, action: Asked) -> NeededTail:
-        if point.layout is not None:
-            raise PolicyError(f"{point.site}: {describe(action)} needs a plain gradient, and this one is a DTensor")
+        refuse(action, Context(point.site, tensor_type="Tensor" if point.layout is None else "DTensor"))
         found = self._examples(point, action)
         if found.analysis is None or is_zero(node):
             return None
@@ -186,12 +185,8 @@ class ExampleGradients:
         return found
 
     def _look(self, point: InsertionPoint, action: Asked) -> _Found:
+        refuse(action, Context(point.site, is_part=not (self._marked.is_whole and self._marked.is_last)))
         start = f"{point.site}: {describe(action)}"
-        if not (self._marked.is_whole and self._marked.is_last):
-            raise PolicyError(
-                f"{start} needs the whole model in one graph, and this graph is a part of it (a graph break, or "
-                "regions). Remove the break (fullgraph=True finds it), and transform the model without regions"
-            )
         inputs = self._marked.inputs
         batched: dict[fx.Node, str] = {}
         for node, position in aot_autograd.plain_inputs(self._graph).items():

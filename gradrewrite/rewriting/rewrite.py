@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import assert_never
 
+from gradrewrite.rewriting.lowering import InsertionPlan
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.layouts import Layout
-from gradrewrite.errors import CallbackError, PolicyError
+from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -32,11 +34,7 @@ from gradrewrite.ir.reports import Check
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import shape_of
-from gradrewrite.policy.actions import (
-    BucketedAction,
-    GroupAction,
-    NormScaling,
-)
+from gradrewrite.policy.actions import BucketedAction, GroupAction, NormScaling, describe
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.state_store import StateScope, StateStore
@@ -45,7 +43,6 @@ from gradrewrite.rewriting.action_tracing import (
     TracedAction,
     TraceMode,
     check_dense,
-    describe,
     trace_function,
 )
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
@@ -139,8 +136,7 @@ def rewrite_joint_graph(
 
     answers = [(point, ask(point.site)) for point in points]
     plan = lower(answers)
-    rewriter.num_measured = sum(point.output is None and _is_measured(own) for point, own in plan.single.items())
-    rewriter.changed = {point.marker for point in plan.changed() if point.marker is not None}
+    rewriter.follow(plan)
     progress = current_progress()
     progress.begin("rewriting", len(answers))
     averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
@@ -236,6 +232,11 @@ class Rewriter:
         self._tracer = ActionTracer()
         self._states = states
         self._scopes: dict[str, StateScope] = {}
+
+    def follow(self, plan: InsertionPlan) -> None:
+        """Take note of the measurements and changes to come."""
+        self.num_measured = sum(point.output is None and _is_measured(own) for point, own in plan.single.items())
+        self.changed = {point.marker for point in plan.changed() if point.marker is not None}
 
     def insert(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> None:
         """Insert at one site, in order; averages come in buckets."""
@@ -452,13 +453,7 @@ class Rewriter:
     ) -> None:
         """Note the reports and the edits of a group, and let its values be replaced."""
         action, points, sites = group.action, group.points, [point.site for point in group.points]
-        if traced.has_states and not self._is_whole:
-            raise PolicyError(
-                f"{action!r} at {sites[0]} remembers norms of group {action.group!r}, and this graph computes only a "
-                "part of the gradients of the model: each graph would add the norm of its part to one memory. Take "
-                'step sites (gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break '
-                "(fullgraph=True finds it) or regions="
-            )
+        refuse(action, Context(sites[0], is_part=not self._is_whole, has_states=traced.has_states))
         keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras, sites)
         for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))

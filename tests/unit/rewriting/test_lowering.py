@@ -137,9 +137,7 @@ def test_two_actions_in_one_group() -> None:
 def test_one_module_asks_for_variants() -> None:
     """A new kind of action is one case of ``lower_action``; nobody else looks for its protocol."""
     assert _modules_with(r"\.specialize\(") == {"rewriting/lowering.py"}
-    assert _modules_with(r"isinstance\([^)]*\b(SpecializingAction|ExampleAction|ParameterScaling)\b") == {
-        "rewriting/lowering.py"
-    }
+    assert _modules_with(r"isinstance\([^)]*\b(SpecializingAction|ParameterScaling)\b") == {"rewriting/lowering.py"}
 
 
 class _Reversed:

@@ -1,0 +1,144 @@
+"""Checks of a policy's rules and callbacks: each matches a site, and something runs its step sites."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from gradrewrite._utils.formatting import describe_callable, nearest
+from gradrewrite._utils.warnings import PendingWarnings
+from gradrewrite.backends.compiled_graphs import CompiledGraphs
+from gradrewrite.errors import NoSuchSiteError
+from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
+from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.rules import callbacks_of, first_step_site, may_answer_at_steps, rules_of
+from gradrewrite.sites import Pattern, Site
+
+
+class RuleChecks:
+    """The checks of one policy against the sites of its graphs.
+
+    Attributes:
+        may_have_step_sites: Whether the policy may have answers at step sites.
+    """
+
+    def __init__(
+        self, policy: Policy, graphs: CompiledGraphs, names: ModuleNames, inputs: InputNames, warnings: PendingWarnings
+    ) -> None:
+        """Begin without answers.
+
+        Args:
+            policy: The policy.
+            graphs: Its compiled graphs.
+            names: Names of modules, parameters and buffers.
+            inputs: Names of the model's inputs.
+            warnings: Warnings that wait for a safe moment.
+        """
+        self._policy, self._graphs, self._names, self._inputs, self._warnings = policy, graphs, names, inputs, warnings
+        self._is_done = False
+        self._step_answers: frozenset[tuple[int, ...]] | None = None  # None until a guard has asked
+        self.may_have_step_sites = may_answer_at_steps(policy)
+        # Backwards so far, until it is known whether a guard runs the actions at step sites.
+        self._backwards: set[int] | None = set() if self.may_have_step_sites else None
+
+    def check(self) -> None:
+        """Raise NoSuchSiteError for a rule that matched no site of any graph; once."""
+        if not self._is_done and self._graphs:
+            self.check_on(dict.fromkeys(site for graph in self._graphs for site in graph.sites))
+            self._is_done = True
+
+    def forget(self) -> None:
+        """Check anew when there are graphs again."""
+        self._is_done = False
+
+    def note_backward(self, backward: int, recorder: StepRecorder) -> None:
+        """Warn at the second backward of answers at step sites that no guard runs, and of callbacks without answers."""
+        if self._backwards is None:
+            return
+        self._backwards.add(backward)
+        is_guarded = any(guard.has_step_sites for guard in recorder.live_guards)
+        if len(self._backwards) < 2 or (is_guarded and self._step_answers is None):
+            return  # a guard has not asked the policy yet
+        self._backwards = None
+        site = None if is_guarded else first_step_site(self._policy, self._names.known_parameters())
+        if site is None:
+            self._warn_of_silent_callbacks()
+        else:
+            self._warnings.warn_once(
+                "no guard",
+                f"the policy has actions at step sites ({site}), which nothing runs: let the optimizer run them, with "
+                "gr.guard(optimizer, model)",
+            )
+        self._warnings.flush_warnings()
+
+    def note_step_answers(self, positions: Iterable[tuple[int, ...]]) -> None:
+        """Take note of callbacks of the policy, by their position in its lists, that answered at a step site."""
+        self._step_answers = (self._step_answers or frozenset()).union(positions)
+
+    def _warn_of_silent_callbacks(self) -> None:
+        """Warn of callbacks that answered None at every site of the graphs so far."""
+        answered = (self._step_answers or frozenset()).union(*(graph.answered for graph in self._graphs))
+        sites = {site: site.kind for graph in self._graphs for site in graph.sites}
+        kinds = ", ".join(f"{number} of kind {kind!r}" for kind, number in Counter(sites.values()).items())
+        for position, callback in callbacks_of(self._policy).items():
+            if position in answered:
+                continue
+            name = describe_callable(callback)
+            self._warnings.warn_once(
+                f"silent {position}",
+                f"the policy {name} answered None at every site so far ({kinds}) and does nothing; sites are listed "
+                "by gr.transform(model, []).trace(...).sites",
+            )
+
+    def check_on(self, sites: Sequence[Site] | Mapping[Site, None]) -> None:
+        """Raise for the first rule that matches none of these sites, warn where its module made no value."""
+        for rule in rules_of(self._policy):
+            pattern = Pattern.parse(rule.pattern)
+            if pattern.kind == "step" or any(pattern.matches(site) for site in sites):
+                continue  # gr.guard checks the rules for its step sites
+            silent = sorted(self._names_without_site(pattern))
+            if not silent:
+                meant = self._likely_sites(pattern, sites)
+                known = [*meant, *nearest(rule.pattern, [str(s) for s in sites if str(s) not in meant])]
+                raise NoSuchSiteError(rule.pattern, known[:5])
+            self._warnings.warn_once(
+                rule.pattern,
+                f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "
+                "(unused, frozen, not a tensor, or its input handed on, as a dropout of probability 0 does): "
+                f"the rule does nothing{self._advice(silent)}",
+            )
+
+    def _names_without_site(self, pattern: Pattern) -> set[str]:
+        """Return module, parameter or input names that match a pattern without sites."""
+        names: set[str] = set()
+        if pattern.kind in (None, "error", "activation"):
+            names.update(self._names.modules.values())
+        if pattern.kind in (None, "gradient"):
+            names.update(self._names.parameters.values())
+        if pattern.kind == "input":
+            names.update(self._inputs.known)
+        return {
+            name for name in names if name and pattern.matches(Site(pattern.kind or "error", name, output_of=(name,)))
+        }
+
+    def _likely_sites(self, pattern: Pattern, sites: Sequence[Site] | Mapping[Site, None]) -> list[str]:
+        """Return sites that a pattern without sites may mean: under a first name, or the parameters of a module."""
+        shared = self._names.first_names(pattern)
+        found = [str(s) for s in sites if s.name in shared and pattern.kind in (None, s.kind)]
+        if pattern.kind == "gradient":
+            modules = {m for m in self._names.modules.values() if m and pattern.matches(Site("gradient", m))}
+            found += [str(s) for s in sites if s.kind == "gradient" and s.name.rpartition(".")[0] in modules]
+        return found
+
+    def _advice(self, silent: Sequence[str]) -> str:
+        """Return the advice to use ``gr.tap``, if one of these names is an ``nn.Identity`` that names no value."""
+        identities = {self._names.modules.get(id(m)) for m in self._names.all_modules() if isinstance(m, nn.Identity)}
+        if identities.isdisjoint(silent):
+            return ""
+        return (
+            ". An nn.Identity names no value under gr.backend, or if it has both forward hooks and forward pre-hooks; "
+            "name the value in the forward with gr.tap(x, name)"
+        )

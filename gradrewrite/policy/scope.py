@@ -1,0 +1,249 @@
+"""Scope of actions: one table of refusals by context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir.edits import Edit
+from gradrewrite.policy.actions import (
+    BucketedAction,
+    ExampleAction,
+    ExampleClip,
+    GroupAction,
+    Measurement,
+    describe,
+    kinds_of,
+)
+from gradrewrite.sites import Site
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def group_of(action: Any) -> Hashable | None:
+    """Return the key of an action's group; None for an action of single sites."""
+    return (type(action), action.group) if isinstance(action, GroupAction) else None
+
+
+def averages(action: Any) -> bool:
+    """Return whether an action averages gradients over processes."""
+    return isinstance(action, BucketedAction)
+
+
+def processes_of(action: Any) -> ProcessGroup | None:
+    """Return the processes that an action averages over; None for an action that does not average."""
+    return action.processes() if isinstance(action, BucketedAction) else None
+
+
+def needs_examples(action: Any) -> bool:
+    """Return whether an action needs the gradient of each example."""
+    return isinstance(action, ExampleClip) or (isinstance(action, ExampleAction) and bool(action.example_quantities))
+
+
+def skips(action: Any) -> bool:
+    """Return whether an action is a check that skips updates."""
+    return isinstance(action, Measurement) and action.fails == "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The surroundings of an action.
+
+    Attributes:
+        site: Its site.
+        tensor_type: Class name of the gradient.
+        is_part: Whether the graph computes only a part of the model's gradients.
+        has_states: Whether the action keeps states from step to step.
+        elsewhere: The graphs that have gradients of its group, as text, if they are several; ``""`` for one.
+        outside: Names of parameters that are used outside of all regions; ``""`` for a site of a graph.
+        around: Name of the data parallelism around the model; ``""`` if there is none.
+        num_ranks: Number of its ranks; for a gradient that is spread over ranks the number of those.
+        is_averaged: Whether another action at the site averages its gradient over processes.
+        needs_whole: The reason why it needs a whole gradient, where that is spread over ranks; ``""`` if there is none.
+    """
+
+    site: Site
+    tensor_type: str = "Tensor"
+    is_part: bool = False
+    has_states: bool = False
+    elsewhere: str = ""
+    outside: str = ""
+    around: str = ""
+    num_ranks: int = 1
+    is_averaged: bool = False
+    needs_whole: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A row of the table.
+
+    Attributes:
+        holds: Whether it holds for an action in a context.
+        text: The message; ``{action}``, ``{group}``, ``{allowed}`` (kinds of site) and the fields of ``{at}`` (the
+            context) are filled in.
+    """
+
+    holds: Callable[[Any, Context], bool]
+    text: str
+
+    def message(self, action: Any, context: Context) -> str:
+        """Return the message for an action in a context."""
+        allowed, group = ", ".join(sorted(kinds_of(action))), getattr(action, "group", None)
+        return self.text.format(action=describe(action), group=group, allowed=allowed, at=context)
+
+
+_SPANS = (
+    "{action} at gradient sites acts on the gradients of one graph, but its group has gradients of %s. Let it act on "
+    'all of them before the update: gr.on("step:*", {action}) in the policy, and gr.guard(optimizer, model)'
+)
+
+# The first row that holds is raised as a PolicyError.
+REFUSALS = (
+    Limit(
+        lambda action, at: at.site.kind not in kinds_of(action),
+        "{at.site}: {action} does not apply to this kind of site; it applies to {allowed}",
+    ),
+    Limit(
+        lambda action, at: at.site.kind == "step" and at.tensor_type not in ("Tensor", "DTensor"),
+        "{at.site}: the gradient is a {at.tensor_type}; actions at step sites take plain tensors and DTensors only",
+    ),
+    Limit(
+        lambda action, at: bool(at.needs_whole),
+        "{at.site}: {action} acts on a gradient that is spread over {at.num_ranks} ranks, and each rank would act on "
+        "its part by itself: {at.needs_whole}. There may be elementwise actions and functions, CheckFinite, Observe, "
+        "and ClipByGlobalNorm (in a group of its own for one gradient)",
+    ),
+    Limit(
+        lambda action, at: needs_examples(action) and at.tensor_type == "DTensor",
+        "{at.site}: {action} needs a plain gradient, and this one is a DTensor",
+    ),
+    Limit(
+        lambda action, at: needs_examples(action) and at.is_part,
+        "{at.site}: {action} needs the whole model in one graph, and this graph is a part of it (a graph break, or "
+        "regions). Remove the break (fullgraph=True finds it), and transform the model without regions",
+    ),
+    Limit(
+        lambda action, at: group_of(action) is not None and at.is_part and at.has_states,
+        "{action} at {at.site} remembers norms of group {group!r}, and this graph computes only a part of the gradients "
+        "of the model: each graph would add the norm of its part to one memory. Take step sites "
+        '(gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break (fullgraph=True '
+        "finds it) or regions=",
+    ),
+    Limit(
+        lambda action, at: group_of(action) is not None and bool(at.elsewhere),
+        _SPANS % "{at.elsewhere}",
+    ),
+    Limit(
+        lambda action, at: group_of(action) is not None and bool(at.outside),
+        _SPANS % "a region and {at.outside!r}, which is used outside of all regions",
+    ),
+    Limit(
+        lambda action, at: averages(action) and bool(at.outside),
+        "{action} averages gradients in the graphs of regions, but its pattern has {at.outside!r} too, which is used "
+        "outside of all regions, and whose gradient would stay that of each process. Take a pattern of parameters "
+        "inside of regions, if the others are averaged elsewhere; or compile the model as a whole, without regions; or "
+        "take out the action, and let DistributedDataParallel(gr.transform(model, policy, regions=...)) average all of "
+        "them",
+    ),
+    Limit(
+        lambda action, at: averages(action) and at.around.startswith("DistributedDataParallel"),
+        "{action} inside {at.around}: gradients would be averaged twice. Take out the action and let {at.around} "
+        "average them, or call the rewritten model itself, without it",
+    ),
+    Limit(
+        # A clip of examples acts on the gradients of a process's own examples, before any average.
+        lambda action, at: (
+            group_of(action) is not None and bool(at.around) and not at.is_averaged and not needs_examples(action)
+        ),
+        "{action} at gradient sites under {at.around} with {at.num_ranks} processes: each process would clip its own "
+        "gradients, before they are reduced, and not the gradients that the optimizer uses. Clip those, at step sites: "
+        'gr.transform(model, gr.on("step:*", {action})) and gr.guard(optimizer, model). Or reduce in the graph before '
+        "the clip, without {at.around}: put gr.passes.AllReduce() at the gradient sites before it. Clips of single "
+        "sites act in each process by itself and are allowed",
+    ),
+)
+
+OUTSIDE_OF_REGIONS = (
+    "the policy answers at the gradients of {}, which are used outside of all regions: there is no gradient site, or "
+    'one that has a part of the gradient. Use gr.on("step:*", action) with gr.guard'
+)
+
+_IN_PARTS = {
+    "accumulated": "gradients of an earlier backward were still in .grad; ",
+    "again": "the model was called several times before this backward; ",
+}
+_CLIP_IN_PARTS = {
+    "accumulated": "the global clip acts on the gradients of each backward by itself, not on their sum",
+    "again": "the global clip acts on the gradients of each call by itself, not on their sum",
+}
+_NOISE_IN_PARTS = {
+    "accumulated": "noise is added in each backward, so that the variance of the noise in their sum is as many times "
+    "larger. Compute each step in one backward, and clear the gradients after it",
+    "again": "noise is added for each call, so that the variance of the noise in the gradients is as many times "
+    "larger. Call the model once for each backward",
+}
+
+
+def refuse(action: Any, context: Context) -> None:
+    """Raise PolicyError where an action may not act."""
+    for limit in REFUSALS:
+        if limit.holds(action, context):
+            raise PolicyError(limit.message(action, context))
+
+
+def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: int) -> None:
+    """Raise PolicyError for an edit that may not act inside a data parallelism of several ranks."""
+    own = [edit for edit in edits if edit.site.kind == "gradient"]
+    averaged = {edit.site for edit in own if averages(edit.action)}
+    for edit in own:
+        refuse(edit.action, Context(edit.site, around=around, num_ranks=num_ranks, is_averaged=edit.site in averaged))
+
+
+def refuse_group_in_regions(known: dict[Hashable, str], action: Any, site: Site, region: str) -> None:
+    """Raise PolicyError for a group with gradients in two regions.
+
+    Args:
+        known: The region of each group so far; this one is added.
+        action: The action.
+        site: Its site.
+        region: The region of the site.
+    """
+    group = group_of(action)
+    if group is None:
+        return
+    first = known.setdefault(group, region)
+    refuse(action, Context(site, elsewhere="" if first == region else f"the regions {first!r} and {region!r}"))
+
+
+def warnings_in_parts(
+    cause: Literal["accumulated", "again"], groups: Sequence[str], noisy: Collection[str]
+) -> dict[str, str]:
+    """Return the warnings for groups that act on a part of a step, by a key for each.
+
+    Args:
+        cause: Gradients of an earlier backward, or several calls of the model in one.
+        groups: Names of the groups.
+        noisy: Those that add noise.
+    """
+    clips, noises = ([group for group in groups if (group in noisy) == is_noisy] for is_noisy in (False, True))
+    texts = ((clips, _CLIP_IN_PARTS[cause]), (noises, _NOISE_IN_PARTS[cause]))
+    return {
+        f"{cause} {number}": f"{', '.join(named)}: {_IN_PARTS[cause]}{text}"
+        for number, (named, text) in enumerate(texts)
+        if named
+    }
+
+
+def lone_skip(edits: Iterable[Edit]) -> Site | None:
+    """Return the site of the first check that skips with no average before it: it may fail on one rank alone."""
+    averaged = set()
+    for edit in edits:  # in their order at each site
+        if averages(edit.action):
+            averaged.add(edit.site)
+        elif skips(edit.action) and edit.site not in averaged:
+            return edit.site
+    return None

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradrewrite
+import gradrewrite.passes as P
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir.edits import Edit
+from gradrewrite.policy.scope import (
+    REFUSALS,
+    Context,
+    lone_skip,
+    refuse,
+    refuse_group_in_regions,
+    refuse_in_data_parallelism,
+    warnings_in_parts,
+)
+from gradrewrite.sites import Kind, Site
+
+pytestmark = pytest.mark.pure
+
+DDP, FSDP = "DistributedDataParallel", "FSDP2 (fully_shard)"
+CLIP, AVERAGE, CHECK = P.ClipByGlobalNorm(1.0), P.AllReduce(), P.CheckFinite("skip")
+EXAMPLES = P.ClipPerExample(1.0)
+
+
+def site(kind: Kind = "gradient", name: str = "w") -> Site:
+    return Site(kind, name, shape=(2,), dtype=torch.float32, device=torch.device("cpu"))
+
+
+# An action, its context, the message; and a context one step away, in which the same action may act.
+CASES: dict[str, tuple[Any, Context, str, Context]] = {
+    "kind": (
+        AVERAGE,
+        Context(site("error")),
+        r"error:w: AllReduce\(\) does not apply to this kind of site; it applies to gradient$",
+        Context(site()),
+    ),
+    "tensor_type": (
+        P.ClipByNorm(1.0),
+        Context(site("step"), tensor_type="NestedTensor"),
+        "step:w: the gradient is a NestedTensor; actions at step sites take plain tensors and DTensors only",
+        Context(site("step"), tensor_type="DTensor"),
+    ),
+    "shards": (
+        P.ClipByNorm(1.0),
+        Context(site("step"), num_ranks=4, needs_whole="it reads all"),
+        r"ClipByNorm\(1.0\) acts on a gradient that is spread over 4 ranks, and .* by itself: it reads all\.",
+        Context(site("step"), num_ranks=4),
+    ),
+    "examples_of_dtensor": (
+        EXAMPLES,
+        Context(site(), tensor_type="DTensor"),
+        "needs a plain gradient, and this one is a DTensor",
+        Context(site()),
+    ),
+    "examples_of_part": (
+        EXAMPLES,
+        Context(site(), is_part=True),
+        "needs the whole model in one graph",
+        Context(site()),
+    ),
+    "states_of_part": (
+        CLIP,
+        Context(site(), is_part=True, has_states=True),
+        "remembers norms of group 'default', and this graph computes only a part",
+        Context(site(), is_part=True),
+    ),
+    "two_graphs": (
+        CLIP,
+        Context(site(), elsewhere="the regions 'a' and 'b'"),
+        "its group has gradients of the regions 'a' and 'b'. Let it act on all",
+        Context(site()),
+    ),
+    "group_outside": (
+        CLIP,
+        Context(site(), outside="head.weight"),
+        "gradients of a region and 'head.weight', which is used outside of all regions",
+        Context(site()),
+    ),
+    "average_outside": (
+        AVERAGE,
+        Context(site(), outside="head.weight"),
+        "its pattern has 'head.weight' too, which is used outside of all regions",
+        Context(site()),
+    ),
+    "averaged_twice": (
+        AVERAGE,
+        Context(site(), around=DDP, num_ranks=2),
+        r"AllReduce\(\) inside DistributedDataParallel: gradients would be averaged twice",
+        Context(site(), around=FSDP, num_ranks=2),
+    ),
+    "clipped_apart": (
+        CLIP,
+        Context(site(), around=FSDP, num_ranks=2),
+        r"under FSDP2 \(fully_shard\) with 2 processes: each process would clip its own gradients",
+        Context(site(), around=FSDP, num_ranks=2, is_averaged=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusal(case: str) -> None:
+    action, context, message, near = CASES[case]
+
+    with pytest.raises(PolicyError, match=message):
+        refuse(action, context)
+    refuse(action, near)
+    refuse(torch.sign, Context(site()))
+
+
+def test_each_row_has_a_case() -> None:
+    rows = [next(n for n, row in enumerate(REFUSALS) if row.holds(*CASES[case][:2])) for case in CASES]
+
+    assert rows == list(range(len(REFUSALS)))
+
+
+@pytest.mark.parametrize("action", [P.ClipByNorm(1.0), P.CheckFinite("skip"), torch.sign, EXAMPLES], ids=repr)
+def test_single_sites_and_examples_are_clipped_in_each_process(action: Any) -> None:
+    for around in (DDP, FSDP):
+        refuse(action, Context(site(), around=around, num_ranks=2))
+
+
+def test_average_before_a_clip_counts_at_its_own_site() -> None:
+    averaged = [Edit(site(name="a"), AVERAGE, ()), Edit(site(name="a"), CLIP, ())]
+    alone = Edit(site(name="b"), CLIP, ())
+
+    refuse_in_data_parallelism(averaged, FSDP, 2)
+    with pytest.raises(PolicyError, match="each process would clip its own"):
+        refuse_in_data_parallelism([*averaged, alone], FSDP, 2)
+
+
+def test_one_group_in_two_regions() -> None:
+    known: dict[Any, str] = {}
+
+    for action in (CLIP, P.ClipByNorm(1.0), P.ClipByGlobalNorm(1.0)):
+        refuse_group_in_regions(known, action, site(), "layers.0")
+    refuse_group_in_regions(known, P.ClipByGlobalNorm(1.0, group="other"), site(), "layers.1")
+    with pytest.raises(PolicyError, match=r"the regions 'layers\.0' and 'layers\.1'"):
+        refuse_group_in_regions(known, CLIP, site(), "layers.1")
+
+
+@pytest.mark.parametrize(
+    ("edits", "wanted"),
+    [
+        ([("a", CHECK)], "a"),
+        ([("a", AVERAGE), ("a", CHECK)], None),
+        ([("a", CHECK), ("a", AVERAGE)], "a"),
+        ([("a", AVERAGE), ("b", CHECK)], "b"),
+        ([("a", P.CheckFinite("raise")), ("a", CLIP)], None),
+    ],
+)
+def test_check_on_one_rank_alone(edits: list[tuple[str, Any]], wanted: str | None) -> None:
+    found = lone_skip([Edit(site(name=name), action, ()) for name, action in edits])
+
+    assert (found and found.name) == wanted
+
+
+def test_warnings_of_groups_in_parts() -> None:
+    found = warnings_in_parts("again", ["group:a", "group:b", "group:c"], {"group:b"})
+
+    assert list(found) == ["again 0", "again 1"]
+    assert found["again 0"].startswith("group:a, group:c: the model was called several times before this backward; the")
+    assert found["again 1"].startswith("group:b: the model was called several times before this backward; noise is")
+    assert warnings_in_parts("accumulated", [], {"group:b"}) == {}
+
+
+def test_nobody_else_asks_for_group_or_average() -> None:
+    """Beside the scope, only lowering and the protocols' own module look for them."""
+    package = Path(gradrewrite.__file__).parent
+    pattern = re.compile(r"isinstance\([^)]*\b(GroupAction|BucketedAction|ExampleClip|Measurement)\b")
+    found = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if pattern.search(p.read_text("utf-8"))}
+
+    assert found == {"policy/actions.py", "policy/scope.py", "rewriting/lowering.py"}
