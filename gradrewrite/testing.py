@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import assert_never
 
-from gradrewrite.policy.scope import group_of
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
@@ -42,6 +41,7 @@ from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.policy.actions import GroupAction, Policy
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
+from gradrewrite.policy.scope import group_of
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.lowering import Average, Insertion, Measure, Replace, ScaleParameter, lower_action
 from gradrewrite.rewriting.record_nodes import RecordNumbering

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from gradrewrite.policy.scope import averages
 from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
@@ -33,6 +32,7 @@ from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.scope import averages
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")

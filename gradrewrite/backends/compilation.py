@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from gradrewrite.policy.actions import describe
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, StoredCompilation, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
@@ -32,6 +31,7 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
+from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import Answered
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradrewrite.policy.scope import Context, refuse
 from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.formatting import nearest
@@ -31,6 +30,7 @@ from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, se
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
 from gradrewrite.rewriting.action_tracing import check_dense
 from gradrewrite.sites import Pattern, Site

@@ -128,8 +128,8 @@ REFUSALS = (
     ),
     Limit(
         lambda action, at: group_of(action) is not None and at.is_part and at.has_states,
-        "{action} at {at.site} remembers norms of group {group!r}, and this graph computes only a part of the gradients "
-        "of the model: each graph would add the norm of its part to one memory. Take step sites "
+        "{action} at {at.site} remembers norms of group {group!r}, and this graph computes only a part of the "
+        "gradients of the model: each graph would add the norm of its part to one memory. Take step sites "
         '(gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break (fullgraph=True '
         "finds it) or regions=",
     ),

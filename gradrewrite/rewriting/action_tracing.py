@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite.policy.actions import describe
 from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
 from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
-from gradrewrite.policy.actions import has_units
+from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateScope
 from gradrewrite.rewriting.lowering import Measure, Replace

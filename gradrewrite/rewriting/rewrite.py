@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import assert_never
 
-from gradrewrite.rewriting.lowering import InsertionPlan
-from gradrewrite.policy.scope import Context, refuse
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.layouts import Layout
@@ -37,6 +35,7 @@ from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.actions import BucketedAction, GroupAction, NormScaling, describe
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import (
     ActionTracer,
@@ -56,6 +55,7 @@ from gradrewrite.rewriting.lowering import (
     Average,
     GroupInsertion,
     Insertion,
+    InsertionPlan,
     Measure,
     Replace,
     ReplaceGroup,
