@@ -203,14 +203,16 @@ def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str
 
 def cache_folder(settings: Mapping[str, Any]) -> str:
     """Return the folder of Inductor's caches; ``""`` where AOTAutograd's cache is off, or unknown to us."""
-    if torch.__version__.split(".")[:2] != _KNOWN_CACHE:
+    if not knows_cache():
         return ""
     from gradrewrite._compat import autograd_cache
 
     return autograd_cache.folder() if autograd_cache.is_enabled(settings) else ""
 
 
-_KNOWN_CACHE = ["2", "13"]  # it is private in all its parts
+def knows_cache() -> bool:
+    """Whether AOTAutograd's cache, private in all its parts, was tested in this version of torch."""
+    return (2, 13) <= tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
 
 
 def uses_cuda_graphs(settings: Mapping[str, Any]) -> bool:
