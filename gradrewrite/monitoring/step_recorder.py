@@ -164,6 +164,10 @@ class StepRecorder:
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
         _to_flush.add(self)
 
+    def note_last_skip(self, check: FiniteCheck | None) -> None:
+        """Take note of a check that skips, unless there is one."""
+        self.last_skip = self.last_skip or check
+
     def note_lone_skip(self, site: Site) -> None:
         """Take note of a check that skips and may fail on one rank alone."""
         self.lone_skip = self.lone_skip or site

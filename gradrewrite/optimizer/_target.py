@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from gradrewrite.backends.engines import Engine
 from gradrewrite.backends.session import Session, attached_state
+from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.monitoring.step_recorder import Seat, SkipGuard, StepRecorder
 
 
 class Target(Protocol):
@@ -90,6 +93,29 @@ class _OfMonitor:
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {}
+
+
+@dataclass(slots=True)
+class Attachment:
+    """The place of a guard at one recorder.
+
+    Attributes:
+        recorder: The recorder.
+        seat: Its numbers there.
+        last_step: The step that took records of its updates last.
+    """
+
+    recorder: StepRecorder
+    seat: Seat
+    last_step: int
+
+    def move_up(self, guard: SkipGuard) -> None:
+        """Take the first free seat."""
+        self.seat = self.recorder.move_up(guard)
+
+    def collect_update(self, outputs: BackwardOutputs, tensors: Sequence[Tensor]) -> None:
+        """Give the recorder the records of an update."""
+        self.last_step = self.recorder.collect_update(outputs, tensors, self.last_step)
 
 
 def targets_of(model: Any) -> tuple[Target, ...]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -15,50 +13,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from gradrewrite._compat import data_parallel, dynamo, optimizers
-from gradrewrite._compat.dtensors import is_dtensor
+from gradrewrite._compat import dynamo, optimizers
 from gradrewrite._utils.warnings import warn
-from gradrewrite.distributed.agreement import Ballot
-from gradrewrite.distributed.groups import RankGroups, check_group, this_rank
-from gradrewrite.errors import NonFiniteError, PolicyError
+from gradrewrite.distributed.groups import RankGroups, check_group
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.reports import OnFailure
-from gradrewrite.monitoring.failed_checks import failure_of
-from gradrewrite.monitoring.host_copy import floats_of, number_of
+from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.monitoring.step_recorder import Seat, StepRecorder, let_guards_follow
-from gradrewrite.optimizer._target import Target, targets_of
+from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
+from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, packs_of
+from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import check_bounds
-from gradrewrite.sites import Site
-
-logger = logging.getLogger("gradrewrite.optim")
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _METHODS = "_gradrewrite_methods"  # those of the guard among the attributes of its optimizer, and what was there
-_REPORT_EVERY = 100
 _UPDATES_BY_OTHERS = 3
-_SKIP: tuple[OnFailure, ...] = ("skip",)
 _SCALED = "scaled by a GradScaler"
-_NOT_ALL_AGREE = (
-    "{0}: a check that skips may fail on one rank alone, and not all ranks would skip then: the device meshes of the "
-    "parameters have the ranks {1}, and gradients are averaged over the ranks {2}. Give a group that has all ranks of "
-    "the model: gr.guard(optimizer, model, process_group=torch.distributed.group.WORLD). Or let it check averages, "
-    'behind AllReduce() or at "step:*"'
-)
-_JOINS = (
-    "gr.guard: the DistributedDataParallel around the model has a join context, model.join(), in which ranks that are "
-    "out of inputs take part in its collectives alone; the guards of all ranks agree on each step by an all-reduce, "
-    "which would wait for them until the timeout. Give all ranks equally many batches (DistributedSampler pads or "
-    "drops), or end with the first rank: model.join(throw_on_early_termination=True). If nothing skips, or all of it "
-    "follows from averaged gradients, let each rank decide alone: gr.guard(optimizer, model, process_group="
-    "torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)). torch keeps the "
-    "setting after the context; model.join(enable=False) ends it"
-)
-_BAD = 0  # among the votes: checks; then what a GradScaler found
 
 
 def guard(
@@ -232,7 +205,7 @@ def _replace(
 
 
 class Guard:
-    """The state of one guarded optimizer: the verdict since its last step, and its counts, on the device.
+    """The steps of one guarded optimizer: actions at step sites, the verdict, the update and its records.
 
     Attributes:
         is_removed: Whether it was taken off.
@@ -255,36 +228,27 @@ class Guard:
         self._optimizer = weakref.ref(optimizer)
         self.is_removed = False
         self.targets = targets
-        recorders = _recorders_of(targets)
-        self._last_steps = [r.last_used_step() for r in recorders]  # which took records last
-        num_groups = len(optimizer.param_groups)
-        self._seats = [(recorder, recorder.add_guard(self, num_groups)) for recorder in recorders]
+        self._attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
         self._is_settled = False
         self._has_policy = any(target.session is not None for target in targets)
-        self._groups = RankGroups()
-        self._step_sites = StepSites(targets, self.number, self._groups) if self._has_policy else None
+        groups = RankGroups()
+        self._step_sites = StepSites(targets, self.number, groups) if self._has_policy else None
+        self._verdict = UpdateVerdict(optimizer, targets, self._attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
-        self._max_consecutive_skips = max_consecutive_skips
         self._ratios = ratios
-        self._process_group = process_group
-        own = {id(p) for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
-        named = ((name, p) for t in targets for name, p in t.parameters().items()) if own else ()
-        self._sharded_names = {name for name, p in named if id(p) in own} or ({""} if own else set())
-        self._is_agreed = False  # whether other ranks have a say in the counts
         self._warned_of_no_step = False
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
         self._changes: tuple[tuple[int, ...], int] | None = ((), -1)
-        self._verdicts: dict[torch.device, Tensor] = {}
-        self._counts: Tensor | None = None  # [in all, in a row], float64
-        self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
-        self._reported = 0
-        self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
         self._add_to_states()
+
+    def _attach(self, recorder: StepRecorder, optimizer: torch.optim.Optimizer) -> Attachment:
+        last_step = recorder.last_used_step()
+        return Attachment(recorder, recorder.add_guard(self, len(optimizer.param_groups)), last_step)
 
     @property
     def number(self) -> int:
         """Its number among the guards of its first monitor."""
-        return self._seats[0][1].number
+        return self._attached[0].seat.number
 
     @property
     def is_alive(self) -> bool:
@@ -294,21 +258,18 @@ class Guard:
     def follow(self) -> None:
         """Follow the models to their current recorders, after another rewrite in place."""
         optimizer = self._optimizer()
-        recorders = _recorders_of(self.targets)
-        before = [recorder for recorder, _ in self._seats]
-        if recorders == before or optimizer is None or self.is_removed:
+        if not self._has_moved or optimizer is None or self.is_removed:
             return
-        for recorder in before:
-            if recorder not in recorders:
-                recorder.remove_guard(self)
-        seats = {id(recorder): seat for recorder, seat in self._seats}
-        last = dict(zip(map(id, before), self._last_steps, strict=True))
-        self._last_steps = [last[id(r)] if id(r) in last else r.last_used_step() for r in recorders]
+        recorders, before = _recorders_of(self.targets), {id(a.recorder): a for a in self._attached}
+        last_skip = self._attached[0].recorder.last_skip
+        for attachment in self._attached:
+            if attachment.recorder not in recorders:
+                attachment.recorder.remove_guard(self)
+        self._attached[:] = [before.get(id(r)) or self._attach(r, optimizer) for r in recorders]
         for recorder in recorders:
-            if recorder not in before:
-                seats[id(recorder)] = recorder.add_guard(self, len(optimizer.param_groups))
-                recorder.last_skip = recorder.last_skip or before[0].last_skip
-        self._take([(recorder, seats[id(recorder)]) for recorder in recorders])
+            if id(recorder) not in before:
+                recorder.note_last_skip(last_skip)
+        self._renumber()
         self._add_to_states()
 
     def settle(self) -> None:
@@ -320,15 +281,19 @@ class Guard:
         if self._is_settled:
             return
         self._is_settled = True
-        if any(len(recorder.guards) > 1 for recorder, _ in self._seats):
+        if any(len(attachment.recorder.guards) > 1 for attachment in self._attached):
             gc.collect()  # the other optimizers may be in cycles
-            self._take([(recorder, recorder.move_up(self)) for recorder, _ in self._seats])
+            for attachment in self._attached:
+                attachment.move_up(self)
+            self._renumber()
 
-    def _take(self, seats: Sequence[tuple[StepRecorder, Seat]]) -> None:
-        """Go on with these seats."""
-        self._seats = list(seats)
+    def _renumber(self) -> None:
         if self._step_sites is not None:
             self._step_sites.set_number(self.number)
+
+    @property
+    def _has_moved(self) -> bool:
+        return _recorders_of(self.targets) != [attachment.recorder for attachment in self._attached]
 
     def _add_to_states(self) -> None:
         for target in self.targets:
@@ -345,15 +310,15 @@ class Guard:
         self._remove_from_states()
 
     def _follow_all(self) -> None:
-        if _recorders_of(self.targets) != [recorder for recorder, _ in self._seats]:
+        if self._has_moved:
             let_guards_follow()
 
     def remove(self) -> None:
         """Let the optimizer, and the monitors, be without it."""
         self.is_removed = True
         self._remove_from_states()
-        for recorder, _ in self._seats:
-            recorder.remove_guard(self)
+        for attachment in self._attached:
+            attachment.recorder.remove_guard(self)
 
     @property
     def has_step_sites(self) -> bool:
@@ -363,51 +328,21 @@ class Guard:
     @property
     def num_skipped(self) -> Tensor | None:
         """Number of skipped updates, on the device; None if none was checked."""
-        return None if self._counts is None else self._counts[0]
+        return self._verdict.num_skipped
 
     def begin(self) -> None:
         """A backward begins: where none of the gradients is left, no verdict on them is left either."""
-        left = (ref() for ref in self._judged.values())
-        if self._verdicts and self._judged and all(p is None or p.grad is None for p in left):
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """The update never came: a GradScaler did not call ``step``, or the gradients were thrown away."""
-        optimizer = self._optimizer()
-        bad = self._verdict(optimizer) if optimizer is not None else None
-        if bad is not None and not self._is_agreed:  # ranks count together or not at all
-            self._count(bad)
+        self._verdict.drop_if_cleared(self._optimizer())
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
         """Note a graph's verdict, if it has parameters of the optimizer or none at all."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        alive = [(p, ref) for ref in parameters if (p := ref()) is not None]
-        refs = {id(p): ref for p, ref in alive if id(p) in own}
-        if alive and not refs and not self._has_shards_of([p for p, _ in alive]):
-            return  # those that are gone were replaced (``load_state_dict(assign=True)``), and may be its own by now
-        # The gradients of micro-batches whose shards wait for the last one are elsewhere (FSDP2).
-        self._judged |= {id(p): ref for p, ref in alive if id(p) in own and not is_dtensor(p)}
-        known = self._verdicts.get(bad.device)
-        self._verdicts[bad.device] = bad if known is None else torch.maximum(known, bad)
-
-    def _has_shards_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether the optimizer has shards of one of these parameters.
-
-        Under FSDP2 they are whole while their module runs.
-        """
-        if not self._sharded_names:
-            return False
-        whole = {id(p) for p in parameters}
-        names = {name for t in self.targets for name, p in t.parameters().items() if id(p) in whole}
-        return not names or not names.isdisjoint(self._sharded_names)
+        self._verdict.note(optimizer, bad, parameters)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict with them."""
-        if self._verdicts:
-            self._give_up()
-            self._look_at_counts()
+        self._verdict.drop(optimizer)
         self._follow_all()
         return inner(*args, **kwargs)
 
@@ -468,25 +403,17 @@ class Guard:
         if scaler is not None and self._step_sites is not None and self._step_sites.may_act:
             optimizers.unscale_once(scaler, optimizer)
         scale = optimizer.__dict__.get("grad_scale")  # a GradScaler's
-        bad = self._verdict(optimizer)
-        ballot = self._ballot(optimizer, bad)
+        bad = self._verdict.take(optimizer)
+        ballot = self._verdict.ballot(optimizer, bad)
         outcome = self._step_sites.run(optimizer, inner, scale, ballot) if self._step_sites is not None else None
-        verdict = None if outcome is None else outcome.verdict
-        if ballot is not None:
-            if verdict is not None and not ballot.is_decided:
-                ballot.add(_BAD, verdict)
-            ballot.start()
+        of_step_sites = None if outcome is None else outcome.verdict
+        self._verdict.start(ballot, of_step_sites)
         if outcome is not None:
             self._report(outcome)
-        for recorder, seat in self._seats:
-            recorder.add_host_values(_learning_rates(optimizer, seat.first_group))
+        for attachment in self._attached:
+            attachment.recorder.add_host_values(_learning_rates(optimizer, attachment.seat.first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None else []
-        if ballot is not None:
-            bad = self._agreed(optimizer, ballot)
-        bad = self._with_step_verdict(bad, verdict)  # of ranks that have parts of a gradient, more than agree perhaps
-        if bad is not None:
-            self._count(bad)
-        return outcome, bad, before
+        return outcome, self._verdict.decide(optimizer, bad, ballot, of_step_sites), before
 
     def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record the figures known after the update."""
@@ -495,7 +422,7 @@ class Guard:
                 target.session.config.states.note_step(id(self))
         self._add_ratios(before)
         if bad is not None:
-            self._look_at_counts()
+            self._verdict.look_at_counts()
 
     def _update(
         self,
@@ -521,60 +448,9 @@ class Guard:
 
     def _report(self, outcome: StepOutcome) -> None:
         """Give the records of the step to the monitors."""
-        if not outcome.outputs.packs and not outcome.outputs.kept:
-            return
-        for number, (recorder, _) in enumerate(self._seats):
-            last = self._last_steps[number]
-            self._last_steps[number] = recorder.collect_update(outcome.outputs, outcome.tensors, last)
-
-    def _ballot(self, optimizer: torch.optim.Optimizer, bad: Tensor | None) -> Ballot | None:
-        """Return the verdicts of this rank, for the ranks that skip together; None where there are no others."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        group = self._process_group
-        if group is None:
-            around = next((r.process_group for r, _ in self._seats if r.process_group is not None), None)
-            group = self._groups.of_tensors(parameters, around)
-            self._check_all_agree(group, around)
-        if group is None or group.size() == 1:
-            return None
-        self._check_no_join()
-        device = parameters[0].device if self._counts is None else self._counts.device
-        optimizers.check_unmixed(optimizer)
-        found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
-        return Ballot(group, [bad, found_inf], device)
-
-    def _check_no_join(self) -> None:
-        """Raise PolicyError where other ranks may have joined (``join``).
-
-        They take no part in the exchange of the guards.
-        """
-        around = [module for r, _ in self._seats if r.data_parallel is not None and (module := r.data_parallel())]
-        if any(map(data_parallel.lets_ranks_join, around)):
-            raise PolicyError(_JOINS)
-
-    def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
-        """Raise PolicyError where ranks with equal parameters may disagree on a skip."""
-        site = next((r.lone_skip for r, _ in self._seats if r.lone_skip is not None), None)
-        if site is None or around is None or group is None:
-            return
-        averaged, agreeing = self._groups.ranks_of(around), self._groups.ranks_of(group)
-        if not set(averaged).issubset(agreeing):
-            raise PolicyError(_NOT_ALL_AGREE.format(site, list(agreeing), list(averaged)))
-
-    def _agreed(self, optimizer: torch.optim.Optimizer, ballot: Ballot) -> Tensor:
-        """Return the verdict of all ranks on the checks; that of a GradScaler is given to the optimizer."""
-        self._is_agreed = True
-        bad, found_inf = ballot.result()
-        if "found_inf" in optimizer.__dict__:
-            optimizer.__dict__["found_inf"] = found_inf
-            optimizers.note_found_inf(optimizer, found_inf)
-        return bad
-
-    def _with_step_verdict(self, bad: Tensor | None, verdict: Tensor | None) -> Tensor | None:
-        if verdict is None:
-            return bad
-        own = verdict if self._counts is None else verdict.to(self._counts.device, non_blocking=True)
-        return own if bad is None else torch.maximum(bad, own.to(bad.device, non_blocking=True))
+        if outcome.outputs.packs or outcome.outputs.kept:
+            for attachment in self._attached:
+                attachment.collect_update(outcome.outputs, outcome.tensors)
 
     def _warn_of_scaler(self) -> None:
         """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""
@@ -600,58 +476,13 @@ class Guard:
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
         for keys, ratios in packs_of(before):
-            added = [recorder.add_late(keys, ratios) for recorder, _ in self._seats]
+            added = [attachment.recorder.add_late(keys, ratios) for attachment in self._attached]
             if not any(added) and not self._warned_of_no_step:
                 self._warned_of_no_step = True
                 warn(
                     "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
                     'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
                 )
-
-    def _verdict(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
-        """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
-        if not self._verdicts:
-            return None
-        device = next(
-            (p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._verdicts), None
-        )
-        device = device or next(iter(self._verdicts))
-        if self._counts is not None:
-            device = self._counts.device
-        verdicts = [bad.to(device, non_blocking=True) for bad in self._verdicts.values()]
-        self._verdicts.clear()
-        self._judged.clear()
-        return torch.stack(verdicts).amax()
-
-    def _count(self, bad: Tensor) -> None:
-        if self._counts is None:
-            self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
-        for recorder, seat in self._seats:
-            skipped = RecordKey("skipped", 1, f"optimizer:{seat.first_group}")
-            recorder.add_late((skipped,), bad.reshape(1), is_own=True)
-        total, in_a_row = self._counts.unbind()
-        self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
-
-    def _look_at_counts(self) -> None:
-        assert self._counts is not None
-        if self._counts.device.type == "cuda":
-            copy = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(self._counts, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._counts.device))
-            self._arriving.append((event, copy))
-        else:
-            self._arriving.append((None, self._counts))
-        while self._arriving and _has_arrived(self._arriving[0][0]):
-            total, in_a_row = floats_of(self._arriving.popleft()[1])
-            self._report_skips(int(total), int(in_a_row))
-
-    def _report_skips(self, total: int, in_a_row: int) -> None:
-        if total // _REPORT_EVERY > self._reported:
-            self._reported = total // _REPORT_EVERY
-            logger.warning("%d updates skipped so far, because a finite check failed", total)
-        if in_a_row >= self._max_consecutive_skips:
-            reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
-            raise _skip_error(self._seats[0][0], reason, is_agreed=self._is_agreed)
 
 
 def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
@@ -662,10 +493,6 @@ def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
 _APART = "gradrewrite compiles the actions at step sites by itself, and keeps accounts of them"
 _prepare = dynamo.outside_of_graphs(Guard.prepare, _APART)
 _finish = dynamo.outside_of_graphs(Guard.finish, _APART)
-
-
-def _has_arrived(event: torch.cuda.Event | None) -> bool:
-    return event is None or event.query()
 
 
 def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -713,26 +540,3 @@ def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[Record
         if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu"):
             rates[key] = number_of(rate)
     return rates
-
-
-def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
-    """Return the failure behind the last skipped update.
-
-    Its step may be over, if later micro-batches passed.
-    """
-    with recorder.lock:
-        records = list(reversed(recorder.records))
-        for record in records[:1] if is_agreed else records:  # an older one may not be why the others skipped
-            for part in (*reversed(record.updates), record):
-                error = failure_of(part, _SKIP, reason=reason)
-                if error is not None:
-                    return error
-        note = f"the step that failed is not in the buffer (capacity {recorder.capacity}); this is the first check"
-        if is_agreed:
-            note = (
-                "no check failed in the last backward on this rank, but one in an earlier backward, or on another "
-                "rank, whose error says more"
-            )
-        assert is_agreed or recorder.last_skip is not None
-        site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site
-        return NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())

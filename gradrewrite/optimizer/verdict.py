@@ -1,0 +1,268 @@
+"""The verdict on an update: failed checks, counts of skipped updates, agreement among ranks."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+from gradrewrite._compat import data_parallel, optimizers
+from gradrewrite._compat.dtensors import is_dtensor
+from gradrewrite.distributed.agreement import Ballot
+from gradrewrite.distributed.groups import RankGroups, this_rank
+from gradrewrite.errors import NonFiniteError, PolicyError
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.reports import OnFailure
+from gradrewrite.monitoring.failed_checks import failure_of
+from gradrewrite.monitoring.host_copy import floats_of
+from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.optimizer._target import Attachment, Target
+from gradrewrite.sites import Site
+
+logger = logging.getLogger("gradrewrite.optim")
+
+_REPORT_EVERY = 100
+_SKIP: tuple[OnFailure, ...] = ("skip",)
+_NOT_ALL_AGREE = (
+    "{0}: a check that skips may fail on one rank alone, and not all ranks would skip then: the device meshes of the "
+    "parameters have the ranks {1}, and gradients are averaged over the ranks {2}. Give a group that has all ranks of "
+    "the model: gr.guard(optimizer, model, process_group=torch.distributed.group.WORLD). Or let it check averages, "
+    'behind AllReduce() or at "step:*"'
+)
+_JOINS = (
+    "gr.guard: the DistributedDataParallel around the model has a join context, model.join(), in which ranks that are "
+    "out of inputs take part in its collectives alone; the guards of all ranks agree on each step by an all-reduce, "
+    "which would wait for them until the timeout. Give all ranks equally many batches (DistributedSampler pads or "
+    "drops), or end with the first rank: model.join(throw_on_early_termination=True). If nothing skips, or all of it "
+    "follows from averaged gradients, let each rank decide alone: gr.guard(optimizer, model, process_group="
+    "torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)). torch keeps the "
+    "setting after the context; model.join(enable=False) ends it"
+)
+_BAD = 0  # among the votes: checks; then what a GradScaler found
+
+
+class UpdateVerdict:
+    """The verdict on the next update of one optimizer, on the device, and the counts of those before."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        targets: Sequence[Target],
+        attached: Sequence[Attachment],
+        max_consecutive_skips: int,
+        process_group: distributed.ProcessGroup | None,
+        groups: RankGroups,
+    ) -> None:
+        """Begin without verdicts.
+
+        Args:
+            optimizer: The optimizer; it is not held.
+            targets: Have the names of its parameters.
+            attached: Its attachments to recorders, as they are at each use.
+            max_consecutive_skips: As for ``gr.guard``.
+            process_group: The ranks that skip together; None for those that the parameters and recorders tell.
+            groups: The process groups of sets of ranks.
+        """
+        self._targets, self._attached, self._process_group, self._groups = targets, attached, process_group, groups
+        self._max_consecutive_skips = max_consecutive_skips
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
+        named = ((name, p) for t in targets for name, p in t.parameters().items()) if own else ()
+        self._sharded_names = {name for name, p in named if id(p) in own} or ({""} if own else set())
+        self._is_agreed = False  # whether other ranks have a say in the counts
+        self._by_device: dict[torch.device, Tensor] = {}
+        self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
+        self._counts: Tensor | None = None  # [in all, in a row], float64
+        self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
+        self._reported = 0
+
+    @property
+    def num_skipped(self) -> Tensor | None:
+        """Number of skipped updates, on the device; None if none was checked."""
+        return None if self._counts is None else self._counts[0]
+
+    def note(self, optimizer: torch.optim.Optimizer, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
+        """Note a graph's verdict, if it has parameters of the optimizer or none at all."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        alive = [(p, ref) for ref in parameters if (p := ref()) is not None]
+        refs = {id(p): ref for p, ref in alive if id(p) in own}
+        if alive and not refs and not self._has_shards_of([p for p, _ in alive]):
+            return  # those that are gone were replaced (``load_state_dict(assign=True)``), and may be its own by now
+        # The gradients of micro-batches whose shards wait for the last one are elsewhere (FSDP2).
+        self._judged |= {id(p): ref for p, ref in alive if id(p) in own and not is_dtensor(p)}
+        known = self._by_device.get(bad.device)
+        self._by_device[bad.device] = bad if known is None else torch.maximum(known, bad)
+
+    def _has_shards_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether the optimizer has shards of one of these parameters.
+
+        Under FSDP2 they are whole while their module runs.
+        """
+        if not self._sharded_names:
+            return False
+        whole = {id(p) for p in parameters}
+        names = {name for t in self._targets for name, p in t.parameters().items() if id(p) in whole}
+        return not names or not names.isdisjoint(self._sharded_names)
+
+    def drop_if_cleared(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Drop the verdict where none of the gradients that it is about is left."""
+        left = (ref() for ref in self._judged.values())
+        if self._by_device and self._judged and all(p is None or p.grad is None for p in left):
+            self._give_up(optimizer)
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the verdict, if there is one, with the gradients."""
+        if self._by_device:
+            self._give_up(optimizer)
+            self.look_at_counts()
+
+    def _give_up(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """The update never came: a GradScaler did not call ``step``, or the gradients were thrown away."""
+        bad = self.take(optimizer) if optimizer is not None else None
+        if bad is not None and not self._is_agreed:  # ranks count together or not at all
+            self._count(bad)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
+        if not self._by_device:
+            return None
+        device = next(
+            (p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._by_device), None
+        )
+        device = device or next(iter(self._by_device))
+        if self._counts is not None:
+            device = self._counts.device
+        verdicts = [bad.to(device, non_blocking=True) for bad in self._by_device.values()]
+        self._by_device.clear()
+        self._judged.clear()
+        return torch.stack(verdicts).amax()
+
+    def ballot(self, optimizer: torch.optim.Optimizer, bad: Tensor | None) -> Ballot | None:
+        """Return the verdicts of this rank, for the ranks that skip together; None where there are no others."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        group = self._process_group
+        if group is None:
+            around = next((g for a in self._attached if (g := a.recorder.process_group) is not None), None)
+            group = self._groups.of_tensors(parameters, around)
+            self._check_all_agree(group, around)
+        if group is None or group.size() == 1:
+            return None
+        self._check_no_join()
+        device = parameters[0].device if self._counts is None else self._counts.device
+        optimizers.check_unmixed(optimizer)
+        found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
+        return Ballot(group, [bad, found_inf], device)
+
+    def _check_no_join(self) -> None:
+        """Raise PolicyError where other ranks may have joined (``join``).
+
+        They take no part in the exchange of the guards.
+        """
+        refs = [a.recorder.data_parallel for a in self._attached]
+        around = [module for ref in refs if ref is not None and (module := ref())]
+        if any(map(data_parallel.lets_ranks_join, around)):
+            raise PolicyError(_JOINS)
+
+    def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
+        """Raise PolicyError where ranks with equal parameters may disagree on a skip."""
+        site = next((s for a in self._attached if (s := a.recorder.lone_skip) is not None), None)
+        if site is None or around is None or group is None:
+            return
+        averaged, agreeing = self._groups.ranks_of(around), self._groups.ranks_of(group)
+        if not set(averaged).issubset(agreeing):
+            raise PolicyError(_NOT_ALL_AGREE.format(site, list(agreeing), list(averaged)))
+
+    def start(self, ballot: Ballot | None, of_step_sites: Tensor | None) -> None:
+        """Start to exchange the verdicts of all ranks."""
+        if ballot is not None:
+            if of_step_sites is not None and not ballot.is_decided:
+                ballot.add(_BAD, of_step_sites)
+            ballot.start()
+
+    def decide(
+        self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, of_step_sites: Tensor | None
+    ) -> Tensor | None:
+        """Return the verdict of all ranks on all checks, and count it; None if nothing was checked."""
+        if ballot is not None:
+            bad = self._agreed(optimizer, ballot)
+        bad = self._with_step_verdict(bad, of_step_sites)  # of ranks that have parts of a gradient: more than agree
+        if bad is not None:
+            self._count(bad)
+        return bad
+
+    def _agreed(self, optimizer: torch.optim.Optimizer, ballot: Ballot) -> Tensor:
+        """Return the verdict of all ranks on the checks; that of a GradScaler is given to the optimizer."""
+        self._is_agreed = True
+        bad, found_inf = ballot.result()
+        if "found_inf" in optimizer.__dict__:
+            optimizer.__dict__["found_inf"] = found_inf
+            optimizers.note_found_inf(optimizer, found_inf)
+        return bad
+
+    def _with_step_verdict(self, bad: Tensor | None, verdict: Tensor | None) -> Tensor | None:
+        if verdict is None:
+            return bad
+        own = verdict if self._counts is None else verdict.to(self._counts.device, non_blocking=True)
+        return own if bad is None else torch.maximum(bad, own.to(bad.device, non_blocking=True))
+
+    def _count(self, bad: Tensor) -> None:
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
+        for attachment in self._attached:
+            skipped = RecordKey("skipped", 1, f"optimizer:{attachment.seat.first_group}")
+            attachment.recorder.add_late((skipped,), bad.reshape(1), is_own=True)
+        total, in_a_row = self._counts.unbind()
+        self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
+
+    def look_at_counts(self) -> None:
+        """Report skipped updates, as far as their counts have arrived."""
+        if self._counts is None:
+            return
+        if self._counts.device.type == "cuda":
+            copy = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(self._counts, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._counts.device))
+            self._arriving.append((event, copy))
+        else:
+            self._arriving.append((None, self._counts))
+        while self._arriving and _has_arrived(self._arriving[0][0]):
+            total, in_a_row = floats_of(self._arriving.popleft()[1])
+            self._report_skips(int(total), int(in_a_row))
+
+    def _report_skips(self, total: int, in_a_row: int) -> None:
+        if total // _REPORT_EVERY > self._reported:
+            self._reported = total // _REPORT_EVERY
+            logger.warning("%d updates skipped so far, because a finite check failed", total)
+        if in_a_row >= self._max_consecutive_skips:
+            reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
+            raise _skip_error(self._attached[0].recorder, reason, is_agreed=self._is_agreed)
+
+
+def _has_arrived(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
+
+
+def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
+    """Return the failure behind the last skipped update.
+
+    Its step may be over, if later micro-batches passed.
+    """
+    with recorder.lock:
+        records = list(reversed(recorder.records))
+        for record in records[:1] if is_agreed else records:  # an older one may not be why the others skipped
+            for part in (*reversed(record.updates), record):
+                error = failure_of(part, _SKIP, reason=reason)
+                if error is not None:
+                    return error
+        note = f"the step that failed is not in the buffer (capacity {recorder.capacity}); this is the first check"
+        if is_agreed:
+            note = (
+                "no check failed in the last backward on this rank, but one in an earlier backward, or on another "
+                "rank, whose error says more"
+            )
+        assert is_agreed or recorder.last_skip is not None
+        site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site
+        return NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())
