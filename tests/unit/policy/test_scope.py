@@ -120,7 +120,11 @@ def test_each_row_has_a_case() -> None:
     assert rows == list(range(len(REFUSALS)))
 
 
-@pytest.mark.parametrize("action", [P.ClipByNorm(1.0), P.CheckFinite("skip"), torch.sign, EXAMPLES], ids=repr)
+@pytest.mark.parametrize(
+    "action",
+    [P.ClipByNorm(1.0), P.CheckFinite("skip"), torch.sign, EXAMPLES],
+    ids=["clip", "check", "function", "clip of examples"],
+)
 def test_single_sites_and_examples_are_clipped_in_each_process(action: Any) -> None:
     for around in (DDP, FSDP):
         refuse(action, Context(site(), around=around, num_ranks=2))
