@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
+from io import BytesIO
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
-from gradrewrite.viz._curve_data import Events
-from gradrewrite.viz._fonts import displayable, figure_style
-from gradrewrite.viz._panels import Baseline, Panel, mark_steps, panels_of
+from gradrewrite.viz._fonts import displayable, figure_style, xml_safe
+from gradrewrite.viz._panels import Baseline, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,10 +26,9 @@ if TYPE_CHECKING:
 
 Format = Literal["png", "svg", "pdf"]
 
-_WIDTH = 12.0  # inches; 1,000 columns of a map are more than 1,000 pixels
+_WIDTH, _HEAD, _PANEL = 12.0, 0.7, 2.3  # inches
 _DPI = 150
-_HEAD = 0.7
-_WIDEST_TITLE = 100
+_WIDEST_TITLE = 100  # characters
 _METADATA: dict[Format, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -50,12 +51,29 @@ class Curves:
     @property
     def panels(self) -> tuple[str, ...]:
         """Names of the panels, from top to bottom; a panel without records is left out."""
-        return tuple(panel.name for panel in panels_of(self.run, self.baseline)[0])
+        return tuple(panel.name for panel in panels_of(self.run, self.baseline))
 
     def figure(self) -> Figure:
         """Return a new matplotlib figure; pyplot is not used."""
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        panels = panels_of(self.run, self.baseline)
+        bad = [one.step.step for one in bad_steps(self.run)]
+        height = _HEAD + _PANEL * max(len(panels), 1)
         with figure_style():
-            return self._draw()
+            figure = Figure(figsize=(_WIDTH, height))
+            figure.suptitle(self._heading(len(bad)), x=0.01, ha="left", fontsize=11).set_parse_math(False)
+            if not panels:
+                figure.text(0.5, 0.4, _why_empty(self.run), ha="center", va="center", fontsize=11)
+                return figure
+            axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+            figure.subplots_adjust(left=0.07, right=0.99, top=1 - 0.9 / height, bottom=0.5 / height, hspace=0.25)
+            for panel, ax in zip(panels, axes, strict=True):
+                panel.draw(ax, bad)
+            axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+            axes[-1].set_xlabel("step (number of the backward)")
+        return figure
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
@@ -74,55 +92,41 @@ class Curves:
         if format not in _METADATA:
             raise ValueError(f"Curves.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
         written = f"{os.fspath(path)}.{format}"
-        with figure_style():
-            self._draw().savefig(written, format=format, dpi=_DPI, metadata=_METADATA[format])
+        self._save(written, format)
         return written
 
     def _repr_svg_(self) -> str:
         """Return SVG, for notebooks."""
-        text = StringIO()
+        data = BytesIO()
+        self._save(data, "svg")
+        return data.getvalue().decode()
+
+    def _save(self, file: str | BytesIO, format: Format) -> None:
+        figure = self.figure()
         with figure_style():
-            self._draw().savefig(text, format="svg", metadata=_METADATA["svg"])
-        return text.getvalue()
+            figure.savefig(file, format=format, dpi=_DPI, metadata=_METADATA[format])
 
-    def _draw(self) -> Figure:
-        from matplotlib.figure import Figure
-
-        panels, seen = panels_of(self.run, self.baseline)
-        height = _HEAD + (sum(panel.height for panel in panels) or 1.5)
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        figure.suptitle(self._heading(seen), x=0.01, ha="left", fontsize=11).set_parse_math(False)
-        if panels:
-            draw_panels(figure, panels, seen, [self.run, *([self.baseline.run] if self.baseline is not None else [])])
-            fix_layout(figure)
-        else:
-            figure.text(0.5, 0.4, _why_empty(self.run), ha="center", va="center", fontsize=11).set_parse_math(False)
-        return figure
-
-    def _heading(self, seen: Events) -> str:
+    def _heading(self, num_bad: int) -> str:
         steps = self.run.steps
         parts = [f"steps {steps[0].step} to {steps[-1].step}, {_count(len(steps), 'row')}" if steps else "no rows"]
         if self.num_runs > 1:
             parts.append(f"the last of {self.num_runs} runs in the file")
-        if len(seen.steps):
-            parts.append(f"{_count(len(seen.steps), 'step')} not finite (red)")
-        if len(seen.skipped):
-            parts.append(f"{_count(len(seen.skipped), 'update')} skipped")
-        return f"{displayable(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}"
+        if num_bad:
+            parts.append(f"{_count(num_bad, 'step')} not finite (red)")
+        return f"{displayable(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}".lstrip()
 
 
 def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> Curves:
-    """Plot the records of a training run over its steps, one panel below the other.
+    """Plot the loss and the norm of a training run over its steps.
 
-    Loss (``monitor.log("loss", loss)``, or ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands); norms of
-    gradients and of errors, layer by step; total norms and their bounds; the factors of clips, site by step;
-    what was not finite; ratios of update to weight (``gr.guard(..., update_ratios=True)``). What is not finite is
-    marked, never left out. Of several runs in one file the last is drawn.
+    The loss is that of ``monitor.log("loss", loss)``, or of ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands.
+    The norm is the total norm of the gradients before clipping, with the bound of the clip if there is one clip, else
+    the norm of all gradients or errors that were recorded, or the largest of their absolute values. What is not finite
+    is marked, never left out. Of several runs in one file the last is drawn.
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, or steps.
-        baseline: Another run, in any of these forms and of any length: its loss and its norms before clipping are
-            drawn into the panels of the loss and of the total norm.
+        baseline: Another run, in any of these forms and of any length: its loss and its norm are drawn into the panels.
         title: Title above the panels; the name of the file, or "training run", if empty.
 
     Returns:
@@ -140,15 +144,18 @@ def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> 
     """
     steps = steps_of(source)
     num_runs = 1 + sum(after.step <= before.step for before, after in pairwise(steps))
-    return Curves(last_run(steps), title or name_of(source, "training run"), num_runs, baseline_of(source, baseline))
+    return Curves(last_run(steps), title or name_of(source, "training run"), num_runs, baseline_of(baseline))
 
 
-def baseline_of(source: Source, baseline: Source | None) -> Baseline | None:
-    """Return the last run of a baseline with its name and that of the run."""
-    if baseline is None:
-        return None
-    name, other = name_of(baseline, "baseline"), name_of(source, "this run")
-    return Baseline(last_run(steps_of(baseline)), f"{name} (baseline)" if name == other else name, other)
+def baseline_of(source: Source | None) -> Baseline | None:
+    """Return the last run of a baseline with its name."""
+    return None if source is None else Baseline(last_run(steps_of(source)), name_of(source, "baseline"))
+
+
+def image_of(curves: Curves, alt: str) -> str:
+    """Return curves as an element of a page."""
+    data = base64.b64encode(curves._repr_svg_().encode()).decode()
+    return f'<img alt="{html.escape(xml_safe(alt))}" src="data:image/svg+xml;base64,{data}">'
 
 
 def name_of(source: Source, otherwise: str) -> str:
@@ -163,42 +170,16 @@ def steps_of(source: Source) -> list[Step]:
     if isinstance(source, str | os.PathLike):
         return read_jsonl(source)
     steps = [step for step in source if isinstance(step, Step)] if isinstance(source, Sequence) else []
-    if not isinstance(source, Sequence) or len(steps) < len(source):
-        got = type(source).__name__
-        raise TypeError(f"viz.plot takes a Monitor, the path of its JSON lines, or a sequence of Step; got {got}")
-    return steps
+    if isinstance(source, Sequence) and len(steps) == len(source):
+        return steps
+    got = type(source).__name__
+    raise TypeError(f"a run is a Monitor, the path of its JSON lines, or a sequence of Step; got {got}")
 
 
-def draw_panels(figure: Figure, panels: Sequence[Panel], seen: Events, runs: Sequence[Run]) -> None:
-    """Draw panels below each other, those over steps over all steps of the runs."""
-    from matplotlib.ticker import MaxNLocator
-
-    heights = [panel.height for panel in panels]
-    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
-    axes: list[Any] = []
-    for n, panel in enumerate(panels):
-        ax = figure.add_subplot(grid[n], sharex=axes[0] if axes else None)
-        panel.draw(ax)
-        if panel.has_marks:
-            mark_steps(ax, seen.steps)
-        axes.append(ax)
-    if not panels[-1].is_over_steps:
-        return
-    numbers = [run.steps[n].step for run in runs if run.steps for n in (0, -1)]
-    axes[-1].set_xlim(min(numbers) - 0.5, max(numbers) + 0.5)
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes[-1].set_xlabel("step (number of the backward)")
-
-
-def fix_layout(figure: Figure) -> None:
-    """Run the layout and round it: the solver's last digits vary between calls, and SVG ids are made of them."""
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    engine.execute(figure)
-    figure.set_layout_engine("none")
-    for ax in figure.axes:
-        left, bottom, width, height = (round(edge, 6) for edge in ax.get_position().bounds)
-        ax.set_position((left, bottom, width, height))
+def is_monitor(source: Any) -> TypeGuard[Monitor]:
+    """Whether an object is a ``Monitor``; where that class was never imported there is none."""
+    module = sys.modules.get("gradrewrite.monitoring.monitor")
+    return module is not None and isinstance(source, module.Monitor)
 
 
 def _count(number: int, what: str) -> str:
@@ -208,11 +189,4 @@ def _count(number: int, what: str) -> str:
 def _why_empty(run: Run) -> str:
     if not run.steps:
         return "No rows: nothing was recorded."
-    wanted = "norms of gradients or errors, a loss, clips, or update ratios"
-    return f"Nothing here is drawn as a curve: the {len(run.series)} records are none of {wanted}."
-
-
-def is_monitor(source: Any) -> TypeGuard[Monitor]:
-    """Whether an object is a ``Monitor``; where that class was never imported there is none."""
-    module = sys.modules.get("gradrewrite.monitoring.monitor")
-    return module is not None and isinstance(source, module.Monitor)
+    return "Nothing to draw: neither a loss nor norms or largest values of gradients or errors were recorded."

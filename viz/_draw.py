@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
-from gradrewrite.diagnostics.run_log import Run, Step, last_run
+from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.graph_view import GraphView, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz._curves import is_monitor, plot
+from gradrewrite.viz._curves import Curves, image_of, is_monitor, steps_of
 from gradrewrite.viz._dot import scene_dot
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
@@ -25,7 +25,7 @@ from gradrewrite.viz._scene import Scene, to_svg
 from gradrewrite.viz.page._html import write_page
 
 if TYPE_CHECKING:
-    from gradrewrite.monitoring.monitor import Monitor
+    from gradrewrite.viz._curves import Source
 
 View = Literal["ladder", "overview"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
@@ -142,7 +142,7 @@ class Drawing:
         return draw_ladder(layout, self.title, self._notes(layout.ladder), colors, legend, self.root_cause)
 
     def _page(self) -> str:
-        curves = plot(self.run.steps, title="curves")._repr_svg_() if self.run is not None else ""
+        curves = image_of(Curves(self.run, ""), "curves of the run") if self.run is not None else ""
         overview = draw_ladder(self._overview, "", [], {}, [], self.root_cause)
         return write_page(
             self.graph,
@@ -163,7 +163,7 @@ def draw(
     graph: JointGraph,
     view: View = "ladder",
     *,
-    monitor: Monitor | Sequence[Step] | None = None,
+    monitor: Source | None = None,
     color_by: Metric | None = None,
     title: str = "",
     reshapes: bool = False,
@@ -180,8 +180,8 @@ def draw(
     Args:
         graph: What ``model.trace(...)`` returned.
         view: ``"ladder"`` or ``"overview"``.
-        monitor: Where colors and curves come from: a monitor (reading it waits for the device), or steps. Of several
-            runs the last counts.
+        monitor: Where colors and curves come from: a monitor (reading it waits for the device), the path of a file
+            that ``monitor.to_jsonl`` wrote, or steps. Of several runs the last counts.
         color_by: ``"clip strength"`` (median factor), ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share
             of elements); the first that the monitor has records for if None. NaN and infinities have their own color.
         title: Title above the drawing; the name of the model's class if empty.
@@ -192,7 +192,8 @@ def draw(
         A drawing: ``render`` it into a file, or show it in a notebook.
 
     Raises:
-        TypeError: ``graph`` is no JointGraph, ``monitor`` no monitor.
+        TypeError: ``graph`` is no JointGraph, ``monitor`` none of these.
+        OSError: The file cannot be read.
         ValueError: An unknown view or metric, a metric without records.
 
     Example:
@@ -205,22 +206,12 @@ def draw(
     if view not in VIEWS:
         raise ValueError(f"view={view!r}: choose one of {', '.join(map(repr, VIEWS))}")
     graph_view = read_graph(graph)
-    steps = _steps(monitor)
+    steps = steps_of(monitor) if monitor is not None else ()
     run = last_run(steps) if steps else None
     chosen = choose_metric(site_metrics(run, graph_view), color_by) if run is not None else choose_metric((), color_by)
     root_cause = _blamed(graph_view, monitor.failure()) if is_monitor(monitor) else ()
     metric = chosen.metric if chosen is not None else None
     return Drawing(graph, view, run, metric, root_cause, title or graph.name or "joint graph", reshapes, records)
-
-
-def _steps(monitor: Monitor | Sequence[Step] | None) -> Sequence[Step]:
-    if monitor is None:
-        return ()
-    if is_monitor(monitor):
-        return monitor.steps()
-    if isinstance(monitor, Sequence) and all(isinstance(step, Step) for step in monitor):
-        return monitor
-    raise TypeError(f"monitor is a Monitor (model.monitor) or a sequence of Step, got {type(monitor).__name__}")
 
 
 def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:

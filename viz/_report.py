@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,10 +15,9 @@ from gradrewrite._utils.formatting import html_table
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
 from gradrewrite.diagnostics.site_health import COLUMNS
-from gradrewrite.viz._curve_data import Events
-from gradrewrite.viz._curves import baseline_of, draw_panels, fix_layout, is_monitor, name_of, steps_of
-from gradrewrite.viz._fonts import figure_style, xml_safe
-from gradrewrite.viz._panels import Baseline, Panel, depth_panel, panels_of
+from gradrewrite.viz._curves import Curves, baseline_of, image_of, is_monitor, name_of, steps_of
+from gradrewrite.viz._fonts import xml_safe
+from gradrewrite.viz._panels import Baseline
 from gradrewrite.viz._theme import css_variables
 
 if TYPE_CHECKING:
@@ -81,9 +77,7 @@ class Report:
 
     def _html(self, reload: int) -> str:
         health, verdict, steps = self.health, self.health.verdict, self.health.run.steps
-        found, seen = panels_of(health.run, self.baseline)
-        panels = {panel.name: panel for panel in found}
-        figure, num_more = partial(self._figure, seen), len(verdict.code) - _MOST_CODE
+        num_more = len(verdict.code) - _MOST_CODE
         code = [*verdict.code[:_MOST_CODE], *([f"# {num_more} more in the table"] if num_more > 0 else [])]
         span = f"Steps {steps[0].step} to {steps[-1].step}" if steps else "No steps"
         texts = {
@@ -98,42 +92,19 @@ class Report:
             "first_bad": f"{health.first_bad_text} {self.cause}",
             "findings": "\n\n".join(text for text in (health.findings_text, self.note) if text),
         }
-        rows, rates = [row.cells() for row in health.sites], [row.rate for row in health.sites if row.rate >= 0]
+        rows = [row.cells() for row in health.sites]
         kept = [n for n, name in enumerate(COLUMNS) if name != "share" or any(row[n] != "-" for row in rows)]
         table = [[xml_safe(row[n]) for n in kept] for row in rows]
-        still = "" if any(rates) or not rates else '<p class="note">No clip acted in this run: every factor is 1.</p>\n'
         parts = {
             "policy": _NO_SCRIPT + ("; script-src 'unsafe-inline'" if reload else ""),
             "reload": _RELOAD.format(milliseconds=1000 * reload, seconds=reload) if reload else "",
             "style": css_variables(),
-            "loss_figure": figure(f"the loss by step. {health.loss}", panels.get("loss"), panels.get("total norm")),
-            "factors": still + figure(f"factors by site and step, {health.strongest}", panels.get("factor")),
+            "curves": image_of(Curves(health.run, "", baseline=self.baseline), f"loss and norm by step. {health.loss}"),
             "table": html_table([COLUMNS[n] for n in kept], table, "all sites"),
-            "depth": figure("norms by site: errors, weights, biases", depth_panel(health.sites)),
-            "ratios": figure("ratio of update to weight by step", panels.get("update ratio")),
-            "nonfinite": figure(health.first_bad_text, panels["non-finite"]) if "non-finite" in panels else "",
         }
         parts |= {name: html.escape(xml_safe(text)) for name, text in texts.items()}
         template = resources.files("gradrewrite.viz.page").joinpath("report.html").read_text(encoding="utf-8")
         return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-
-    def _figure(self, seen: Events, alt: str, *panels: Panel | None) -> str:
-        """Return panels as an image; a note where there are none."""
-        from matplotlib.figure import Figure
-
-        known = [panel for panel in panels if panel is not None]
-        if not known:
-            return '<p class="note">Not recorded in this run.</p>'
-        runs = [self.health.run, *([self.baseline.run] if self.baseline is not None else [])]
-        text, height = StringIO(), 0.2 + sum(panel.height for panel in known)
-        with figure_style():
-            figure = Figure(figsize=(11.0, height), layout="constrained")
-            draw_panels(figure, known, seen, runs)
-            fix_layout(figure)
-            figure.savefig(text, format="svg", metadata={"Date": None})
-        data = base64.b64encode(text.getvalue().encode()).decode()
-        size = f'width="1056" height="{96 * height:.0f}"'
-        return f'<img {size} alt="{html.escape(xml_safe(alt))}" src="data:image/svg+xml;base64,{data}">'
 
 
 def report(
@@ -142,9 +113,8 @@ def report(
     """Return the health report of a training run as a page.
 
     It says what was clipped, how strongly, what is wrong, and what to change. The page has the verdict in one sentence,
-    the loss against the baseline, a map of the factors of clips by site and step, a table of the sites with quantiles
-    of their norms and the bounds these suggest, norms by site, update ratios, the first value that was not finite, and
-    the doctor's findings. It loads nothing.
+    loss and norm against the baseline, a table of the sites with the factors of their clips, quantiles of their norms
+    and the bounds these suggest, the first value that was not finite, and the doctor's findings. It loads nothing.
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, steps, or
@@ -172,7 +142,7 @@ def report(
         if paths:
             return _report_of_ranks(paths, baseline, title)
     run = cast("Source", source)
-    steps, other = steps_of(run), baseline_of(run, baseline)
+    steps, other = steps_of(run), baseline_of(baseline)
     health = examine(steps, other.run.steps if other is not None else None)
     return Report(health, title or name_of(run, "training run"), other, _cause(run, health))
 
@@ -181,7 +151,7 @@ def _report_of_ranks(paths: Sequence[str | os.PathLike[str]], baseline: Source |
     """Judge a run of several ranks: the page is that of the rank where it goes wrong first, or worst."""
     runs = read_ranks(paths)
     first = first_bad_of(runs)
-    other = None if baseline is None else baseline_of(paths[0], baseline)
+    other = baseline_of(baseline)
     compared = None if other is None else other.run.steps
     rank = first.rank if first is not None else None
     if rank is None:

@@ -16,20 +16,13 @@ PILL_EDGE = "#cfd7df"
 SAVED = "#9dbad6"  # values saved for the backward
 INSERTED, INSERTED_EDGE = "#ffd8a8", "#d9480f"
 RECORDS = "#e6e1f5"  # nodes that pack records
-CUT = "#c92a2a"  # the root cause; in the page replaced edges and non-finite values of curves
+CUT = "#c92a2a"  # the root cause, replaced edges, and non-finite values of curves
 NOT_FINITE = "#fa5252"  # fill of sites with a non-finite value
 ACCENT = "#1971c2"  # focus, search hits and curves of the page
 SELECTED = "#0b7285"
 
-# Figures of curves: a matplotlib palette.
-CURVE_INK, CURVE_PALE, CURVE_GRID = "#303030", "#9a9a9a", "#e6e6e6"
-CURVE_BLUE, CURVE_RED = "#1f77b4", "#d62728"
-CURVE_ZERO, CURVE_ABSENT = "#ffffff", "#c4c4c4"
-
 
 def css_variables() -> str:
     """Return the theme as CSS variables: ``--inserted-edge`` for ``INSERTED_EDGE``."""
-    colors = {name: value for name, value in globals().items() if name.isupper() and not name.startswith("CURVE")}
-    return (
-        ":root { " + " ".join(f"--{name.lower().replace('_', '-')}: {value};" for name, value in colors.items()) + " }"
-    )
+    colors = {name.lower().replace("_", "-"): value for name, value in globals().items() if name.isupper()}
+    return f":root {{ {' '.join(f'--{name}: {value};' for name, value in colors.items())} }}"

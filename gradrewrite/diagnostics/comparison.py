@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import stdev
 
 from gradrewrite.diagnostics.nonfinite_steps import is_bad
-from gradrewrite.diagnostics.run_log import Run, words
+from gradrewrite.diagnostics.run_log import Run, Series, words
 
 MAX_LOSSES = 10  # steps whose mean loss is "the first" and "the last"
 LOWER_PEAK = 0.2  # of the range of both losses; a peak that is lower by less is no difference
-_TOTALS = ("total norm of the gradients", "norm of all gradients")
+TOTAL_NORM = "total norm of the gradients"
+_TOTALS = (TOTAL_NORM, "norm of all gradients")
 _SIZES = (  # what is compared, of which kinds of sites, by which record
     (_TOTALS[0], ("group", "step"), "total_norm"),
     (_TOTALS[1], ("gradient",), "norm"),
@@ -60,17 +61,25 @@ class Loss:
         return f" (mean of the {which} {self.count} steps)" if self.count > 1 else ""
 
 
+def loss_series(run: Run) -> Series | None:
+    """Return the record ``loss``, else ``max`` of ``gr.tap(loss, "loss")``; None without either."""
+    found = [one for one in run.series.values() if one.record == "loss"]
+    found += [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
+    return found[0] if found else None
+
+
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
-    """Return the record ``loss``, else ``max`` of ``gr.tap(loss, "loss")``.
+    """Return the loss of a run; None without a record of it.
 
     Args:
         run: The run.
         begin: The first step that counts.
         end: The last step that counts.
     """
-    found = [one for one in run.series.values() if one.record == "loss"]
-    found += [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
-    rows = [row for one in found[:1] for row in zip(one.steps, one.values, strict=True) if begin <= row[0] <= end]
+    series = loss_series(run)
+    if series is None:
+        return None
+    rows = [row for row in zip(series.steps, series.values, strict=True) if begin <= row[0] <= end]
     if not rows:
         return None
     steps, values = [step for step, _ in rows], [value for _, value in rows]
@@ -79,7 +88,7 @@ def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss |
     bad = next((step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)), -1)
     last = values[-count:]
     noise = stdev(last) / math.sqrt(count) if count > 1 and all(map(math.isfinite, last)) else 0.0
-    peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(found[0].at)
+    peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
     first, ends = _mean(values[:count]), (steps[0], steps[-1])
     return Loss(len(values), count, first, _mean(last), peak, bad, noise, address, lowest, *ends)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradrewrite.diagnostics.activations import DEAD_LIMITS, SATURATED_LIMITS, dead, saturated
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, clips_always, clips_never, steps_of_clips
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
-from gradrewrite.diagnostics.nonfinite_steps import BadStep, bad_steps, expected_infinities
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Series, Step, last_run, words
 
 
@@ -118,7 +118,7 @@ def _figures(finding: Finding) -> str:
 
 
 def _non_finite(run: Run) -> list[Finding]:
-    bad = _bad_steps(run)
+    bad = bad_steps(run)
     if not bad:
         faulty = _faulty_rate(run, {}, until=math.inf)
         return [] if faulty is None else [faulty]
@@ -137,13 +137,6 @@ def _non_finite(run: Run) -> list[Finding]:
         f"{len(run.steps)} steps are not finite."
     )
     return [Finding(kind, site, step, text, figures, suggestion)]
-
-
-def _bad_steps(run: Run) -> list[BadStep]:
-    """Return the non-finite steps, without sites of expected infinities."""
-    bad = bad_steps(run)
-    expected = expected_infinities(run, bad)
-    return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
 def _count(records: Mapping[str, float], site: str) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
 from gradrewrite.diagnostics.doctor import diagnose, report
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import COUNTS, Finding, Run, Step, last_run, words
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
 from gradrewrite.diagnostics.verdict import Verdict, judge
@@ -122,12 +122,8 @@ def _with_bound(finding: Finding, sites: Sequence[SiteHealth]) -> Finding:
 
 def _first_non_finite(run: Run) -> tuple[str, int, float] | None:
     """Return site, step and number of elements of the first value that is not finite, expected infinities left out."""
-    bad = bad_steps(run)
-    expected = expected_infinities(run, bad)
-    for one in bad:
-        site = next((s for s in one.sites if s not in expected), None)
-        if site is not None:
-            records = one.step.records
-            counts = [records[key] for name in COUNTS if (key := f"{name}@{site}") in records]
-            return site, one.step.step, counts[0] if counts else math.nan
+    for one in bad_steps(run)[:1]:
+        site, records = one.sites[0], one.step.records
+        counts = [records[key] for name in COUNTS if (key := f"{name}@{site}") in records]
+        return site, one.step.step, counts[0] if counts else math.nan
     return None

@@ -1,4 +1,4 @@
-"""Non-finite steps of a run, and expected infinities."""
+"""Non-finite steps of a run, without expected infinities."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ class BadStep:
 
 
 def bad_steps(run: Run) -> list[BadStep]:
-    """Return the steps with non-finite elements or a non-finite magnitude."""
-    return [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
+    """Return the steps with non-finite elements or a non-finite magnitude, expected infinities left out."""
+    bad = [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
+    expected = _expected_infinities(run, bad)
+    return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
-def expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
+def _expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
     """Return the sites of expected infinities (a mask).
 
     They were infinite in 5 steps that had a finite backward.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradrewrite.diagnostics.doctor import diagnose
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps, expected_infinities
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_with_rank
 
 _BAD = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
@@ -105,16 +105,8 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
 
     Of several sites in that step it is the one that is executed first, and of several ranks with it the lowest.
     """
-    rows: list[tuple[int, int, str]] = []
-    for rank, steps in runs.items():
-        run = last_run(steps)
-        bad = bad_steps(run)
-        expected = expected_infinities(run, bad)
-        for one in bad:
-            sites = [site for site in one.sites if site not in expected]
-            if sites:
-                rows.append((one.step.step, rank, sites[0]))
-                break
+    first = ((rank, one) for rank, steps in runs.items() for one in bad_steps(last_run(steps))[:1])
+    rows = [(one.step.step, rank, one.sites[0]) for rank, one in first]
     if not rows:
         return None
     step = min(row[0] for row in rows)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 
 SITES = [f"error:layers.{n}" for n in range(30)]
 RECORDS = {f"norm@{site}": 4.0 for site in SITES} | {f"bound@{site}": 1.0 for site in SITES} | {"loss@run": 2.0}
-STEPS = [step_of(n, RECORDS | {"update_ratio@gradient:w": 1e-3, "nonfinite@error:layers.3": 0.0}) for n in range(30)]
+STEPS = [step_of(n, RECORDS | {"nonfinite@error:layers.3": 0.0}) for n in range(30)]
 BAD = [*STEPS, step_of(30, {"nonfinite@error:layers.3": 2.0})]
 
 
@@ -54,10 +54,9 @@ def test_it_opens_and_prints(opened: Any, tmp_path: Path) -> None:
     assert opened.locator("#verdict h2").inner_text() == "Values are not finite"
     assert opened.locator("#verdict pre").is_hidden()  # no code to show
     headings = opened.eval_on_selector_all("h1, h2", "all => all.map((one) => one.tagName)")
-    assert headings == ["H1", *["H2"] * 8]
-    wide = opened.eval_on_selector_all("img", "all => all.map((one) => one.naturalWidth)")
-    assert len(wide) == 5
-    assert min(wide) > 0
+    assert headings == ["H1", *["H2"] * 5]
+    (wide,) = opened.eval_on_selector_all("img", "all => all.map((one) => one.naturalWidth)")
+    assert wide > 0
     assert opened.evaluate("document.documentElement.scrollWidth") <= 1200
     opened.emulate_media(media="print")
     assert opened.locator(".scroll").evaluate("(one) => getComputedStyle(one).overflowX") == "visible"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import math
@@ -48,7 +47,7 @@ def write_page(
     curves: str,
     root_cause: Collection[str],
 ) -> str:
-    """Return the page as HTML; without curves ``curves`` is empty."""
+    """Return the page as HTML; ``curves`` is an image, or empty."""
     ladder, blamed = layout.ladder, frozenset(root_cause)
     parts = [part for row in ladder.rows for part in row]
     data = {
@@ -74,8 +73,6 @@ def write_page(
     arrow = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "arrow", "aria-hidden": "true"})
     add_arrow(arrow)
     here = resources.files("gradrewrite.viz.page")
-    image = base64.b64encode(curves.encode()).decode()
-    picture_of = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{image}">'
     fill = {
         "title": html.escape(xml_safe(title)),
         "style": STYLE + css_variables() + "\n" + here.joinpath("page.css").read_text(encoding="utf-8"),
@@ -83,7 +80,7 @@ def write_page(
         "overview": ET.tostring(svg, encoding="unicode"),
         "summary": html.escape("; ".join(notes)),
         "edits": _edit_list(ladder),
-        "curves": f'<button id="enlarge" type="button">enlarge</button>{picture_of}' if curves else "<p>no records</p>",
+        "curves": f'<button id="enlarge" type="button">enlarge</button>{curves}' if curves else "<p>no records</p>",
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "code": here.joinpath("page.js").read_text(encoding="utf-8"),
     }

@@ -40,7 +40,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.draw(graph, "tree")
     with pytest.raises(ValueError, match="format='gif': choose one of 'svg'"):
         viz.draw(graph).render(tmp_path / "x", "gif")
-    with pytest.raises(TypeError, match=r"monitor is a Monitor .* got int"):
+    with pytest.raises(TypeError, match=r"a run is a Monitor, .* got int"):
         viz.draw(graph, monitor=3)
     with pytest.raises(
         ValueError, match="color_by='loss': choose one of 'clip strength', 'clip rate', 'largest error', 'not finite'"
