@@ -1,23 +1,19 @@
-"""Export of rewritten graphs: networkx, JSON, GraphML, DOT, Model Explorer."""
+"""Export of rewritten graphs: networkx, JSON, GraphML."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import graphviz
 import networkx as nx
 
-from gradrewrite.ir.graph_view import GraphView, Node, action_name, call_name, read_graph
+from gradrewrite.ir.graph_view import GraphView, Node, call_name, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz._dot import data_attributes
 from gradrewrite.viz._fonts import xml_safe
-from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, LINE, PAPER, SAVED
 
 SCHEMA, VERSION = "gradrewrite/graph", 1
-ExportFormat = Literal["json", "graphml", "dot", "model_explorer"]
-_ENDINGS: dict[str, str] = {"model_explorer": "model_explorer.json"}
+ExportFormat = Literal["json", "graphml"]
 
 
 def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
@@ -66,9 +62,7 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
     Args:
         graph: What ``model.trace(...)`` returned.
         path: Where, without the extension.
-        format: ``"json"`` (docs/graph-schema.md describes it), ``"graphml"`` (Gephi, yEd, Cytoscape), ``"dot"`` (every
-            node; ``draw(...).render(path, "dot")`` has the layout of a drawing), or ``"model_explorer"`` (Google's
-            Model Explorer; written to ``path.model_explorer.json``).
+        format: ``"json"`` (docs/graph-schema.md describes it) or ``"graphml"`` (Gephi, yEd, Cytoscape).
 
     Returns:
         The path of the file.
@@ -80,10 +74,8 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
     """
     if format not in get_args(ExportFormat):
         raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(ExportFormat)))}")
-    text = {"json": _to_json, "graphml": _to_graphml, "dot": _to_dot, "model_explorer": _to_model_explorer}[format](
-        graph
-    )
-    target = f"{os.fspath(path)}.{_ENDINGS.get(format, format)}"
+    text = _to_json(graph) if format == "json" else _to_graphml(graph)
+    target = f"{os.fspath(path)}.{format}"
     with open(target, "w", encoding="utf-8") as file:
         file.write(text)
     return target
@@ -124,53 +116,3 @@ def _to_graphml(graph: JointGraph) -> str:
     found = to_networkx(graph)
     found.graph = {"schema": SCHEMA, "version": VERSION}
     return "\n".join(nx.generate_graphml(found)) + "\n"
-
-
-def _to_dot(graph: JointGraph) -> str:
-    found = to_networkx(graph)
-    dot = graphviz.Digraph("gradrewrite", node_attr={"shape": "box", "style": "filled", "fillcolor": PAPER})
-    for name, attributes in found.nodes(data=True):
-        data = data_attributes({key: str(value) for key, value in attributes.items()})
-        marks = {"fillcolor": INSERTED, "color": INSERTED_EDGE} if attributes["inserted"] else {}
-        dot.node(name, **marks, **data)
-    for source, target, saved in found.edges(data="saved"):
-        dot.edge(source, target, color=SAVED if saved else LINE)
-    return str(dot.source)
-
-
-def _to_model_explorer(graph: JointGraph) -> str:
-    graph_view = read_graph(graph)
-    reads: dict[str, list[str]] = {name: [] for name in graph_view.nodes}
-    for source, target in graph_view.edges:
-        reads[target].append(source)
-    nodes = [_explorer_node(graph_view, node, reads[name]) for name, node in graph_view.nodes.items()]
-    edges = [
-        {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
-        for n, (_, name) in enumerate(graph_view.returned)
-    ]
-    attributes = [{"key": str(n), "value": xml_safe(label)} for n, (label, _) in enumerate(graph_view.returned)]
-    nodes.append({"id": "output", "label": "output", "namespace": "", "attrs": attributes, "incomingEdges": edges})
-    graphs = [{"id": "rewritten joint graph", "nodes": nodes}]
-    return json.dumps({"label": "gradrewrite", "graphs": graphs}, indent=1, allow_nan=False) + "\n"
-
-
-def _explorer_node(graph_view: GraphView, node: Node, reads: list[str]) -> dict[str, Any]:
-    label = f"{node.op}: {node.aten}" if node.role == "op" else node.op_and_argument
-    if node.edit >= 0:
-        label = f"{action_name(graph_view.edits[node.edit].action)}: {node.aten}"
-    calls = [call_name(call).replace("/", "_") for call in node.calls]
-    attributes = {key: str(value) for key, value in _attributes(graph_view, node).items() if value not in ("", -1)}
-    found: dict[str, Any] = {
-        "id": node.name,
-        "label": xml_safe(label),
-        "namespace": xml_safe("/".join([node.lane, *calls])),
-        "attrs": [{"key": key, "value": value} for key, value in attributes.items()],
-        "incomingEdges": [
-            {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
-            for n, name in enumerate(reads)
-        ],
-        "outputsMetadata": [{"id": "0", "attrs": [{"key": "tensor_shape", "value": f"{node.dtype}[{node.shape}]"}]}],
-    }
-    if node.mark:
-        found["style"] = {"backgroundColor": INSERTED, "borderColor": INSERTED_EDGE}
-    return found

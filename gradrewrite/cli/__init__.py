@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("--reshapes", action="store_true", help="show ops that only reshape too")
     draw.add_argument("--records", action="store_true", help="show nodes that only serve logs and records too")
-    endings = ".svg, .png, .pdf, .dot, .html, .json, .graphml or .model_explorer.json"
+    endings = ".svg, .png, .pdf, .dot, .html, .json or .graphml"
     draw.add_argument("--out", type=Path, default=Path("backward.html"), help=f"{endings} (default: backward.html)")
     sites = commands.add_parser("sites", help="list the sites of a model: where a policy can act")
     _add_model(sites)

@@ -17,11 +17,7 @@ from gradrewrite.sites import Pattern
 def draw(options: argparse.Namespace) -> None:
     """Draw or export the rewritten backward graph of a model."""
     pictures: dict[str, viz.Format] = {f".{form}": form for form in get_args(viz.Format)}
-    exports: dict[str, viz.ExportFormat] = {
-        ".json": "json",
-        ".graphml": "graphml",
-        ".model_explorer.json": "model_explorer",
-    }
+    exports: dict[str, viz.ExportFormat] = {f".{form}": form for form in get_args(viz.ExportFormat)}
     name, ending = split_ending(options.out, [*pictures, *exports])
     if ending in exports:
         _refuse_ignored(options, ending)

@@ -21,7 +21,7 @@ def warn(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def split_ending(path: Path, endings: Sequence[str]) -> tuple[str, str]:
     """A path without its ending, and the ending."""
-    found = next((e for e in sorted(endings, key=len, reverse=True) if path.name.endswith(e) and path.name != e), None)
+    found = next((e for e in endings if path.name.endswith(e) and path.name != e), None)
     if found is None:
         raise Refused(f"--out {path}: the ending says the format; use one of {', '.join(endings)}")
     return str(path)[: -len(found)], found

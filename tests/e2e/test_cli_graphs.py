@@ -42,10 +42,6 @@ def is_graphml(path: Path) -> bool:
     return nx.read_graphml(path).nodes["clamp_min"]["site"] == "error:0"
 
 
-def is_explorer(path: Path) -> bool:
-    return json.loads(path.read_text())["graphs"][0]["nodes"][0]["id"] != ""
-
-
 def is_dot(path: Path) -> bool:
     return path.read_text().startswith("digraph")
 
@@ -64,7 +60,6 @@ def is_pdf(path: Path) -> bool:
         (".html", is_page),
         (".json", is_json),
         (".graphml", is_graphml),
-        (".model_explorer.json", is_explorer),
         (".dot", is_dot),
         (".png", is_png),
         (".pdf", is_pdf),
@@ -225,7 +220,7 @@ def test_a_module_that_does_not_import(shell: Shell) -> None:
         (("--color-by", "clip rate"), "the monitor has no records for that"),
         (("--out", "x.json", "--view", "overview", "--reshapes"), "without colors; leave out --view, --resh"),
         (("--out", "x.graphml", "--run", "empty.jsonl", "--records"), "leave out --run, --records"),
-        (("--out", "x.model_explorer.json", "--color-by", "not finite"), "leave out --color-by"),
+        (("--out", "x.json", "--color-by", "not finite"), "leave out --color-by"),
     ],
 )
 def test_draw_refuses(shell: Shell, words: tuple[str, ...], wanted: str) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from drawing import read_by_graphviz
 
 from gradrewrite import viz
 from gradrewrite.ir.joint_graph import JointGraph
 
-from models.graphs import EACH, odd_names, three_layers
+from models.graphs import EACH, three_layers
 
 
 @EACH
@@ -59,41 +58,8 @@ def test_json_and_graphml_come_back_as_they_were(make: Callable[[], JointGraph],
     assert set(back.edges) == set(wanted.edges)
 
 
-def test_dot_is_read_by_graphviz(tmp_path: Path) -> None:
-    for make in (three_layers, odd_names):
-        source = Path(viz.export(make(), tmp_path / "g", "dot")).read_text()
-        found = json.loads(read_by_graphviz(source, "json"))
-        wanted = viz.to_networkx(make())
-        assert [one["name"] for one in found["objects"]] == list(wanted.nodes)
-        assert len(found["edges"]) == wanted.number_of_edges()
-        for one in found["objects"]:
-            data = wanted.nodes[one["name"]]
-            assert (one["data_lane"], one["data_target"]) == (data["lane"], data["target"])
-
-
-@EACH
-def test_model_explorer(make: Callable[[], JointGraph], tmp_path: Path) -> None:
-    graph = make()
-    path = viz.export(graph, tmp_path / "g", "model_explorer")
-    assert path.endswith(".model_explorer.json")
-    data = json.loads(Path(path).read_text())
-    (one,) = data["graphs"]
-
-    assert isinstance(data["label"], str)
-    ids = [node["id"] for node in one["nodes"]]
-    assert len(ids) == len(set(ids))
-    assert set(ids) == {n.name for n in graph.graph_module.graph.nodes}
-    for node in one["nodes"]:
-        assert isinstance(node["label"], str)
-        assert all(edge["sourceNodeId"] in ids for edge in node["incomingEdges"])
-        assert all(isinstance(pair["value"], str) for pair in node["attrs"])
-        assert node["namespace"].split("/")[0] in ("forward", "backward", "")
-    styled = {node["id"] for node in one["nodes"] if "style" in node}
-    assert styled == {n for e in graph.edits for n in e.nodes} | set(graph.record_nodes)
-
-
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format='xml': choose one of 'json', 'graphml', 'dot', 'model_explorer'"):
+    with pytest.raises(ValueError, match="format='xml': choose one of 'json', 'graphml'"):
         viz.export(three_layers(), tmp_path / "g", "xml")
     with pytest.raises(TypeError, match="JointGraph"):
         viz.to_networkx(3)
