@@ -22,16 +22,9 @@ def read_by_graphviz(source: str, form: str) -> bytes:
 
 def texts_of(scene: _scene.Scene) -> list[tuple[float, float, float, float, str]]:
     """Left, upper, right and lower edges of all texts."""
-    found = []
-    for box in scene.boxes:
-        y = box.y + (box.height / 2 - 3 if box.small else box.height / 2 + 4)
-        found.append((box.x + _scene.PAD, y, box.text, _scene.TEXT))
-        found += [(box.x + _scene.PAD, box.y + box.height - 6, box.small, _scene.SMALL)] if box.small else []
-    found += [(n.x, n.y, n.text, _scene.HEAD if n.style == "head" else _scene.SMALL) for n in scene.labels]
-    found += [(f.x + 6, f.y + 14, f.text, _scene.SMALL) for f in scene.frames]
-    places = zip(_scene.legend_positions(scene), scene.legend, strict=True)
-    found += [(x + 19, y + 9.5, entry.text, _scene.SMALL) for (x, y), entry in places]
-    return [(x, y - 0.76 * size, x + _fonts.text_width(t, size), y + 0.24 * size, t) for x, y, t, size in found if t]
+    sizes = {"": _scene.TEXT, "note": _scene.SMALL, "head": _scene.HEAD}
+    found = [(n.x, n.y, n.text, sizes[n.style]) for n in _scene.texts_of(scene) if n.text]
+    return [(x, y - 0.76 * size, x + _fonts.text_width(t, size), y + 0.24 * size, t) for x, y, t, size in found]
 
 
 def assert_readable(scene: _scene.Scene) -> None:

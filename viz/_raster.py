@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import FONT, displayable
-from gradrewrite.viz._scene import HEAD, PAD, SMALL, TEXT, Box, Scene, legend_positions
+from gradrewrite.viz._scene import HEAD, SMALL, TEXT, Line, Scene, colors_of, legend_positions, texts_of
 
 MOST_PIXELS = 30_000  # of one side of a PNG
 _LONGEST = 1000  # characters; no text of a scene has more
 _POINTS = 72 / 96  # a pixel in points
+_STYLES: dict[str, dict[str, Any]] = {  # of texts, as in the style sheet
+    "": {"fontsize": TEXT * _POINTS, "color": theme.INK},
+    "note": {"fontsize": SMALL * _POINTS, "color": theme.DETAIL},
+    "head": {"fontsize": HEAD * _POINTS, "color": theme.INK, "weight": "bold"},
+}
 
 
 def scene_to_bytes(scene: Scene, form: str) -> bytes:
@@ -39,85 +43,49 @@ def scene_to_bytes(scene: Scene, form: str) -> bytes:
 def _draw(axes: Any, scene: Scene) -> None:
     from matplotlib.collections import PatchCollection, PathCollection
     from matplotlib.patches import Rectangle
-    from matplotlib.path import Path
 
     frames = [Rectangle((f.x, f.y), f.width, f.height) for f in scene.frames]
-    axes.add_collection(
-        PatchCollection(frames, facecolor=theme.BAND, edgecolor=theme.BORDER, alpha=0.55, linewidth=0.7)
-    )
-    for dash in ("-", "--"):
-        lines = [n for n in scene.lines if ("saved" in n.classes) == (dash == "--")]
-        rest = {len(n.points): Path.LINETO if len(n.points) == 2 else Path.CURVE4 for n in lines}
-        paths = [Path(n.points, [Path.MOVETO, *[rest[len(n.points)]] * (len(n.points) - 1)]) for n in lines]
-        axes.add_collection(
-            PathCollection(
-                paths,
-                facecolors="none",
-                edgecolors=[_line_color(n.classes) for n in lines],
-                linewidths=[n.width * _POINTS for n in lines],
-                linestyles=dash,
-            )
-        )
-    axes.add_collection(PatchCollection([_arrow(n.points) for n in scene.lines], color=theme.FAINT))
-    for edged in (False, True):
-        boxes = [b for b in scene.boxes if _is_edged(b) == edged]
-        patches = [Rectangle((b.x, b.y), b.width, b.height) for b in boxes]
-        edges = [
-            theme.CUT if "root_cause" in b.classes else theme.INSERTED_EDGE if edged else theme.LINE for b in boxes
-        ]
-        fills = [_fill(b) for b in boxes]
-        width = 1.6 if edged else 0.8
-        axes.add_collection(PatchCollection(patches, facecolors=fills, edgecolors=edges, linewidth=width))
-    _write(axes, scene)
+    style: dict[str, Any] = {"facecolor": theme.BAND, "edgecolor": theme.BORDER, "alpha": 0.55, "linewidth": 0.7}
+    axes.add_collection(PatchCollection(frames, **style))
+    style = {
+        "edgecolors": [_line_color(line) for line in scene.lines],
+        "linewidths": [line.width * _POINTS for line in scene.lines],
+        "linestyles": ["--" if "saved" in line.classes else "-" for line in scene.lines],
+    }
+    axes.add_collection(PathCollection([_path(line) for line in scene.lines], facecolors="none", **style))
+    axes.add_collection(PatchCollection([_arrow(line) for line in scene.lines], color=theme.FAINT))
+    colors = [colors_of(box) for box in scene.boxes]
+    style = {
+        "facecolors": [fill for fill, *_ in colors],
+        "edgecolors": [edge for _, edge, _ in colors],
+        "linewidths": [1.6 if is_strong else 0.8 for *_, is_strong in colors],
+    }
+    boxes = [Rectangle((box.x, box.y), box.width, box.height) for box in scene.boxes]
+    axes.add_collection(PatchCollection(boxes, **style))
+    for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
+        axes.add_patch(Rectangle((x, y), 14, 11, facecolor=entry.color, edgecolor=entry.edge))
+    for label in texts_of(scene):
+        axes.text(label.x, label.y, displayable(label.text, _LONGEST), parse_math=False, **_STYLES[label.style])
 
 
-def _arrow(points: Sequence[tuple[float, float]]) -> Any:
+def _path(line: Line) -> Any:
+    from matplotlib.path import Path
+
+    rest = Path.LINETO if len(line.points) == 2 else Path.CURVE4
+    return Path(line.points, [Path.MOVETO, *[rest] * (len(line.points) - 1)])
+
+
+def _arrow(line: Line) -> Any:
     """Return the head of an arrow at the end of a line."""
     from matplotlib.patches import Polygon
 
-    (ax, ay), (x, y) = points[-2:]
+    (ax, ay), (x, y) = line.points[-2:]
     length = max(((x - ax) ** 2 + (y - ay) ** 2) ** 0.5, 1e-9)
     dx, dy = (x - ax) / length * 6, (y - ay) / length * 6
     return Polygon([(x, y), (x - dx - dy / 2, y - dy + dx / 2), (x - dx + dy / 2, y - dy - dx / 2)])
 
 
-def _write(axes: Any, scene: Scene) -> None:
-    def text(x: float, y: float, content: str, size: float, color: str, weight: str = "normal") -> None:
-        shown = displayable(content, _LONGEST)
-        axes.text(x, y, shown, fontsize=size * _POINTS, color=color, weight=weight, parse_math=False, va="baseline")
-
-    for frame in scene.frames:
-        text(frame.x + 6, frame.y + 14, frame.text, SMALL, theme.DETAIL)
-    for box in scene.boxes:
-        if box.small:
-            text(box.x + PAD, box.y + box.height / 2 - 3, box.text, TEXT, theme.INK)
-            text(box.x + PAD, box.y + box.height - 6, box.small, SMALL, theme.DETAIL)
-        else:
-            text(box.x + PAD, box.y + box.height / 2 + 4, box.text, TEXT, theme.INK)
-    for label in scene.labels:
-        is_head = label.style == "head"
-        size, color = (HEAD, theme.INK) if is_head else (SMALL, theme.DETAIL)
-        text(label.x, label.y, label.text, size, color, "bold" if is_head else "normal")
-    from matplotlib.patches import Rectangle
-
-    for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
-        axes.add_patch(Rectangle((x, y), 14, 11, facecolor=entry.color, edgecolor=entry.edge))
-        text(x + 19, y + 9.5, entry.text, SMALL, theme.DETAIL)
-
-
-def _is_edged(box: Box) -> bool:
-    return bool({"inserted", "records", "root_cause"} & set(box.classes))
-
-
-def _fill(box: Box) -> str:
-    if box.fill:
-        return box.fill
-    if "records" in box.classes:
-        return theme.RECORDS
-    return theme.INSERTED if "inserted" in box.classes else theme.PILL if "pill" in box.classes else theme.PAPER
-
-
-def _line_color(classes: tuple[str, ...]) -> tuple[float, float, float, float]:
+def _line_color(line: Line) -> tuple[float, float, float, float]:
     from matplotlib.colors import to_rgba
 
-    return to_rgba(theme.SAVED if "saved" in classes else theme.LINE, 0.15 if "fan" in classes else 1.0)
+    return to_rgba(theme.SAVED if "saved" in line.classes else theme.LINE, 0.15 if "fan" in line.classes else 1.0)

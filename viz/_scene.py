@@ -14,17 +14,20 @@ TEXT, SMALL, HEAD = 12, 11, 14  # font sizes in pixels
 PAD = 6  # between the edge of a box and its text
 SWATCH = 17  # height of a line of the legend
 
+_COLORS = {  # of a box and its edge, by class
+    "node": (theme.PAPER, theme.LINE),
+    "pill": (theme.PILL, theme.PILL_EDGE),
+    "inserted": (theme.INSERTED, theme.INSERTED_EDGE),
+    "records": (theme.RECORDS, theme.INSERTED_EDGE),
+}
+_BOXES = "\n".join(f".{name} rect {{ fill: {fill}; stroke: {edge}; }}" for name, (fill, edge) in _COLORS.items())
 STYLE = f"""
 svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {theme.PAPER}; }}
 text {{ font-size: {TEXT}px; fill: {theme.INK}; white-space: pre; }}
-.small, .frame text {{ font-size: {SMALL}px; fill: {theme.DETAIL}; }}
 .head {{ font-size: {HEAD}px; font-weight: bold; }} .note {{ font-size: {SMALL}px; fill: {theme.DETAIL}; }}
 .frame rect {{ fill: {theme.BAND}; fill-opacity: 0.55; stroke: {theme.BORDER}; }}
-.node rect {{ fill: {theme.PAPER}; stroke: {theme.LINE}; }}
-.pill rect {{ fill: {theme.PILL}; stroke: {theme.PILL_EDGE}; }}
-.inserted rect {{ fill: {theme.INSERTED}; stroke: {theme.INSERTED_EDGE}; stroke-width: 2; }}
-.records rect {{ fill: {theme.RECORDS}; stroke: {theme.INSERTED_EDGE}; stroke-width: 2; }}
-.root_cause rect {{ stroke: {theme.CUT}; stroke-width: 4; }}
+{_BOXES}
+.inserted rect, .records rect {{ stroke-width: 2; }} .root_cause rect {{ stroke: {theme.CUT}; stroke-width: 4; }}
 .lines path {{ fill: none; stroke: {theme.LINE}; }} .lines .saved {{ stroke: {theme.SAVED}; stroke-dasharray: 3 2; }}
 .lines .fan {{ opacity: 0.15; }}
 .lines path {{ marker-end: url(#arrow); }} #arrow path {{ fill: {theme.FAINT}; stroke: none; }}
@@ -99,7 +102,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A free line of text; ``y`` is its baseline."""
+    """A line of text; ``y`` is its baseline, ``style`` a class in the style sheet: ``""``, ``note`` or ``head``."""
 
     x: float
     y: float
@@ -166,7 +169,7 @@ def draw_into(parent: ET.Element, scene: Scene) -> None:
         if frame.title:
             ET.SubElement(group, "title").text = xml_safe(frame.title)
         _rect(group, frame.x, frame.y, frame.width, frame.height)
-        _text(group, frame.x + 6, frame.y + 14, frame.text, "")
+        _text(group, _heading(frame))
     between = ET.SubElement(parent, "g", {"class": "lines"})
     for line in scene.lines:
         path = ET.SubElement(between, "path", {"d": path_of(line.points), "class": " ".join(line.classes)})
@@ -177,13 +180,46 @@ def draw_into(parent: ET.Element, scene: Scene) -> None:
     front = ET.SubElement(parent, "g", {"class": "boxes"})
     for box in scene.boxes:
         _draw_box(front, box)
-    for label in scene.labels:
-        _text(parent, label.x, label.y, label.text, label.style)
-    legend = ET.SubElement(parent, "g", {"class": "legend"})
     for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
-        rect = _rect(legend, x, y, 14, 11)
+        rect = _rect(parent, x, y, 14, 11)
         rect.set("style", f"fill:{entry.color};stroke:{entry.edge}")
-        _text(legend, x + 19, y + 9.5, entry.text, "note")
+    for label in [*scene.labels, *_legend_texts(scene)]:
+        _text(parent, label)
+
+
+def texts_of(scene: Scene) -> list[Label]:
+    """Return all texts of a scene."""
+    of_boxes = [replace(one, x=box.x + one.x, y=box.y + one.y) for box in scene.boxes for one in _texts(box)]
+    return [*map(_heading, scene.frames), *of_boxes, *scene.labels, *_legend_texts(scene)]
+
+
+def _heading(frame: Frame) -> Label:
+    return Label(frame.x + 6, frame.y + 14, frame.text)
+
+
+def _texts(box: Box) -> list[Label]:
+    """Return the lines of a box, with its upper left corner as the origin."""
+    if not box.small:
+        return [Label(PAD, box.height / 2 + 4, box.text, "")]
+    return [Label(PAD, box.height / 2 - 3, box.text, ""), Label(PAD, box.height - 6, box.small)]
+
+
+def _legend_texts(scene: Scene) -> list[Label]:
+    positions = zip(scene.legend, legend_positions(scene), strict=True)
+    return [Label(x + 19, y + 9.5, entry.text) for entry, (x, y) in positions]
+
+
+def legend_positions(scene: Scene) -> list[tuple[float, float]]:
+    """Return the positions of the legend's colors, below each other at the bottom of the scene."""
+    top = scene.height - SWATCH * len(scene.legend) - 8
+    return [(16, top + SWATCH * n) for n in range(len(scene.legend))]
+
+
+def colors_of(box: Box) -> tuple[str, str, bool]:
+    """Return fill, color of the edge, and whether that is strong, for renderers without a style sheet."""
+    fill, edge = next(colors for name, colors in reversed(_COLORS.items()) if name in (*box.classes, "node"))
+    edge = theme.CUT if "root_cause" in box.classes else edge
+    return box.fill or fill, edge, edge in (theme.CUT, theme.INSERTED_EDGE)
 
 
 def path_of(points: Sequence[tuple[float, float]]) -> str:
@@ -201,11 +237,8 @@ def _draw_box(parent: ET.Element, box: Box) -> None:
     rect = _rect(group, 0, 0, box.width, box.height)
     if box.fill:
         rect.set("style", f"fill:{box.fill}")
-    if box.small:
-        _text(group, PAD, box.height / 2 - 3, box.text, "")
-        _text(group, PAD, box.height - 6, box.small, "small")
-    else:
-        _text(group, PAD, box.height / 2 + 4, box.text, "")
+    for label in _texts(box):
+        _text(group, label)
     for data, title in box.parts:
         ET.SubElement(ET.SubElement(group, "g", _data(data)), "title").text = xml_safe(title)
 
@@ -214,19 +247,13 @@ def _data(data: Mapping[str, str]) -> dict[str, str]:
     return {f"data-{name}": xml_safe(value) for name, value in data.items()}
 
 
-def legend_positions(scene: Scene) -> list[tuple[float, float]]:
-    """Return the positions of the legend's entries, below each other at the bottom of the scene."""
-    top = scene.height - SWATCH * len(scene.legend) - 8
-    return [(16, top + SWATCH * n) for n in range(len(scene.legend))]
-
-
 def _rect(parent: ET.Element, x: float, y: float, width: float, height: float) -> ET.Element:
     sizes = {"x": x, "y": y, "width": width, "height": height, "rx": 3}
     return ET.SubElement(parent, "rect", {name: f"{value:g}" for name, value in sizes.items()})
 
 
-def _text(parent: ET.Element, x: float, y: float, text: str, style: str) -> None:
-    element = ET.SubElement(parent, "text", {"x": f"{x:g}", "y": f"{y:g}"})
-    if style:
-        element.set("class", style)
-    element.text = xml_safe(text)
+def _text(parent: ET.Element, label: Label) -> None:
+    element = ET.SubElement(parent, "text", {"x": f"{label.x:g}", "y": f"{label.y:g}"})
+    if label.style:
+        element.set("class", label.style)
+    element.text = xml_safe(label.text)

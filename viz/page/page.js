@@ -176,7 +176,7 @@ function drawBox(/** @type {Place} */ place) {
   if (fill) rect.setAttribute("style", `fill:${fill}`);
   const high = part ? part.height : G.box;
   make(group, "text", { x: G.pad, y: texts[1] ? high / 2 - 3 : high / 2 + 4 }, fitted(texts[0], place.width, Boolean(part)));
-  if (texts[1]) make(group, "text", { x: G.pad, y: high - 6, class: "small" }, texts[1]);
+  if (texts[1]) make(group, "text", { x: G.pad, y: high - 6, class: "note" }, texts[1]);
   for (const name of part && !part.isOpen ? part.nodes : []) make(make(group, "g", { "data-node": name }), "title", {}, name);
   if (part && part.isOpen) part.shown.forEach((name, at) => drawChip(group, part, name, high + at * G.chip, place.width));
   group.classList.toggle("selected", part === selected && part !== undefined && part !== null);
@@ -363,8 +363,8 @@ function curve(/** @type {Element} */ place, /** @type {Value[]} */ values) {
   known.forEach((v, n) => { if (v !== null && !Number.isFinite(v)) make(chart, "line", { class: "bad", x1: x(n), x2: x(n), y1: 2, y2: high - 14 }); });
   const step = stepNow(), at = step === null ? -1 : data.records.steps.indexOf(step);
   if (at >= 0) make(chart, "line", { class: "now", x1: x(at), x2: x(at), y1: 2, y2: high - 14 });
-  make(chart, "text", { x: 6, y: 11, class: "small" }, finite.length ? top.toPrecision(4) : "nothing finite");
-  make(chart, "text", { x: 6, y: high - 3, class: "small" }, `steps ${data.records.steps[0]} to ${data.records.steps.at(-1)}`);
+  make(chart, "text", { x: 6, y: 11, class: "note" }, finite.length ? top.toPrecision(4) : "nothing finite");
+  make(chart, "text", { x: 6, y: high - 3, class: "note" }, `steps ${data.records.steps[0]} to ${data.records.steps.at(-1)}`);
 }
 
 // ---- search: exact sites and edits first, then what begins with the words, then the rest; grouped by module
