@@ -182,8 +182,8 @@ def draw(
         view: ``"ladder"`` or ``"overview"``.
         monitor: Where colors and curves come from: a monitor (reading it waits for the device), the path of a file
             that ``monitor.to_jsonl`` wrote, or steps. Of several runs the last counts.
-        color_by: ``"clip strength"`` (median factor), ``"clip rate"``, ``"largest error"`` or ``"not finite"`` (share
-            of elements); the first that the monitor has records for if None. NaN and infinities have their own color.
+        color_by: ``"clip strength"`` (median factor), ``"largest error"`` or ``"not finite"`` (share of elements); the
+            first that the monitor has records for if None. Zero has no color, NaN and infinities have their own.
         title: Title above the drawing; the name of the model's class if empty.
         reshapes: Show ops that only reshape in the ladder and the page too.
         records: Show nodes that only serve logs and records in them too.

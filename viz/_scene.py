@@ -35,11 +35,10 @@ text {{ font-size: {TEXT}px; fill: {theme.INK}; white-space: pre; }}
 
 
 class ColorSample(NamedTuple):
-    """A color, its description, and the value behind it."""
+    """A color and its description."""
 
     color: str
     text: str
-    value: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument(
         "--run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote: for colors and curves"
     )
-    draw.add_argument(
-        "--color-by", choices=("clip strength", "clip rate", "largest error", "not finite"), help="what colors say"
-    )
+    draw.add_argument("--color-by", choices=("clip strength", "largest error", "not finite"), help="what colors say")
     draw.add_argument("--reshapes", action="store_true", help="show ops that only reshape too")
     draw.add_argument("--records", action="store_true", help="show nodes that only serve logs and records too")
     endings = ".svg, .png, .pdf, .dot, .html, .json or .graphml"

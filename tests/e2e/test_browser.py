@@ -20,10 +20,19 @@ from models.graphs import odd_names, three_layers, transformer
 MODULES = node_modules()
 pytestmark = pytest.mark.browser
 
+LARGEST = [1.0, 10.0, 100.0, 1000.0, float("inf")]
 STEPS = [
-    step_of(n, {"max_abs@error:second": 10.0**n, "mean_abs@error:second": 1.0, "clipped@error:second": float(n == 2)})
-    for n in range(4)
-] + [step_of(4, {"max_abs@error:second": float("inf"), "mean_abs@error:second": 1.0, "clipped@error:second": 0.0})]
+    step_of(
+        n,
+        {
+            "max_abs@error:second": largest,
+            "mean_abs@error:second": 1.0,
+            "nonfinite@error:second": float(largest > 1000.0),
+            "clipped@error:second": float(n == 2),
+        },
+    )
+    for n, largest in enumerate(LARGEST)
+]
 
 
 class Opened:
@@ -185,7 +194,7 @@ def test_a_click_shows_records_code_neighbors_and_partners(opened: Opened) -> No
     assert "clamp_min: " in text  # its code
     assert "abs_1" not in text  # what only logs
     assert "max_abs@error:second" in text
-    assert opened.count("#details svg.curve") == 3
+    assert opened.count("#details svg.curve") == 4
     assert len(opened.page.query_selector_all("#details svg.curve .bad")) == 1  # the infinity is marked
     headings = opened.page.eval_on_selector_all("#details h3", "(all) => all.map((h) => h.textContent)")
     assert headings[:3] == ["partners", "inputs", "users"]
@@ -279,8 +288,8 @@ def test_the_slider_colors_by_step(opened: Opened) -> None:
     assert "logarithmic" in opened.page.inner_text("#legend")
     fills = opened.page.eval_on_selector_all("#legend i", "(all) => all.map((i) => i.getAttribute('style'))")
     assert len(set(fills)) == 3
-    opened.page.select_option("#metric", label="clip rate")
-    assert "every step" in opened.page.inner_text("#legend")
+    opened.page.select_option("#metric", label="not finite")
+    assert "share of elements" in opened.page.inner_text("#legend")
     opened.page.keyboard.press("Tab")
     opened.page.click("#tab-overview")
     assert (

@@ -47,7 +47,7 @@ def test_pictures_of_one_model(program: ModuleType, tmp_path: Path, capsys: pyte
     assert all((PICTURES / name).exists() for name in names)
     ladder = ET.parse(tmp_path / "new" / names[1]).getroot()
     assert sum(e.get("data-edit") is not None for e in ladder.iter()) == 6
-    assert "clip changed nothing (factor 1)" in "".join(ladder.itertext())
+    assert "median factor: 1" in "".join(ladder.itertext())
     with Image.open(tmp_path / "new" / names[2]) as curves:
         assert (curves.mode, curves.width) == ("P", 1800)
         assert curves.convert("RGB").getpixel((0, 0)) == (255, 255, 255)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradrewrite.diagnostics.run_log import COUNTS, Run, Step, record_of
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.ir.graph_view import GraphView, action_text, read_graph, visible_outputs
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.viz import _layout
 from gradrewrite.viz._fonts import xml_safe
 from gradrewrite.viz._ladder import Ladder
 from gradrewrite.viz._layout import LadderLayout, boxes_of, inset
-from gradrewrite.viz._metric_colors import SiteMetric, edit_key, palette
+from gradrewrite.viz._metric_colors import SiteMetric, palette, sites_of
 from gradrewrite.viz._scene import PAD, STYLE, Scene, add_arrow, draw_into
 from gradrewrite.viz._theme import NOT_FINITE, PAPER, css_variables
 
@@ -57,7 +57,7 @@ def write_page(
         **_layout_data(layout, root_cause),
         "nodes": _nodes(graph, ladder.graph_view),
         "edits": _edits(graph, ladder),
-        "overview": _sites(overview),
+        "overview": [*sites_of(overview).values()],
         "blamed": [part.key for part in parts if blamed.intersection(part.nodes)],
         **_measurements(run, metrics),
         "color_by": chosen.metric if chosen is not None else "",
@@ -81,7 +81,7 @@ def write_page(
         "summary": html.escape("; ".join(notes)),
         "edits": _edit_list(ladder),
         "curves": f'<button id="enlarge" type="button">enlarge</button>{curves}' if curves else "<p>no records</p>",
-        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "data": json.dumps(_safe(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "code": here.joinpath("page.js").read_text(encoding="utf-8"),
     }
     template = here.joinpath("page.html").read_text(encoding="utf-8")
@@ -99,25 +99,39 @@ def _geometry(layout: LadderLayout) -> dict[str, Any]:
     return {**lengths, "chip": _CHIP, "pad": PAD, "width": layout.width, "columns": columns, "insets": insets}
 
 
+def _safe(value: Any) -> Any:
+    """Return data without the characters that XML does not allow, as the names in the page's SVG are."""
+    if isinstance(value, dict):
+        return {_safe(key): _safe(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_safe(one) for one in value]
+    return xml_safe(value) if isinstance(value, str) else value
+
+
 def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str, Any]:
     """Return rows, boxes, bands and lines; a control point is (x, 0 or 1 for its end, share of the height)."""
     ladder, boxes = layout.ladder, boxes_of(layout, {}, root_cause)
-    sites, parts = _sites(ladder), []
+    sites, parts = sites_of(ladder), []
     for number, (row, offsets) in enumerate(zip(ladder.rows, layout.offsets, strict=True)):
         for part in row:
             box = boxes[part.key]
-            found: dict[str, Any] = {
-                "key": part.key,
-                "row": number,
-                "column": part.column,
-                "y": offsets[part.key],
-                "height": box.height,
-            }
-            found |= {"text": box.text, "small": box.small, "classes": " ".join(box.classes), "title": box.title}
-            found = {key: xml_safe(value) if isinstance(value, str) else value for key, value in found.items()}
-            shown = [name for name in part.nodes if name not in ladder.hidden] or part.nodes
-            found |= {"nodes": part.nodes, "shown": shown, "edits": part.edits, "sites": sites[part.key]}
-            parts.append(found)
+            parts.append(
+                {
+                    "key": part.key,
+                    "row": number,
+                    "column": part.column,
+                    "y": offsets[part.key],
+                    "height": box.height,
+                    "text": box.text,
+                    "small": box.small,
+                    "classes": " ".join(box.classes),
+                    "title": box.title,
+                    "nodes": part.nodes,
+                    "shown": [name for name in part.nodes if name not in ladder.hidden] or part.nodes,
+                    "edits": part.edits,
+                    "sites": sites[part.key],
+                }
+            )
     at = {part.key: n for n, part in enumerate(part for row in ladder.rows for part in row)}
     lines = [
         [
@@ -129,27 +143,7 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
         ]
         for route in layout.routes
     ]
-    bands = [
-        {"key": xml_safe(b.key), "name": xml_safe(b.name), "first": b.first, "last": b.last, "depth": b.depth}
-        for b in ladder.bands
-    ]
-    return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": bands}
-
-
-def _sites(ladder: Ladder) -> dict[str, list[str]]:
-    """Return for each box the sites of its edits, or else of its values."""
-    view = ladder.graph_view
-    edited = {edit.site for edit in view.edits}
-    held: dict[str, list[str]] = defaultdict(list)
-    for site, name in view.anchors.items():
-        if site not in edited:
-            held[name].append(str(site))
-    found = {}
-    for part in (part for row in ladder.rows for part in row):
-        sites = [key for number in part.edits for key in (edit_key(number), *view.edits[number].record_sites)]
-        sites = sites or [site for name in part.nodes for site in held.get(name, ())]
-        found[part.key] = [xml_safe(site) for site in dict.fromkeys(sites)]
-    return found
+    return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": list(map(asdict, ladder.bands))}
 
 
 def _edit_list(ladder: Ladder) -> str:
@@ -177,13 +171,13 @@ def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]
     return {
         name: {
             "target": node.target,
-            "op": xml_safe(node.op_and_argument),
-            "module": xml_safe(node.module_call),
+            "op": node.op_and_argument,
+            "module": node.module_call,
             "shape": node.shape,
             "dtype": node.dtype,
-            "source": xml_safe(node.source),
+            "source": node.source,
             "edit": node.edit,
-            "code": xml_safe(code.get(name, "")),
+            "code": code.get(name, ""),
         }
         for name, node in graph_view.nodes.items()
     }
@@ -201,8 +195,7 @@ def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
         source, still = sources[site], new(anchor)
         is_shown = source in at and any(name not in ladder.hidden for name in edit.nodes)
         cut = {(at[source], at[b]): None for b in old(anchor) if is_shown and b not in still and b in at}
-        texts = {"site": xml_safe(site), "action": xml_safe(edit.text)}
-        found.append({**texts, "nodes": edit.nodes, "replaced": [*cut]})
+        found.append({"site": site, "action": edit.text, "nodes": edit.nodes, "replaced": [*cut]})
     return found
 
 
@@ -227,22 +220,22 @@ def _readers(view: GraphView, hidden: Collection[str]) -> Callable[[str], list[s
 
 def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, Any]:
     """Return the records of at most ``MOST_STEPS`` steps, non-finite ones included, and the metrics of these steps."""
-    steps = _sample(run) if run is not None else []
-    numbers = [step.step for step in steps]
+    if run is None:
+        return {"records": {"steps": [], "values": {}}, "metrics": []}
+    numbers = _sample(run)
     values: dict[str, dict[str, list[float | str | None]]] = defaultdict(dict)
-    for address, series in (run.series if run is not None else {}).items():
+    for address, series in run.series.items():
         name, _, site = address.partition("@")
         known = dict(zip(series.steps, series.values, strict=True))
-        values[xml_safe(site)][xml_safe(name)] = [_number(known.get(n)) for n in numbers]
+        values[site][name] = [_number(known.get(n)) for n in numbers]
     shown = [
         {
             "name": one.metric,
-            "low": one.low,
-            "high": one.high,
-            "bins": one.bins(),
+            "weak": one.weak,
+            "strong": one.strong,
             "legend": [[entry.color, entry.text] for entry in one.legend()],
             "values": {
-                xml_safe(site): {"total": _number(one.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}
+                site: {"total": _number(one.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}
                 for site, known in one.by_site.items()
             },
         }
@@ -251,21 +244,15 @@ def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, A
     return {"records": {"steps": numbers, "values": values}, "metrics": shown}
 
 
-def _sample(run: Run) -> list[Step]:
-    """Sample steps at equal distances, and as many non-finite ones as fit."""
-    if len(run.steps) <= MOST_STEPS:
-        return list(run.steps)
-    bad = [n for n, step in enumerate(run.steps) if _is_bad(step)][: MOST_STEPS // 2]
-    even = {round(n * (len(run.steps) - 1) / (MOST_STEPS - len(bad) - 1)) for n in range(MOST_STEPS - len(bad))}
-    return [run.steps[n] for n in sorted(even | set(bad))]
-
-
-def _is_bad(step: Step) -> bool:
-    records = ((record_of(RecordKey.parse(text), step.records), value) for text, value in step.records.items())
-    return any(not math.isfinite(value) or (value > 0 and record in COUNTS) for record, value in records)
+def _sample(run: Run) -> list[int]:
+    """Sample numbers of steps at equal distances, and as many of non-finite ones as fit."""
+    numbers = [step.step for step in run.steps]
+    if len(numbers) <= MOST_STEPS:
+        return numbers
+    bad = [one.step.step for one in bad_steps(run)][: MOST_STEPS // 2]
+    num_even = MOST_STEPS - len(bad)
+    return sorted({*bad, *(numbers[round(n * (len(numbers) - 1) / (num_even - 1))] for n in range(num_even))})
 
 
 def _number(value: float | None) -> float | str | None:
-    if value is None:
-        return None
-    return plain_number(float(f"{value:.6g}")) if math.isfinite(value) else plain_number(value)
+    return None if value is None else plain_number(float(f"{value:.6g}"))

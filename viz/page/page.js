@@ -11,8 +11,8 @@
 /** @typedef {[number, number, string, number, [number, number, number][]]} LineData source, target, kind, tensors, points (x, 0 source or 1 target, share of the height) */
 /** @typedef {{target: string, op: string, module: string, shape: string, dtype: string, source: string, edit: number, code: string}} NodeData */
 /** @typedef {number | string | null} Value NaN and infinities are strings */
-/** @typedef {{name: string, low: number, high: number, legend: [string, string][], bins: number[], values: Record<string, {total: Value, steps: Value[]}>}} Metric */
-/** @typedef {{geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[], replaced: [number, number][]}[], overview: Record<string, string[]>, blamed: string[], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
+/** @typedef {{name: string, weak: number, strong: number, legend: [string, string][], values: Record<string, {total: Value, steps: Value[]}>}} Metric */
+/** @typedef {{geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[], replaced: [number, number][]}[], overview: string[][], blamed: string[], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
 
 /** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
 function need(id, kind) {
@@ -427,12 +427,12 @@ function colorOf(/** @type {string[]} */ sites) {
   });
   if (!found.length) return "";
   if (found.some((value) => !Number.isFinite(value))) return data.palette.bad;
-  return metric.name === "clip strength" ? color(metric, Math.min(...found)) : color(metric, Math.max(...found));
+  return metric.strong < metric.weak ? color(metric, Math.min(...found)) : color(metric, Math.max(...found));
 }
 function color(/** @type {Metric} */ metric, /** @type {number} */ value) {
-  if (metric.name === "not finite" && value <= 0) return data.palette.none;
-  const above = metric.bins.filter((bound) => value >= bound).length;
-  return data.palette.stops[metric.name === "clip strength" ? data.palette.stops.length - 1 - above : above];
+  if (value === 0 && metric.weak < metric.strong) return data.palette.none;
+  const place = (Math.log(value) - Math.log(metric.weak)) / (Math.log(metric.strong) - Math.log(metric.weak));
+  return data.palette.stops[Math.round(Math.min(Math.max(place, 0), 1) * (data.palette.stops.length - 1))];
 }
 /** @param {Part[]} inside @returns {string} */
 const fillOf = (inside) => colorOf(inside.flatMap((part) => part.sites));
@@ -447,7 +447,7 @@ function recolor() {
     make(legend, "span", {}, words);
   }
   overviewBoxes.forEach((box, at) => {
-    const fill = colorOf(Object.values(data.overview)[at]);
+    const fill = colorOf(data.overview[at]);
     box.querySelector("rect")?.setAttribute("style", fill ? `fill:${fill}` : "");
   });
   redraw();

@@ -153,11 +153,10 @@ def test_records_and_metrics_are_in_it() -> None:
     assert data["records"]["steps"] == [0, 1, 2, 3, 4]
     assert data["records"]["values"]["error:second"]["max_abs"] == [0.5, 1.5, 2.5, 3.5, "NaN"]
     assert data["records"]["values"]["error:second"]["mean_abs"] == [0.1, 0.1, 0.1, 0.1, None]
-    rates = data["metrics"][0]
-    assert (rates["name"], data["color_by"]) == ("clip rate", "clip rate")
-    assert len(rates["bins"]) == len(data["palette"]["stops"]) - 1
-    number = next(n for n, edit in enumerate(three_layers().edits) if str(edit.site) == "error:second")
-    assert rates["values"][f"edit {number}"] == {"total": 0.4, "steps": [0.0, 0.0, 1.0, 1.0, 0.0]}
+    (largest,) = data["metrics"]
+    assert (largest["name"], data["color_by"]) == ("largest error", "largest error")
+    assert (largest["weak"], largest["strong"]) == (0.5, 5.0)
+    assert largest["values"]["error:second"] == {"total": "NaN", "steps": [0.5, 1.5, 2.5, 3.5, "NaN"]}
     (image, *_) = [a["src"] for t, a in reader.elements if t == "img"]
     assert image is not None
     assert base64.b64decode(image.partition(",")[2]).lstrip().startswith(b"<?xml")
@@ -171,13 +170,6 @@ def test_of_many_steps_those_that_were_not_finite_stay() -> None:
 
     assert len(data["records"]["steps"]) <= _html.MOST_STEPS
     assert {0, 7, 501, 998, 999} <= set(data["records"]["steps"])
-
-
-@pytest.mark.pure
-def test_only_counts_of_bad_elements_mark_a_step() -> None:
-    assert _html._is_bad(step_of(0, {"nan@error:a": 1.0}))
-    assert _html._is_bad(step_of(0, {"loss@run": float("inf")}))
-    assert not _html._is_bad(step_of(0, {"infer_time@run": 1.0, "nanoseconds@run": 3.0, "nan@error:a": 0.0}))
 
 
 def test_records_of_a_group_are_those_of_its_members() -> None:
