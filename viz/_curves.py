@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
-from gradrewrite.viz._fonts import displayable, figure_style, xml_safe
+from gradrewrite.viz._fonts import displayable, figure_style
 from gradrewrite.viz._panels import Baseline, panels_of
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def baseline_of(source: Source | None) -> Baseline | None:
 def image_of(curves: Curves, alt: str) -> str:
     """Return curves as an element of a page."""
     data = base64.b64encode(curves._repr_svg_().encode()).decode()
-    return f'<img alt="{html.escape(xml_safe(alt))}" src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def name_of(source: Source, otherwise: str) -> str:

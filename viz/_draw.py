@@ -14,7 +14,7 @@ from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.graph_view import GraphView, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz._curves import Curves, image_of, is_monitor, steps_of
+from gradrewrite.viz._curves import is_monitor, steps_of
 from gradrewrite.viz._dot import scene_dot
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
@@ -142,19 +142,15 @@ class Drawing:
         return draw_ladder(layout, self.title, self._notes(layout.ladder), colors, legend, self.root_cause)
 
     def _page(self) -> str:
-        curves = image_of(Curves(self.run, ""), "curves of the run") if self.run is not None else ""
-        overview = draw_ladder(self._overview, "", [], {}, [], self.root_cause)
         return write_page(
             self.graph,
             self._ladder,
-            self._overview.ladder,
-            overview,
+            self._overview,
             title=self.title,
             notes=self._notes(self._ladder.ladder),
             run=self.run,
             metrics=self._metrics,
-            chosen=self._metric,
-            curves=curves,
+            color_by=self.color_by,
             root_cause=self.root_cause,
         )
 

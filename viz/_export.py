@@ -83,25 +83,26 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
 
 def _attributes(graph_view: GraphView, node: Node) -> dict[str, str | int | bool]:
     edit = graph_view.edits[node.edit] if node.edit >= 0 else None
-    return {
+    found: dict[str, str | int | bool] = {
         "role": node.role,
         "target": node.target,
         "lane": node.lane,
         "order": node.order,
-        "op": xml_safe(node.op),
-        "name": xml_safe(node.argument),
-        "module": xml_safe(node.module_call),
-        "runs": xml_safe("/".join(map(call_name, node.calls))),
-        "source": xml_safe(node.source),
+        "op": node.op,
+        "name": node.argument,
+        "module": node.module_call,
+        "runs": "/".join(map(call_name, node.calls)),
+        "source": node.source,
         "shape": node.shape,
         "dtype": node.dtype,
         "inserted": bool(node.mark),
         "mark": node.mark,
         "edit": node.edit,
-        "site": xml_safe(str(edit.site)) if edit is not None else "",
-        "action": xml_safe(edit.text) if edit is not None else "",
+        "site": str(edit.site) if edit is not None else "",
+        "action": edit.text if edit is not None else "",
         "reshapes": node.reshapes,
     }
+    return {name: xml_safe(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _to_json(graph: JointGraph) -> str:

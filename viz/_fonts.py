@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-
-from gradrewrite.ir.graph_view import GraphView, Node
 
 FONT = "DejaVu Sans"
 _WORD = re.compile(r"[^\W\d_]{2,}(?!\w*:)")
@@ -31,14 +29,12 @@ _STYLE = {
 }
 
 
-@contextlib.contextmanager
-def figure_style() -> Iterator[None]:
+def figure_style() -> AbstractContextManager[None]:
     """Apply our matplotlib style; restore the user's afterwards."""
     from matplotlib.style import context
 
     settings: list[Any] = ["default", _STYLE]
-    with context(settings):
-        yield
+    return context(settings)
 
 
 def displayable(text: str, limit: int) -> str:
@@ -67,42 +63,25 @@ def fit(text: str, width: float, size: float) -> str:
 
 
 def fit_all(labels: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Shorten labels (text, width, size); of those that come out equal, words are abbreviated, or the beginning cut."""
+    """Shorten labels (text, width, size); of those that come out equal, words are abbreviated."""
     found = [fit(*label) for label in labels]
-    for shorten in (_abbreviated, _window):
-        alike: dict[str, set[str]] = defaultdict(set)
-        for short, (text, *_) in zip(found, labels, strict=True):
-            alike[short].add(text)
-        for n, (short, label) in enumerate(zip(found, labels, strict=True)):
-            if len(alike[short]) > 1:
-                found[n] = shorten(*label, alike[short])
-    return found
+    alike: dict[str, set[str]] = defaultdict(set)
+    for short, (text, *_) in zip(found, labels, strict=True):
+        alike[short].add(text)
+    pairs = zip(found, labels, strict=True)
+    return [_abbreviated(*label) if len(alike[short]) > 1 else short for short, label in pairs]
 
 
-def _abbreviated(text: str, width: float, size: float, _: Collection[str]) -> str:
+def _abbreviated(text: str, width: float, size: float) -> str:
     """Abbreviate words from the left, but a kind in front and the last word: ``b.e.l.0.a.s.query.weight``."""
-    words, short = list(_WORD.finditer(text))[:-1], text
-    for count in range(1, len(words) + 1):
-        parts, at = [], 0
-        for word in words[:count]:
-            parts += [text[at : word.start()], word[0][0]]
-            at = word.end()
-        short = "".join([*parts, text[at:]])
+    short = text
+    for count in range(1, len(_WORD.findall(text))):
+        short = _WORD.sub(lambda word: word[0][0], text, count)
         if text_width(short, size) <= width:
             return short
     while text_width(f"{short}..", size) > width:
         short = short[:-1]
     return f"{short}.."
-
-
-def _window(text: str, width: float, size: float, alike: Collection[str]) -> str:
-    """Leave out the beginning that labels have in common."""
-    shortest = min(map(len, alike))
-    begin = max(next((n for n in range(shortest) if len({other[n] for other in alike}) > 1), shortest) - 2, 0)
-    end = len(text)
-    while end > begin + 2 and text_width(f"..{text[begin:end]}..", size) > width:
-        end -= 1
-    return f"..{text[begin:end]}{'..' if end < len(text) else ''}"
 
 
 def _cut(text: str, kept: int) -> str:
@@ -113,9 +92,7 @@ def _cut(text: str, kept: int) -> str:
 @functools.cache
 def _advance(character: str) -> float:
     """Return the width of a character in units of the font size; 1.2 where the font lacks it."""
-    from matplotlib.font_manager import findfont, get_font
-
-    font = get_font(findfont(FONT))
+    font = _font()
     if not font.get_char_index(ord(character)):
         return 1.2
     font.set_size(100, 72)
@@ -123,11 +100,13 @@ def _advance(character: str) -> float:
 
 
 def _has_glyph(character: str) -> bool:
-    if character.isascii():
-        return True
+    return character.isascii() or _font().get_char_index(ord(character)) != 0
+
+
+def _font() -> Any:
     from matplotlib.font_manager import findfont, get_font
 
-    return get_font(findfont(FONT)).get_char_index(ord(character)) != 0
+    return get_font(findfont(FONT))
 
 
 def _escaped(character: str) -> str:
@@ -138,18 +117,3 @@ def _escaped(character: str) -> str:
 def xml_safe(text: str) -> str:
     """Replace the characters that XML does not allow."""
     return _NO_XML.sub("\ufffd", text)
-
-
-def describe_node(graph_view: GraphView, node: Node) -> str:
-    """Return the tooltip of a node: its target, provenance, shape, edit and source, a line each."""
-    lines = [f"{node.name}: {node.target}"]
-    what = node.op_and_argument if node.role == "placeholder" else f"{node.module_call}/{node.op}"
-    lines.append(f"{what}, {node.lane}")
-    if node.shape or node.dtype:
-        lines.append(f"[{node.shape}] {node.dtype}")
-    if node.edit >= 0:
-        edit = graph_view.edits[node.edit]
-        lines.append(f"inserted: {edit.text} at {edit.site}")
-    elif node.mark:
-        lines.append("inserted: carries records")
-    return xml_safe("\n".join([*lines, *([node.source] if node.source else [])]))

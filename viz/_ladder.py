@@ -21,7 +21,6 @@ from gradrewrite.ir.graph_view import (
     lane_of_site,
     visible_outputs,
 )
-from gradrewrite.viz._fonts import describe_node
 
 Column = Literal["input", "forward", "backward", "edit", "output"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -198,6 +197,21 @@ def _figures(clip: ClipHistory | None) -> list[str]:
         return []
     is_known = clip.rate > 0 and clip.median_factor == clip.median_factor
     return [percent(clip.rate), *([f"\u00d7{clip.median_factor:.2g}"] if is_known else [])]
+
+
+def describe_node(graph_view: GraphView, node: Node) -> str:
+    """Return the tooltip of a node: its target, provenance, shape, edit and source, a line each."""
+    lines = [f"{node.name}: {node.target}"]
+    what = node.op_and_argument if node.role == "placeholder" else f"{node.module_call}/{node.op}"
+    lines.append(f"{what}, {node.lane}")
+    if node.shape or node.dtype:
+        lines.append(f"[{node.shape}] {node.dtype}")
+    if node.edit >= 0:
+        edit = graph_view.edits[node.edit]
+        lines.append(f"inserted: {edit.text} at {edit.site}")
+    elif node.mark:
+        lines.append("inserted: carries records")
+    return "\n".join([*lines, *([node.source] if node.source else [])])
 
 
 def fold_names(names: Sequence[str]) -> str:

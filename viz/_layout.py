@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 
-from gradrewrite.viz._fonts import describe_node, fit, text_width
-from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part
+from gradrewrite.viz._fonts import fit, text_width
+from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part, describe_node
 from gradrewrite.viz._scene import (
     HEAD,
     SMALL,
@@ -219,7 +219,7 @@ def _place(layout: LadderLayout, top: float) -> tuple[list[float], list[Frame], 
             x = inset(band.depth)
             begin, width = begins[band.key], layout.width - 2 * x
             name = fit(band.name, width - 12, SMALL)
-            frames.append(Frame(band.key, x, begin, width, y - begin - 4, name, band.key))
+            frames.append(Frame(band.key, x, begin, width, y - begin - 4, name))
     return tops, sorted(frames, key=lambda frame: (frame.y, -frame.height)), y
 
 

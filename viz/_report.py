@@ -94,7 +94,7 @@ class Report:
         }
         rows = [row.cells() for row in health.sites]
         kept = [n for n, name in enumerate(COLUMNS) if name != "share" or any(row[n] != "-" for row in rows)]
-        table = [[xml_safe(row[n]) for n in kept] for row in rows]
+        table = [[row[n] for n in kept] for row in rows]
         parts = {
             "policy": _NO_SCRIPT + ("; script-src 'unsafe-inline'" if reload else ""),
             "reload": _RELOAD.format(milliseconds=1000 * reload, seconds=reload) if reload else "",
@@ -102,9 +102,9 @@ class Report:
             "curves": image_of(Curves(health.run, "", baseline=self.baseline), f"loss and norm by step. {health.loss}"),
             "table": html_table([COLUMNS[n] for n in kept], table, "all sites"),
         }
-        parts |= {name: html.escape(xml_safe(text)) for name, text in texts.items()}
+        parts |= {name: html.escape(text) for name, text in texts.items()}
         template = resources.files("gradrewrite.viz.page").joinpath("report.html").read_text(encoding="utf-8")
-        return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+        return xml_safe(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template))
 
 
 def report(

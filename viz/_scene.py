@@ -32,6 +32,9 @@ text {{ font-size: {TEXT}px; fill: {theme.INK}; white-space: pre; }}
 .lines .fan {{ opacity: 0.15; }}
 .lines path {{ marker-end: url(#arrow); }} #arrow path {{ fill: {theme.FAINT}; stroke: none; }}
 """
+ARROW = """<defs>
+<marker id="arrow" viewBox="0 0 6 6" refX="6" refY="3" orient="auto" markerWidth="7" markerHeight="7"
+ markerUnits="userSpaceOnUse"><path d="M0 0L6 3L0 6z"/></marker></defs>"""
 
 
 class ColorSample(NamedTuple):
@@ -88,7 +91,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A labeled rectangle behind boxes."""
+    """A labeled rectangle behind boxes; a pointer on it shows its key."""
 
     key: str
     x: float
@@ -96,7 +99,6 @@ class Frame:
     width: float
     height: float
     text: str
-    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,34 +141,25 @@ def fit_boxes(boxes: Sequence[Box]) -> list[Box]:
     return [replace(box, text=t, small=s) for box, t, s in zip(boxes, texts, smalls, strict=True)]
 
 
-def to_svg(scene: Scene) -> str:
-    """Return the scene as an SVG document; text is escaped."""
-    svg = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
-    svg.set("viewBox", f"0 0 {scene.width:g} {scene.height:g}")
-    svg.set("width", f"{scene.width:g}")
-    svg.set("height", f"{scene.height:g}")
-    ET.SubElement(svg, "title").text = xml_safe(scene.title)
-    ET.SubElement(svg, "style").text = STYLE
-    add_arrow(svg)
-    draw_into(svg, scene)
-    return ET.tostring(svg, encoding="unicode")
+def to_svg(scene: Scene, *, label: str = "") -> str:
+    """Return the scene as an SVG document, or with a label as an element of a page, without style and arrowhead."""
+    names = {"role": "group", "aria-label": label} if label else {"role": "img"}
+    size = {"width": f"{scene.width:g}", "height": f"{scene.height:g}"}
+    view = {"viewBox": f"0 0 {scene.width:g} {scene.height:g}"}
+    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **names, **view, **size})
+    if not label:
+        ET.SubElement(svg, "title").text = scene.title
+        ET.SubElement(svg, "style").text = STYLE
+        svg.append(ET.fromstring(ARROW))
+    _draw(svg, scene)
+    return xml_safe(ET.tostring(svg, encoding="unicode"))
 
 
-def add_arrow(parent: ET.Element) -> None:
-    """Append the arrowhead of lines to an SVG element."""
-    arrow = {"id": "arrow", "viewBox": "0 0 6 6", "refX": "6", "refY": "3", "orient": "auto"}
-    size = {"markerWidth": "7", "markerHeight": "7", "markerUnits": "userSpaceOnUse"}
-    marker = ET.SubElement(ET.SubElement(parent, "defs"), "marker", arrow | size)
-    ET.SubElement(marker, "path", {"d": "M0 0L6 3L0 6z"})
-
-
-def draw_into(parent: ET.Element, scene: Scene) -> None:
-    """Append the parts of a scene to an SVG element."""
+def _draw(parent: ET.Element, scene: Scene) -> None:
     behind = ET.SubElement(parent, "g", {"class": "frames"})
     for frame in scene.frames:
-        group = ET.SubElement(behind, "g", {"class": "frame", "data-frame": xml_safe(frame.key)})
-        if frame.title:
-            ET.SubElement(group, "title").text = xml_safe(frame.title)
+        group = ET.SubElement(behind, "g", {"class": "frame", "data-frame": frame.key})
+        ET.SubElement(group, "title").text = frame.key
         _rect(group, frame.x, frame.y, frame.width, frame.height)
         _text(group, _heading(frame))
     between = ET.SubElement(parent, "g", {"class": "lines"})
@@ -175,7 +168,7 @@ def draw_into(parent: ET.Element, scene: Scene) -> None:
         if line.width != 1.0:
             path.set("style", f"stroke-width:{line.width:g}")
         if line.title:
-            ET.SubElement(path, "title").text = xml_safe(line.title)
+            ET.SubElement(path, "title").text = line.title
     front = ET.SubElement(parent, "g", {"class": "boxes"})
     for box in scene.boxes:
         _draw_box(front, box)
@@ -232,18 +225,18 @@ def _draw_box(parent: ET.Element, box: Box) -> None:
     group = ET.SubElement(parent, "g", {"class": " ".join(box.classes), **_data(box.data)})
     group.set("transform", f"translate({box.x:g} {box.y:g})")
     if box.title:
-        ET.SubElement(group, "title").text = xml_safe(box.title)
+        ET.SubElement(group, "title").text = box.title
     rect = _rect(group, 0, 0, box.width, box.height)
     if box.fill:
         rect.set("style", f"fill:{box.fill}")
     for label in _texts(box):
         _text(group, label)
     for data, title in box.parts:
-        ET.SubElement(ET.SubElement(group, "g", _data(data)), "title").text = xml_safe(title)
+        ET.SubElement(ET.SubElement(group, "g", _data(data)), "title").text = title
 
 
 def _data(data: Mapping[str, str]) -> dict[str, str]:
-    return {f"data-{name}": xml_safe(value) for name, value in data.items()}
+    return {f"data-{name}": value for name, value in data.items()}
 
 
 def _rect(parent: ET.Element, x: float, y: float, width: float, height: float) -> ET.Element:
@@ -255,4 +248,4 @@ def _text(parent: ET.Element, label: Label) -> None:
     element = ET.SubElement(parent, "text", {"x": f"{label.x:g}", "y": f"{label.y:g}"})
     if label.style:
         element.set("class", label.style)
-    element.text = xml_safe(label.text)
+    element.text = label.text

@@ -109,7 +109,9 @@ def test_it_opens_with_the_overview_and_every_box_leads_to_the_ladder(opened: Op
         assert opened.page.get_attribute("#tab-ladder", "aria-selected") == "true"
         nodes = opened.page.evaluate("selected.nodes")
         assert (set(nodes) & inside) or (set(opened.page.evaluate("selected.sites")) & sites)
-    assert opened.count("#edits button") == len(three_layers().edits)
+    listed = "(all) => all.map((one) => [one.dataset.edit, one.title])"
+    wanted = [[str(edit.site), " ".join(edit.nodes) or "no nodes"] for edit in three_layers().edits]
+    assert sorted(opened.page.eval_on_selector_all("#edits button", listed)) == sorted(wanted)
 
 
 def test_the_ladder_has_every_box_and_labels_are_large(opened: Opened) -> None:

@@ -6,11 +6,10 @@ import html
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
-from xml.etree import ElementTree as ET
 
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run
@@ -18,17 +17,17 @@ from gradrewrite.ir.graph_view import GraphView, action_text, read_graph, visibl
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.viz import _layout
+from gradrewrite.viz._curves import Curves, image_of
 from gradrewrite.viz._fonts import xml_safe
 from gradrewrite.viz._ladder import Ladder
-from gradrewrite.viz._layout import LadderLayout, boxes_of, inset
+from gradrewrite.viz._layout import LadderLayout, boxes_of, draw_ladder, inset
 from gradrewrite.viz._metric_colors import SiteMetric, palette, sites_of
-from gradrewrite.viz._scene import PAD, STYLE, Scene, add_arrow, draw_into
+from gradrewrite.viz._scene import ARROW, PAD, STYLE, to_svg
 from gradrewrite.viz._theme import NOT_FINITE, PAPER, css_variables
 
 VERSION = 2
 MOST_STEPS = 200
 MOST_ROWS = 60  # a larger ladder opens folded
-MOST_LISTED = 40  # edits; longer lists open closed, by action
 _CHIP = 22  # height of a node inside an unfolded box, in pixels
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
 
@@ -36,18 +35,16 @@ _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
 def write_page(
     graph: JointGraph,
     layout: LadderLayout,
-    overview: Ladder,
-    scene: Scene,
+    overview: LadderLayout,
     *,
     title: str,
     notes: Sequence[str],
     run: Run | None,
     metrics: Sequence[SiteMetric],
-    chosen: SiteMetric | None,
-    curves: str,
+    color_by: str | None,
     root_cause: Collection[str],
 ) -> str:
-    """Return the page as HTML; ``curves`` is an image, or empty."""
+    """Return the page as HTML."""
     ladder, blamed = layout.ladder, frozenset(root_cause)
     parts = [part for row in ladder.rows for part in row]
     data = {
@@ -57,35 +54,29 @@ def write_page(
         **_layout_data(layout, root_cause),
         "nodes": _nodes(graph, ladder.graph_view),
         "edits": _edits(graph, ladder),
-        "overview": [*sites_of(overview).values()],
+        "overview": [*sites_of(overview.ladder).values()],
         "blamed": [part.key for part in parts if blamed.intersection(part.nodes)],
         **_measurements(run, metrics),
-        "color_by": chosen.metric if chosen is not None else "",
+        "color_by": color_by or "",
         "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE, "none": PAPER},
     }
-    size = {
-        "viewBox": f"0 0 {scene.width:g} {scene.height:g}",
-        "width": f"{scene.width:g}",
-        "height": f"{scene.height:g}",
-    }
-    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "group", "aria-label": "overview", **size})
-    draw_into(svg, scene)
-    arrow = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "arrow", "aria-hidden": "true"})
-    add_arrow(arrow)
+    curves = "<p>no records</p>"
+    if run is not None:
+        image = image_of(Curves(run, ""), "curves of the run")
+        curves = f'<button id="enlarge" type="button">enlarge</button>{image}'
     here = resources.files("gradrewrite.viz.page")
     fill = {
-        "title": html.escape(xml_safe(title)),
+        "title": html.escape(title),
         "style": STYLE + css_variables() + "\n" + here.joinpath("page.css").read_text(encoding="utf-8"),
-        "arrow": ET.tostring(arrow, encoding="unicode"),
-        "overview": ET.tostring(svg, encoding="unicode"),
+        "arrow": ARROW,
+        "overview": to_svg(draw_ladder(overview, "", [], {}, [], root_cause), label="overview"),
         "summary": html.escape("; ".join(notes)),
-        "edits": _edit_list(ladder),
-        "curves": f'<button id="enlarge" type="button">enlarge</button>{curves}' if curves else "<p>no records</p>",
+        "curves": curves,
         "data": json.dumps(_safe(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "code": here.joinpath("page.js").read_text(encoding="utf-8"),
     }
     template = here.joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], template)
+    return xml_safe(re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], template))
 
 
 def _geometry(layout: LadderLayout) -> dict[str, Any]:
@@ -146,22 +137,6 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
     return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": list(map(asdict, ladder.bands))}
 
 
-def _edit_list(ladder: Ladder) -> str:
-    """Return the edits by action, each with the names of its nodes as plain text."""
-    by_action: dict[str, list[str]] = defaultdict(list)
-    for number, edit in enumerate(ladder.graph_view.edits):
-        site, names = html.escape(xml_safe(str(edit.site))), html.escape(" ".join(edit.nodes) or "no nodes")
-        title = f'title="{names}" data-jump="{number}" data-edit="{site}"'
-        by_action[action_text(edit)].append(f'<li><button type="button" {title}>{site}</button></li>')
-    is_open = " open" if len(ladder.graph_view.edits) <= MOST_LISTED or len(by_action) == 1 else ""
-    groups = [
-        f"<details{is_open}><summary>{html.escape(xml_safe(text))} ({len(items)})</summary>"
-        f"<ol>{''.join(items)}</ol></details>"
-        for text, items in by_action.items()
-    ]
-    return "".join(groups) or "<p>no edits</p>"
-
-
 def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]]:
     code = {}
     for line in graph.code.splitlines():
@@ -188,34 +163,33 @@ def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
     after, before = ladder.graph_view, read_graph(graph.before or graph)
     at = {name: n for n, part in enumerate(p for row in ladder.rows for p in row) for name in (part.key, *part.nodes)}
     sources = dict(visible_outputs(before, [(str(e.site), before.anchors[e.site]) for e in after.edits], ladder.hidden))
-    found = []
-    old, new = (_readers(view, ladder.hidden) for view in (before, after))
+    old, new, found = _users(before), _users(after), []
     for edit in after.edits:
-        site, anchor = str(edit.site), before.anchors[edit.site]
-        source, still = sources[site], new(anchor)
+        anchor, source = before.anchors[edit.site], sources[str(edit.site)]
         is_shown = source in at and any(name not in ladder.hidden for name in edit.nodes)
-        cut = {(at[source], at[b]): None for b in old(anchor) if is_shown and b not in still and b in at}
-        found.append({"site": site, "action": edit.text, "nodes": edit.nodes, "replaced": [*cut]})
+        still = _readers(new, anchor, ladder.hidden)
+        gone = [name for name in _readers(old, anchor, ladder.hidden) if name in at and name not in still]
+        cut = dict.fromkeys((at[source], at[name]) for name in gone) if is_shown else {}
+        found.append({"site": str(edit.site), "action": action_text(edit), "nodes": edit.nodes, "replaced": [*cut]})
     return found
 
 
-def _readers(view: GraphView, hidden: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a function from a node to the nodes and outputs that read it, through hidden ones."""
+def _users(view: GraphView) -> dict[str, list[str]]:
+    """Return the nodes and outputs that read each node."""
     users: dict[str, list[str]] = defaultdict(list)
     for source, reader in [*view.edges, *((name, f"returned {label}") for label, name in view.returned)]:
         users[source].append(reader)
+    return users
 
-    def readers(name: str) -> list[str]:
-        found, reached = [], [name]
-        for one in reached:  # grows
-            for reader in dict.fromkeys(users[one]):
-                if reader not in hidden:
-                    found.append(reader)
-                elif reader not in reached:
-                    reached.append(reader)
-        return found
 
-    return readers
+def _readers(users: Mapping[str, Sequence[str]], name: str, hidden: Collection[str]) -> list[str]:
+    """Return the nodes and outputs that read a node, directly or through hidden ones."""
+    reached, through = dict.fromkeys(users[name]), [*users[name]]
+    for reader in through:  # grows
+        if reader in hidden:
+            through += [one for one in users[reader] if one not in reached]
+            reached |= dict.fromkeys(users[reader])
+    return [reader for reader in reached if reader not in hidden]
 
 
 def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, Any]:

@@ -474,7 +474,23 @@ function nextEdit(/** @type {number} */ by) {
   jump((atEdit < 0 && by < 0 ? data.edits.length - 1 : atEdit + by + data.edits.length) % data.edits.length);
 }
 function jump(/** @type {number} */ at) { atEdit = at; select(partOf.get(`edit ${at}`)); say(`edit ${at + 1} of ${data.edits.length}`); }
-for (const button of need("edits", HTMLDivElement).querySelectorAll("button")) button.addEventListener("click", () => jump(Number(button.getAttribute("data-jump"))));
+function listEdits() {
+  const place = need("edits", HTMLDivElement);
+  /** @type {Map<string, number[]>} */ const byAction = new Map();
+  data.edits.forEach(({ action }, at) => { const numbers = byAction.get(action); if (numbers) numbers.push(at); else byAction.set(action, [at]); });
+  for (const [action, numbers] of byAction) {
+    const group = make(place, "details");
+    group.toggleAttribute("open", byAction.size === 1 || data.edits.length <= 40);
+    make(group, "summary", {}, `${action} (${numbers.length})`);
+    const names = make(group, "ol");
+    for (const at of numbers) {
+      const { site, nodes } = data.edits[at];
+      const button = make(make(names, "li"), "button", { type: "button", title: nodes.join(" ") || "no nodes", "data-jump": at, "data-edit": site }, site);
+      button.addEventListener("click", () => jump(at));
+    }
+  }
+  if (!data.edits.length) make(place, "p", {}, "no edits");
+}
 
 function onClick(/** @type {string} */ id, /** @type {() => void} */ action) { document.getElementById(id)?.addEventListener("click", action); }
 onClick("tab-overview", () => showTab("overview"));
@@ -569,6 +585,7 @@ function openHash() {
 }
 
 if (data.rows.length > data.most_rows) for (const band of bands) band.folded = true;
+listEdits();
 drawHeadings();
 showTab("ladder");
 layOut();

@@ -59,13 +59,9 @@ def page_of(graph: JointGraph, **options: Any) -> tuple[Reader, dict[str, Any]]:
 @EACH
 def test_every_edit_is_in_the_page_with_the_names_of_its_nodes(make: Make) -> None:
     graph = make()
-    reader, _ = page_of(graph)
-    listed = [a for tag, a in reader.elements if tag == "button" and "data-edit" in a]
+    reader, data = page_of(graph)
 
-    assert Counter(a["data-edit"] for a in listed) == Counter(str(edit.site) for edit in graph.edits)
-    for attributes in listed:
-        edit = graph.edits[int(attributes["data-jump"] or -1)]
-        assert (attributes["data-edit"], attributes["title"]) == (str(edit.site), " ".join(edit.nodes) or "no nodes")
+    assert [(e["site"], tuple(e["nodes"])) for e in data["edits"]] == [(str(e.site), e.nodes) for e in graph.edits]
     overview = [a["data-edit"] for tag, a in reader.elements if tag == "g" and "data-edit" in a]
     assert Counter(overview) == Counter(str(edit.site) for edit in graph.edits)
 
@@ -77,7 +73,6 @@ def test_the_data_is_that_of_the_graph(make: Make) -> None:
     hidden = _graph_view.hidden_nodes(_graph_view.read_graph(graph))
     in_edits = {name for edit in graph.edits for name in edit.nodes}
 
-    assert [e["nodes"] for e in data["edits"]] == [list(e.nodes) for e in graph.edits]
     assert list(data["nodes"]) == [n.name for n in graph.graph_module.graph.nodes if n.op != "output"]
     names = Counter(name for part in data["parts"] for name in part["nodes"])
     assert set(names.values()) == {1}
