@@ -108,11 +108,9 @@ class Curves:
 
     def _heading(self, num_bad: int) -> str:
         steps = self.run.steps
-        parts = [f"steps {steps[0].step} to {steps[-1].step}, {_count(len(steps), 'row')}" if steps else "no rows"]
-        if self.num_runs > 1:
-            parts.append(f"the last of {self.num_runs} runs in the file")
-        if num_bad:
-            parts.append(f"{_count(num_bad, 'step')} not finite (red)")
+        parts = [f"steps {steps[0].step} to {steps[-1].step}" if steps else "no steps"]
+        parts += [f"the last of {self.num_runs} runs in the file"] if self.num_runs > 1 else []
+        parts += [f"not finite (red): {num_bad}"] if num_bad else []
         return f"{displayable(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}".lstrip()
 
 
@@ -182,11 +180,7 @@ def is_monitor(source: Any) -> TypeGuard[Monitor]:
     return module is not None and isinstance(source, module.Monitor)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _why_empty(run: Run) -> str:
     if not run.steps:
-        return "No rows: nothing was recorded."
+        return "No steps: nothing was recorded."
     return "Nothing to draw: neither a loss nor norms or largest values of gradients or errors were recorded."

@@ -18,7 +18,7 @@ from gradrewrite.viz._curves import is_monitor, steps_of
 from gradrewrite.viz._dot import scene_dot
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
-from gradrewrite.viz._metric_colors import Metric, SiteMetric, box_colors, choose_metric, site_metrics
+from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, site_metrics
 from gradrewrite.viz._overview import build_overview
 from gradrewrite.viz._raster import scene_to_bytes
 from gradrewrite.viz._scene import Scene, to_svg
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 View = Literal["ladder", "overview"]
 Format = Literal["svg", "png", "pdf", "dot", "html"]
-VIEWS: tuple[View, ...] = get_args(View)
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,8 +72,8 @@ class Drawing:
             ValueError: The format is none of these.
             OSError: The file cannot be written.
         """
-        if format not in FORMATS:
-            raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, FORMATS))}")
+        if format not in get_args(Format):
+            raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(Format)))}")
         target = f"{os.fspath(path)}.{format}"
         data = self._bytes(format)
         with open(target, "wb") as file:
@@ -128,18 +126,16 @@ class Drawing:
     def _overview(self) -> LadderLayout:
         return LadderLayout(build_overview(self._view, self._clips))
 
-    def _notes(self, ladder: Ladder) -> list[str]:
-        hidden = f"; {len(ladder.hidden)} nodes that only reshape or serve records are hidden" if ladder.hidden else ""
-        steps = (
-            f"; {len(self.run.steps)} steps, colors: {self.color_by}" if self.run is not None and self.color_by else ""
-        )
-        return [f"{self._view.summary}{hidden}{steps}"]
+    def _note(self, ladder: Ladder) -> str:
+        parts = [self._view.summary]
+        parts += [f"{len(ladder.hidden)} nodes that only reshape or serve records are hidden"] if ladder.hidden else []
+        if self.run is not None and self.color_by is not None:
+            parts.append(f"{len(self.run.steps)} steps, colors: {self.color_by}")
+        return "; ".join(parts)
 
     def _scene(self) -> Scene:
-        legend = self._metric.legend() if self._metric is not None else []
         layout = self._overview if self.view == "overview" else self._ladder
-        colors = box_colors(layout.ladder, self._metric) if self._metric is not None else {}
-        return draw_ladder(layout, self.title, self._notes(layout.ladder), colors, legend, self.root_cause)
+        return draw_ladder(layout, self.title, self._note(layout.ladder), self._metric, self.root_cause)
 
     def _page(self) -> str:
         return write_page(
@@ -147,7 +143,7 @@ class Drawing:
             self._ladder,
             self._overview,
             title=self.title,
-            notes=self._notes(self._ladder.ladder),
+            note=self._note(self._ladder.ladder),
             run=self.run,
             metrics=self._metrics,
             color_by=self.color_by,
@@ -199,12 +195,12 @@ def draw(
         >>> draw(graph).view
         'ladder'
     """
-    if view not in VIEWS:
-        raise ValueError(f"view={view!r}: choose one of {', '.join(map(repr, VIEWS))}")
+    if view not in get_args(View):
+        raise ValueError(f"view={view!r}: choose one of {', '.join(map(repr, get_args(View)))}")
     graph_view = read_graph(graph)
     steps = steps_of(monitor) if monitor is not None else ()
     run = last_run(steps) if steps else None
-    chosen = choose_metric(site_metrics(run, graph_view), color_by) if run is not None else choose_metric((), color_by)
+    chosen = choose_metric(site_metrics(run, graph_view) if run is not None else (), color_by)
     root_cause = _blamed(graph_view, monitor.failure()) if is_monitor(monitor) else ()
     metric = chosen.metric if chosen is not None else None
     return Drawing(graph, view, run, metric, root_cause, title or graph.name or "joint graph", reshapes, records)

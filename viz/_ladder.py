@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from itertools import groupby
+from math import isnan
+from typing import Literal, get_args
 
 from gradrewrite.diagnostics.clipping import ClipHistory
 from gradrewrite.diagnostics.site_health import percent
@@ -110,17 +111,8 @@ class Ladder:
     is_overview: bool = False
 
 
-class _Call(NamedTuple):
-    """Rows of one call of a module."""
-
-    name: str
-    first: int
-    last: int
-
-
 @dataclass(slots=True)
 class _Row:
-    path: Path = ()
     nodes: dict[str, list[Node]] = field(default_factory=dict)  # by key of the box
     edits: list[int] = field(default_factory=list)
     outputs: list[tuple[str, str]] = field(default_factory=list)  # label, node
@@ -138,9 +130,7 @@ def build_ladder(
             continue
         key = of_node[name] = _key(node)
         if node.edit < 0:
-            row = by_order[node.order]
-            row.path = row.path or node.calls
-            row.nodes.setdefault(key, []).append(node)
+            by_order[node.order].nodes.setdefault(key, []).append(node)
     for number, edit in enumerate(graph_view.edits):
         by_order[graph_view.orders[edit.site]].edits.append(number)
     outputs = visible_outputs(graph_view, graph_view.returned, hidden)
@@ -151,11 +141,10 @@ def build_ladder(
         by_order[order].outputs.append((label, name))
     orders = sorted(by_order)
     calls = {node.order: node.calls for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
-    paths = [by_order[order].path or calls.get(order, ()) for order in orders]
-    rows = [_parts(graph_view, by_order[order], clips, hidden) for order in orders]
+    rows = [_parts(graph_view, by_order[order], clips) for order in orders]
     pairs = Counter((of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden))
     pairs.update((of_node[name], f"returned {label}") for label, name in outputs)
-    return Ladder(graph_view, rows, _bands(paths, rows), join(rows, pairs), hidden)
+    return Ladder(graph_view, rows, _bands([calls.get(order, ()) for order in orders], rows), join(rows, pairs), hidden)
 
 
 def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -> list[Edge]:
@@ -177,26 +166,19 @@ def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -
 def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Mapping[int, ClipHistory]) -> Part:
     """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
     first = graph_view.edits[numbers[0]]
-    site = fold_names([str(graph_view.edits[n].site) for n in numbers])
     times = f" x {len(numbers)}" if len(numbers) > 1 else ""
-    found = [clips[n] for n in numbers if n in clips]
-    strongest = min(found, key=lambda clip: (clip.median_factor, -clip.rate)) if found else None
-    small = " \u00b7 ".join([site, *_figures(strongest)])
+    small = [fold_names([str(graph_view.edits[n].site) for n in numbers])]
     lines = [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in numbers]
-    lines += [f"acted in {strongest.rate:.1%} of {len(strongest.steps)} steps"] if strongest is not None else []
+    known = [clips[n] for n in numbers if n in clips]
+    if known:
+        strongest = min(known, key=lambda clip: (clip.median_factor, -clip.rate))
+        has_factor = strongest.rate > 0 and not isnan(strongest.median_factor)
+        small += [percent(strongest.rate), *([f"\u00d7{strongest.median_factor:.2g}"] if has_factor else [])]
+        lines.append(f"acted in {strongest.rate:.1%} of {len(strongest.steps)} steps")
     nodes = tuple(name for n in numbers for name in graph_view.edits[n].nodes)
     column: Column = "forward" if lane_of_site(first.site) == "forward" else "edit"
-    return Part(
-        key, column, f"{action_text(first)}{times}", small, nodes, tuple(numbers), ("inserted",), "\n".join(lines)
-    )
-
-
-def _figures(clip: ClipHistory | None) -> list[str]:
-    """Return rate and median factor of a clip as texts."""
-    if clip is None:
-        return []
-    is_known = clip.rate > 0 and clip.median_factor == clip.median_factor
-    return [percent(clip.rate), *([f"\u00d7{clip.median_factor:.2g}"] if is_known else [])]
+    texts = f"{action_text(first)}{times}", " \u00b7 ".join(small)
+    return Part(key, column, *texts, nodes, tuple(numbers), ("inserted",), "\n".join(lines))
 
 
 def describe_node(graph_view: GraphView, node: Node) -> str:
@@ -225,7 +207,7 @@ def fold_names(names: Sequence[str]) -> str:
         words = list(dict.fromkeys(column))
         if len(words) > 1 and not all(word.isdecimal() for word in words):
             break
-        parts.append(words[0] if len(words) == 1 else f"[{_ranges([int(word) for word in words])}]")
+        parts.append(words[0] if len(words) == 1 else f"[{_numbers(sorted(map(int, words)))}]")
     if len(parts) < max(map(len, split)):
         parts.append("*")
     if len(parts) < 2 or parts[:2] == [parts[0], "*"]:
@@ -233,21 +215,15 @@ def fold_names(names: Sequence[str]) -> str:
     return ".".join(parts).replace(":.", ":")
 
 
+def _numbers(ordered: Sequence[int]) -> str:
+    """Return ``0-3`` for 0, 1, 2, 3, and ``0,2,3`` for numbers with a gap."""
+    is_range = ordered[-1] - ordered[0] == len(ordered) - 1
+    return f"{ordered[0]}-{ordered[-1]}" if is_range else ",".join(map(str, ordered))
+
+
 def template(name: str) -> str:
     """Return a module's name with ``ANY_NUMBER`` for each of its numbers."""
     return _NUMBER.sub(ANY_NUMBER, name)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ``0-3,5`` for 0, 1, 2, 3, 5."""
-    ordered = sorted(numbers)
-    spans = [[ordered[0], ordered[0]]]
-    for before, after in pairwise(ordered):
-        if after == before + 1:
-            spans[-1][1] = after
-        else:
-            spans.append([after, after])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _key(node: Node) -> str:
@@ -259,7 +235,7 @@ def _key(node: Node) -> str:
     return node.name if node.role == "placeholder" else f"{node.lane} {node.order}"
 
 
-def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory], hidden: Collection[str]) -> list[Part]:
+def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory]) -> list[Part]:
     parts = []
     for key, nodes in row.nodes.items():
         node, names = nodes[0], tuple(node.name for node in nodes)
@@ -286,38 +262,29 @@ def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory], h
 
 def _bands(paths: Sequence[Path], rows: Sequence[Sequence[Part]]) -> list[Band]:
     """Return the module calls that cover two rows or more, and around three equal neighbors or more one of both."""
-    found: list[tuple[Path, int, int]] = []
-    open_: list[tuple[tuple[str, int], int]] = []
-    for number, path in enumerate([*paths, ()]):
-        common = 0
-        while common < min(len(open_), len(path)) and open_[common][0] == path[common]:
-            common += 1
-        while len(open_) > common:
-            outer = tuple(call for call, _ in open_)
-            first = open_.pop()[1]
-            if number - first > 1:
-                found.append((outer, first, number - 1))
-        open_ += [(call, number) for call in path[common:]]
-    inner = {(first, last): path for path, first, last in sorted(found, key=lambda one: len(one[0]))}
+    calls: dict[tuple[int, int], Path] = {}  # of several with the same rows the innermost
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        for path, numbers in groupby(range(len(paths)), key=lambda number: paths[number][:depth]):
+            covered = list(numbers)
+            if len(path) == depth and len(covered) > 1:
+                calls[covered[0], covered[-1]] = path
     kinds = [tuple(part.text for part in row if part.column == "forward" and not part.edits) for row in rows]
-    groups: dict[tuple[Path, str, tuple[tuple[str, ...], ...]], list[list[_Call]]] = defaultdict(list)
-    result = []
-    for (first, last), path in sorted(inner.items()):
-        call = _Call(path[-1][0], first, last)
-        result.append(Band("/".join(map(call_name, path)), call_name(path[-1]), first, last))
-        alike = groups[path[:-1], template(call.name), tuple(kinds[first : last + 1])]
-        between = range(alike[-1][-1].last + 1, first) if alike else range(0)
-        if alike and len(between) <= _MOST_BETWEEN and all(paths[n] == path[:-1] for n in between):
-            alike[-1].append(call)
+    found: list[Band] = []
+    equal: dict[Hashable, list[list[Band]]] = defaultdict(list)
+    for (first, last), path in sorted(calls.items()):
+        band = Band("/".join(map(call_name, path)), call_name(path[-1]), first, last)
+        found.append(band)
+        runs = equal[path[:-1], template(path[-1][0]), tuple(kinds[first : last + 1])]
+        between = range(runs[-1][-1].last + 1, first) if runs else range(0)
+        if runs and len(between) <= _MOST_BETWEEN and all(paths[n] == path[:-1] for n in between):
+            runs[-1].append(band)
         else:
-            alike.append([call])
-    for (outer, *_), runs in groups.items():
-        for calls in runs:
-            if len(calls) >= _LEAST:
-                name = f"{fold_names([call.name for call in calls])} x {len(calls)}"
-                key = "/".join([*map(call_name, outer), name])
-                result.append(Band(key, name, calls[0].first, calls[-1].last))
-    return _nested(result)
+            runs.append([band])
+    for bands in (run for runs in equal.values() for run in runs if len(run) >= _LEAST):
+        name = f"{fold_names([band.name.partition('#')[0] for band in bands])} x {len(bands)}"
+        outer = bands[0].key.removesuffix(bands[0].name)
+        found.append(Band(f"{outer}{name}", name, bands[0].first, bands[-1].last))
+    return _nested(found)
 
 
 def _nested(bands: Sequence[Band]) -> list[Band]:

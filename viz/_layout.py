@@ -8,19 +8,19 @@ static drawings and of the page are here: heights add up, and a control point is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 
-from gradrewrite.viz._fonts import fit, text_width
+from gradrewrite.viz._fonts import fit
 from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part, describe_node
+from gradrewrite.viz._metric_colors import SiteMetric, box_colors
 from gradrewrite.viz._scene import (
     HEAD,
     SMALL,
     SWATCH,
     Box,
-    ColorSample,
     Frame,
     Label,
     LegendEntry,
@@ -41,18 +41,11 @@ HEADINGS: Mapping[Column, str] = {
 MARGIN, BETWEEN = 48.0, 52.0  # left and right of all columns, between two
 BOX, PILL, GAP = 36.0, 20.0, 8.0  # heights, and the distance below
 HEADER, FOOT, TOP = 20.0, 6.0, 70.0
-_WIDEST = 1400.0  # that texts make a drawing
+_NARROWEST = 800.0  # a drawing with a title: what its note and its legend take
 REACH, BULGE = 22.0, 20.0  # of curves from column to column, and of those along a column
 
 Point = tuple[float, str, float]  # x, key of a box, share of its height
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """An edge with its control points."""
-
-    edge: Edge
-    points: tuple[Point, ...]
+Route = tuple[Edge, tuple[Point, ...]]  # an edge with its control points
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class LadderLayout:
 
     @cached_property
     def routes(self) -> list[Route]:
-        """Control points of the edges."""
+        """Edges with their control points."""
         parts = {part.key: part for row in self.ladder.rows for part in row}
         rank: dict[str, int] = {}
         seen: dict[Column, int] = defaultdict(int)
@@ -108,8 +101,7 @@ class LadderLayout:
             for part in row:
                 rank[part.key] = seen[part.column]
                 seen[part.column] += 1
-        edges = self.ladder.edges
-        return [Route(e, self._points(parts[e.source], parts[e.target], rank)) for e in edges]
+        return [(e, self._points(parts[e.source], parts[e.target], rank)) for e in self.ladder.edges]
 
     def _points(self, a: Part, b: Part, rank: Mapping[str, int]) -> tuple[Point, ...]:
         left, right = (self.columns[part.column] for part in (a, b))
@@ -136,17 +128,16 @@ def height_of(part: Part) -> float:
 
 def draw_ladder(
     layout: LadderLayout,
-    title: str,
-    notes: Sequence[str],
-    colors: Mapping[str, ColorSample],
-    legend: Sequence[LegendEntry],
+    title: str = "",
+    note: str = "",
+    metric: SiteMetric | None = None,
     root_cause: Collection[str] = (),
 ) -> Scene:
-    """Return the scene of a ladder; colors are by key of the box, and without a title only the headings are above."""
+    """Return the scene of a ladder, colored by a metric; without a title only the headings are above."""
     ladder = layout.ladder
-    top = TOP + SWATCH * max(len(notes) - 1, 0) if title else HEADER + GAP
+    top = TOP if title else HEADER + GAP
     tops, frames, height = _place(layout, top)
-    unplaced = boxes_of(layout, colors, root_cause)
+    unplaced = boxes_of(layout, metric, root_cause)
     boxes = [
         replace(unplaced[key], y=tops[number] + y)
         for number, places in enumerate(layout.offsets)
@@ -154,19 +145,18 @@ def draw_ladder(
     ]
     by_key = {box.key: box for box in boxes}
     lines = [_line(route, by_key) for route in layout.routes]
-    entries = [*_legend(ladder), *legend] if title else []
-    texts = [text_width(note, SMALL) + 32 for note in notes] + [text_width(entry.text, SMALL) + 60 for entry in entries]
-    width = max(layout.width, min(_WIDEST, max([text_width(title, HEAD) + 32, *texts])))
-    labels = [Label(16, 22, fit(title, width - 32, HEAD), "head")] if title else []
-    labels += [Label(16, 40 + SWATCH * n, fit(note, width - 32, SMALL)) for n, note in enumerate(notes)]
-    labels += [Label(x, top - 8, HEADINGS[column]) for column, x in layout.columns.items()]
-    return Scene(title, width, height + SWATCH * len(entries) + 24, frames, lines, boxes, labels, entries)
+    legend = [*_legend(ladder), *(metric.legend() if metric is not None else [])] if title else []
+    width = max(layout.width, _NARROWEST if title else 0.0)
+    labels = [Label(x, top - 8, HEADINGS[column]) for column, x in layout.columns.items()]
+    if title:
+        labels.append(Label(16, 22, fit(title, width - 32, HEAD), "head"))
+        labels.append(Label(16, 40, fit(note, width - 32, SMALL)))
+    return Scene(title, width, height + SWATCH * len(legend) + 24, frames, lines, boxes, labels, legend)
 
 
-def boxes_of(
-    layout: LadderLayout, colors: Mapping[str, ColorSample], root_cause: Collection[str] = ()
-) -> dict[str, Box]:
+def boxes_of(layout: LadderLayout, metric: SiteMetric | None, root_cause: Collection[str]) -> dict[str, Box]:
     """Return the boxes of a ladder by key, at the top of the drawing."""
+    colors = box_colors(layout.ladder, metric) if metric is not None else {}
     blamed = frozenset(root_cause)
     boxes = []
     for row in layout.ladder.rows:
@@ -229,15 +219,11 @@ def inset(depth: int) -> float:
 
 
 def _line(route: Route, boxes: Mapping[str, Box]) -> Line:
-    points = tuple((x, boxes[key].y + share * boxes[key].height) for x, key, share in route.points)
-    edge = route.edge
+    edge, controls = route
+    points = tuple((x, boxes[key].y + share * boxes[key].height) for x, key, share in controls)
     title = f"{edge.tensors} tensors" if edge.tensors > 1 else ""
-    return Line(edge.source, edge.target, points, (edge.kind,) if edge.kind else (), width_of(edge.tensors), title)
-
-
-def width_of(tensors: int) -> float:
-    """Return the line width of an edge that stands for ``tensors`` tensors, in pixels."""
-    return round(1.0 + log2(max(tensors, 1)) * 0.4, 2)
+    width = round(1.0 + 0.4 * log2(edge.tensors), 2)
+    return Line(edge.source, edge.target, points, (edge.kind,) if edge.kind else (), width, title)
 
 
 def _legend(ladder: Ladder) -> list[LegendEntry]:

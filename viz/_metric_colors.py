@@ -18,7 +18,6 @@ from gradrewrite.viz._scene import ColorSample, LegendEntry
 from gradrewrite.viz._theme import LINE, NOT_FINITE, PAPER
 
 Metric = Literal["clip strength", "largest error", "not finite"]
-METRICS: tuple[Metric, ...] = get_args(Metric)
 _STOPS = 9
 _NARROWEST = 10.0  # strongest over weakest value, at least, so that 5 % more is no other color
 _STRONGEST = 0.01  # factor
@@ -104,8 +103,8 @@ def choose_metric(found: Sequence[SiteMetric], wanted: Metric | None) -> SiteMet
     """
     if wanted is None:
         return found[0] if found else None
-    if wanted not in METRICS:
-        raise ValueError(f"color_by={wanted!r}: choose one of {', '.join(map(repr, METRICS))}")
+    if wanted not in get_args(Metric):
+        raise ValueError(f"color_by={wanted!r}: choose one of {', '.join(map(repr, get_args(Metric)))}")
     for one in found:
         if one.metric == wanted:
             return one
@@ -180,7 +179,8 @@ def _largest(run: Run, sites: Collection[str]) -> tuple[str, dict[str, dict[int,
 
 
 def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
-    sizes = {str(site): _size(site) for site in sites}
+    """Return the shares of elements; a symbolic size counts as 1, so that the share is an upper bound."""
+    sizes = {str(site): max(math.prod(size or 1 for size in site.shape), 1) for site in sites}
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for one in run.series.values():
         if one.record in COUNTS and one.at.site in sizes:
@@ -188,8 +188,3 @@ def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
                 share = min(count / sizes[one.at.site], 1.0)
                 found[one.at.site][step] = max(share, found[one.at.site].get(step, 0.0))
     return dict(found)
-
-
-def _size(site: Site) -> float:
-    """Return the number of elements, a symbolic size counted as 1: the share is then an upper bound."""
-    return float(max(math.prod(size or 1 for size in site.shape), 1))

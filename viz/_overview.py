@@ -41,11 +41,10 @@ def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory]) -> L
         order = graph_view.orders[edit.site]
         near = order if order in row_of else min(row_of, key=lambda o: (abs(o - order), o), default=order)
         edits[row_of.get(near, 0)].append(number)
-    labels = _numbered([_label(group) for group in groups])
     rows: list[list[Part]] = []
     of_node: dict[str, str] = {}
-    for number, (group, label) in enumerate(zip(groups, labels, strict=True)):
-        row = _boxes(number, group, label)
+    for number, group in enumerate(groups):
+        row = _boxes(number, group)
         for key, numbers in _by_action(graph_view, edits[number]):
             row.append(edit_part(graph_view, f"edits {number} {key}", numbers, clips))
             if key == "more":
@@ -58,21 +57,18 @@ def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory]) -> L
     return Ladder(graph_view, rows, (), join(rows, pairs), hidden, is_overview=True)
 
 
-def _boxes(number: int, group: _Group, label: str) -> list[Part]:
-    found = []
+def _boxes(number: int, group: _Group) -> list[Part]:
+    found, label = [], _label(group)
     for lane in ("forward", "backward"):
         nodes = [n for n in group.nodes if n.lane == lane]
         if nodes:
             ops = len({n.order for n in nodes})
             small = f"{ops} op{'s' if ops != 1 else ''}"
             names = tuple(n.name for n in nodes)
-            title = f"{label}\n{lane}: {small}, {len(nodes)} nodes\n{_source(nodes)}".rstrip()
+            source = next((n.source for n in nodes if n.source), "")
+            title = f"{label}\n{lane}: {small}, {len(nodes)} nodes\n{source}".rstrip()
             found.append(Part(f"{lane} {number}", lane, label, small, names, title=title))
     return found
-
-
-def _source(nodes: Sequence[Node]) -> str:
-    return next((n.source for n in nodes if n.source), "")
 
 
 def _by_action(graph_view: GraphView, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
@@ -168,16 +164,6 @@ def _label(group: _Group) -> str:
     name = (call_name(calls[-1]) if calls else "") if len(group.keys) == 1 else fold_names(names) if names else ""
     times = f" x {len(group.keys)}" if len(group.keys) > 1 else ""
     return f"{name}{_ops(group) if stretch >= 0 else ''}{times}"
-
-
-def _numbered(labels: Sequence[str]) -> list[str]:
-    """Append numbers to repeated labels."""
-    seen: Counter[str] = Counter()
-    found = []
-    for label in labels:
-        found.append(f"{label} ({seen[label] + 1})" if seen[label] else label)
-        seen[label] += 1
-    return found
 
 
 def _name(key: _Key) -> str:

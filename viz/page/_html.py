@@ -38,15 +38,14 @@ def write_page(
     overview: LadderLayout,
     *,
     title: str,
-    notes: Sequence[str],
+    note: str,
     run: Run | None,
     metrics: Sequence[SiteMetric],
     color_by: str | None,
     root_cause: Collection[str],
 ) -> str:
     """Return the page as HTML."""
-    ladder, blamed = layout.ladder, frozenset(root_cause)
-    parts = [part for row in ladder.rows for part in row]
+    ladder = layout.ladder
     data = {
         "schema": f"gradrewrite/page/{VERSION}",
         "most_rows": MOST_ROWS,
@@ -55,7 +54,6 @@ def write_page(
         "nodes": _nodes(graph, ladder.graph_view),
         "edits": _edits(graph, ladder),
         "overview": [*sites_of(overview.ladder).values()],
-        "blamed": [part.key for part in parts if blamed.intersection(part.nodes)],
         **_measurements(run, metrics),
         "color_by": color_by or "",
         "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE, "none": PAPER},
@@ -69,8 +67,8 @@ def write_page(
         "title": html.escape(title),
         "style": STYLE + css_variables() + "\n" + here.joinpath("page.css").read_text(encoding="utf-8"),
         "arrow": ARROW,
-        "overview": to_svg(draw_ladder(overview, "", [], {}, [], root_cause), label="overview"),
-        "summary": html.escape("; ".join(notes)),
+        "overview": to_svg(draw_ladder(overview, root_cause=root_cause), label="overview"),
+        "summary": html.escape(note),
         "curves": curves,
         "data": json.dumps(_safe(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "code": here.joinpath("page.js").read_text(encoding="utf-8"),
@@ -101,7 +99,7 @@ def _safe(value: Any) -> Any:
 
 def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str, Any]:
     """Return rows, boxes, bands and lines; a control point is (x, 0 or 1 for its end, share of the height)."""
-    ladder, boxes = layout.ladder, boxes_of(layout, {}, root_cause)
+    ladder, boxes = layout.ladder, boxes_of(layout, None, root_cause)
     sites, parts = sites_of(ladder), []
     for number, (row, offsets) in enumerate(zip(ladder.rows, layout.offsets, strict=True)):
         for part in row:
@@ -126,13 +124,13 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
     at = {part.key: n for n, part in enumerate(part for row in ladder.rows for part in row)}
     lines = [
         [
-            at[route.edge.source],
-            at[route.edge.target],
-            route.edge.kind,
-            route.edge.tensors,
-            [[x, int(key == route.edge.target), share] for x, key, share in route.points],
+            at[edge.source],
+            at[edge.target],
+            edge.kind,
+            edge.tensors,
+            [[x, int(key == edge.target), share] for x, key, share in points],
         ]
-        for route in layout.routes
+        for edge, points in layout.routes
     ]
     return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": list(map(asdict, ladder.bands))}
 

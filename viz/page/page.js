@@ -12,7 +12,7 @@
 /** @typedef {{target: string, op: string, module: string, shape: string, dtype: string, source: string, edit: number, code: string}} NodeData */
 /** @typedef {number | string | null} Value NaN and infinities are strings */
 /** @typedef {{name: string, weak: number, strong: number, legend: [string, string][], values: Record<string, {total: Value, steps: Value[]}>}} Metric */
-/** @typedef {{geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[], replaced: [number, number][]}[], overview: string[][], blamed: string[], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
+/** @typedef {{geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[], replaced: [number, number][]}[], overview: string[][], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
 
 /** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
 function need(id, kind) {
@@ -591,10 +591,11 @@ showTab("ladder");
 layOut();
 showTab("overview");
 recolor();
-if (data.blamed.length) {
+const blamed = parts.filter((part) => part.classes.split(" ").includes("root_cause"));
+if (blamed.length) {
   const place = need("blamed", HTMLDivElement);
   make(place, "h2", {}, "first non-finite value");
-  list(place, "made by", data.blamed.flatMap((key) => partOf.get(key) || []));
+  list(place, "made by", blamed);
 }
 openHash();
 document.documentElement.dataset.ready = "yes";

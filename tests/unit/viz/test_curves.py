@@ -43,7 +43,7 @@ def test_steps_that_are_not_finite_are_marked_in_all_panels() -> None:
     for ax in figure.axes:
         (marks,) = ax.collections
         assert [path.vertices[0, 0] for path in marks.get_paths()] == [3, 4, 9]
-    assert figure.get_suptitle() == "steps 0 to 11, 12 rows; 3 steps not finite (red)"
+    assert figure.get_suptitle() == "steps 0 to 11; not finite (red): 3"
 
 
 class Net(nn.Module):
@@ -96,7 +96,7 @@ def test_last_run_of_a_file() -> None:
 
     assert curves.run.steps == steps[2:]
     heading = curves.figure().get_suptitle()
-    assert heading == "training run\nsteps 0 to 0, 1 row; the last of 2 runs in the file"
+    assert heading == "training run\nsteps 0 to 0; the last of 2 runs in the file"
     ax = curves.figure().axes[0]
     left, right = ax.get_xlim()
     assert [tick for tick in ax.get_xticks() if left <= tick <= right] == [0.0]
@@ -144,7 +144,7 @@ def test_legible() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "words"),
-    [([], "No rows"), ([step_of(0, {"zeros@activation:a": 0.5})], "neither a loss nor norms")],
+    [([], "No steps"), ([step_of(0, {"zeros@activation:a": 0.5})], "neither a loss nor norms")],
 )
 @pytest.mark.pure
 def test_nothing_to_draw(tmp_path: Path, steps: list[Step], words: str) -> None:

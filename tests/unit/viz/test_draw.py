@@ -318,4 +318,4 @@ def test_the_op_at_fault_is_marked_in_every_view() -> None:
     for view in ("ladder", "overview"):
         svg = viz.draw(graph, view, monitor=model.monitor)._repr_svg_()
         assert svg.count("root_cause") - svg.count(".root_cause") >= 1
-    assert '"blamed":["backward' in viz.draw(graph, monitor=model.monitor)._bytes("html").decode()
+    assert 'node backward root_cause"' in viz.draw(graph, monitor=model.monitor)._bytes("html").decode()

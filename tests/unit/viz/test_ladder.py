@@ -38,7 +38,7 @@ def ladder_of(graph: JointGraph) -> _ladder.Ladder:
 
 
 def scene_of(graph: JointGraph) -> _scene.Scene:
-    return _layout.draw_ladder(_layout.LadderLayout(ladder_of(graph)), "title", ["a note"], {}, [])
+    return _layout.draw_ladder(_layout.LadderLayout(ladder_of(graph)), "title", "a note")
 
 
 @EACH

@@ -55,7 +55,8 @@ def test_blocks_and_calls_are_folded() -> None:
 
 def test_edges_count_tensors() -> None:
     ladder = overview_of(three_layers())
-    keys = {part.text: part.key for row in ladder.rows for part in row if part.column == "forward" and not part.edits}
+    boxes = [part for row in ladder.rows for part in row if part.column == "forward" and not part.edits]
+    keys = {part.text: part.key for part in reversed(boxes)}  # the first of two tanh
     (edge,) = [e for e in ladder.edges if (e.source, e.target) == (keys["first"], keys["/tanh"])]
 
     assert edge.tensors == 1
@@ -79,7 +80,7 @@ def test_equal_edits_of_a_row_are_one_box_with_the_strongest_figures() -> None:
     ("names", "wanted"),
     [
         (["a.0.b", "a.1.b", "a.2.b"], "a.[0-2].b"),
-        (["l.0", "l.2", "l.3"], "l.[0,2-3]"),
+        (["l.0", "l.2", "l.3"], "l.[0,2,3]"),
         (["x.0.1", "x.1.1"], "x.[0-1].1"),
         (["error:h.0.a", "error:h.1.b"], "error:h.[0-1].*"),
         (["error:a", "gradient:b"], "error:a ... gradient:b"),
