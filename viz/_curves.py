@@ -115,7 +115,7 @@ class Curves:
 
 
 def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> Curves:
-    """Plot the loss and the norm of a training run over its steps.
+    """Plot loss and norm of a training run by step.
 
     The loss is that of ``monitor.log("loss", loss)``, or of ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands.
     The norm is the total norm of the gradients before clipping, with the bound of the clip if there is one clip, else

@@ -63,7 +63,7 @@ def fit(text: str, width: float, size: float) -> str:
 
 
 def fit_all(labels: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Shorten labels (text, width, size); of those that come out equal, words are abbreviated."""
+    """Shorten labels (text, width, size) so that they stay distinct."""
     found = [fit(*label) for label in labels]
     alike: dict[str, set[str]] = defaultdict(set)
     for short, (text, *_) in zip(found, labels, strict=True):

@@ -182,7 +182,7 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Ma
 
 
 def describe_node(graph_view: GraphView, node: Node) -> str:
-    """Return the tooltip of a node: its target, provenance, shape, edit and source, a line each."""
+    """Return the tooltip of a node, in several lines."""
     lines = [f"{node.name}: {node.target}"]
     what = node.op_and_argument if node.role == "placeholder" else f"{node.module_call}/{node.op}"
     lines.append(f"{what}, {node.lane}")
@@ -216,7 +216,7 @@ def fold_names(names: Sequence[str]) -> str:
 
 
 def _numbers(ordered: Sequence[int]) -> str:
-    """Return ``0-3`` for 0, 1, 2, 3, and ``0,2,3`` for numbers with a gap."""
+    """Return ``0-3`` for a range, else ``0,2,3``."""
     is_range = ordered[-1] - ordered[0] == len(ordered) - 1
     return f"{ordered[0]}-{ordered[-1]}" if is_range else ",".join(map(str, ordered))
 

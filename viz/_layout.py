@@ -16,18 +16,7 @@ from math import log2
 from gradrewrite.viz._fonts import fit
 from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part, describe_node
 from gradrewrite.viz._metric_colors import SiteMetric, box_colors
-from gradrewrite.viz._scene import (
-    HEAD,
-    SMALL,
-    SWATCH,
-    Box,
-    Frame,
-    Label,
-    LegendEntry,
-    Line,
-    Scene,
-    fit_boxes,
-)
+from gradrewrite.viz._scene import HEAD, SMALL, SWATCH, Box, Frame, Label, LegendEntry, Line, Scene, fit_boxes
 from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, PAPER, RECORDS, SAVED
 
 WIDTHS: Mapping[Column, float] = {"input": 170, "forward": 230, "backward": 230, "edit": 360, "output": 170}
@@ -133,7 +122,7 @@ def draw_ladder(
     metric: SiteMetric | None = None,
     root_cause: Collection[str] = (),
 ) -> Scene:
-    """Return the scene of a ladder, colored by a metric; without a title only the headings are above."""
+    """Return the scene of a ladder; without title, headings alone."""
     ladder = layout.ladder
     top = TOP if title else HEADER + GAP
     tops, frames, height = _place(layout, top)

@@ -1,4 +1,4 @@
-"""Metrics of a training run by site, and their colors: strength of clips, largest errors, non-finite shares."""
+"""Metrics of a training run by site, and their colors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STRONGEST = 0.01  # factor
 
 @dataclass(frozen=True, slots=True)
 class SiteMetric:
-    """One metric of a training run, by site, with its logarithmic color scale.
+    """One metric by site, with its logarithmic color scale.
 
     Attributes:
         metric: Which.
@@ -44,7 +44,7 @@ class SiteMetric:
     strong: float
 
     def color(self, value: float) -> str:
-        """Return the color of one value; zero, unless it is a factor, and non-finite values have their own."""
+        """Return the color of one value."""
         if not math.isfinite(value):
             return NOT_FINITE
         if value == 0 and self.weak < self.strong:
@@ -52,7 +52,7 @@ class SiteMetric:
         return palette()[round(self.position(value) * (_STOPS - 1))]
 
     def position(self, value: float) -> float:
-        """Return the position of a value on the scale, from 0 to 1; of a non-finite value 2."""
+        """Return the place on the scale, 2 if not finite."""
         if not math.isfinite(value):
             return 2.0
         if value <= 0:
@@ -116,12 +116,12 @@ def choose_metric(found: Sequence[SiteMetric], wanted: Metric | None) -> SiteMet
 
 
 def edit_key(number: int) -> str:
-    """Return the key of an edit among sites; several clips at one site differ in it."""
+    """Return the key of an edit, different for clips of a site."""
     return f"edit {number}"
 
 
 def sites_of(ladder: Ladder) -> dict[str, list[str]]:
-    """Return for each box the sites of its edits, behind the key of each edit, or else of its values."""
+    """Return the sites and the edit keys of each box."""
     view = ladder.graph_view
     edited = {edit.site for edit in view.edits}
     held: dict[str, list[str]] = defaultdict(list)
@@ -157,8 +157,8 @@ def _clip_strengths(run: Run, graph_view: GraphView) -> SiteMetric:
 
 
 def _scaled(metric: Metric, name: str, by_site: Mapping[str, Mapping[int, float]]) -> SiteMetric:
-    """Return a metric whose total is the largest value, or the first non-finite one."""
-    totals = {}
+    """Return a metric with the largest values as totals."""
+    totals = {}  # the first non-finite value, if there is one
     for site, values in by_site.items():
         totals[site] = next((v for v in values.values() if not math.isfinite(v)), max(values.values()))
     positive = [v for values in by_site.values() for v in values.values() if 0 < v < math.inf]
@@ -179,7 +179,8 @@ def _largest(run: Run, sites: Collection[str]) -> tuple[str, dict[str, dict[int,
 
 
 def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
-    """Return the shares of elements; a symbolic size counts as 1, so that the share is an upper bound."""
+    """Return the shares of non-finite elements, by step."""
+    # A symbolic size counts as 1: the share is then an upper bound.
     sizes = {str(site): max(math.prod(size or 1 for size in site.shape), 1) for site in sites}
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for one in run.series.values():

@@ -1,4 +1,4 @@
-"""Panels of curves: the loss of a run, and the norm of its gradients or errors."""
+"""Panels of curves: loss and norm of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Panel:
     lines: Sequence[Line]
 
     def draw(self, ax: Axes, bad_steps: Sequence[int]) -> None:
-        """Draw the lines, a cross at the top for each value that is not finite, and a red line for each bad step."""
+        """Draw the lines; mark non-finite values and bad steps in red."""
         values = [value for _, line in self.lines for value in line.values() if math.isfinite(value)]
         if values and min(values) > 0 and max(values) / _WIDEST_LINEAR > min(values):
             ax.set_yscale("log")
@@ -71,7 +71,7 @@ class Panel:
 
 
 def panels_of(run: Run, baseline: Baseline | None = None) -> list[Panel]:
-    """Return the panels that a run or its baseline has records for."""
+    """Return the recorded panels of a run and its baseline."""
     runs = [(_OWN, run), *([(baseline.name, baseline.run)] if baseline is not None else [])]
     losses = [(label, series) for label, one in runs if (series := loss_series(one)) is not None]
     lines = [(label, dict(zip(one.steps, one.values, strict=True))) for label, one in losses]
@@ -80,7 +80,7 @@ def panels_of(run: Run, baseline: Baseline | None = None) -> list[Panel]:
 
 
 def _norm_panel(run: Run, baseline: Baseline | None) -> Panel | None:
-    """Return the panel of the norm before clipping, with the bound where one clip by total norm is recorded."""
+    """Return the panel of the norm, with its only bound."""
     both = comparable_sizes(run, baseline.run) if baseline is not None else None
     found = both or comparable_sizes(run, run)
     if found is None:

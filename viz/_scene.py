@@ -91,7 +91,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A labeled rectangle behind boxes; a pointer on it shows its key."""
+    """A labeled rectangle behind boxes; its tooltip is the key."""
 
     key: str
     x: float
@@ -103,12 +103,12 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A line of text; ``y`` is its baseline, ``style`` a class in the style sheet: ``""``, ``note`` or ``head``."""
+    """A line of text with its baseline at ``y``."""
 
     x: float
     y: float
     text: str
-    style: str = "note"
+    style: str = "note"  # a class in the style sheet: "", "note" or "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,12 @@ def fit_boxes(boxes: Sequence[Box]) -> list[Box]:
 
 
 def to_svg(scene: Scene, *, label: str = "") -> str:
-    """Return the scene as an SVG document, or with a label as an element of a page, without style and arrowhead."""
+    """Return the scene as SVG, with a label for a page."""
     names = {"role": "group", "aria-label": label} if label else {"role": "img"}
     size = {"width": f"{scene.width:g}", "height": f"{scene.height:g}"}
     view = {"viewBox": f"0 0 {scene.width:g} {scene.height:g}"}
     svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **names, **view, **size})
-    if not label:
+    if not label:  # a page has the style and the arrowhead once
         ET.SubElement(svg, "title").text = scene.title
         ET.SubElement(svg, "style").text = STYLE
         svg.append(ET.fromstring(ARROW))
@@ -190,7 +190,7 @@ def _heading(frame: Frame) -> Label:
 
 
 def _texts(box: Box) -> list[Label]:
-    """Return the lines of a box, with its upper left corner as the origin."""
+    """Return the lines of a box, relative to its corner."""
     if not box.small:
         return [Label(PAD, box.height / 2 + 4, box.text, "")]
     return [Label(PAD, box.height / 2 - 3, box.text, ""), Label(PAD, box.height - 6, box.small)]
@@ -202,13 +202,13 @@ def _legend_texts(scene: Scene) -> list[Label]:
 
 
 def legend_positions(scene: Scene) -> list[tuple[float, float]]:
-    """Return the positions of the legend's colors, below each other at the bottom of the scene."""
+    """Return the positions of the legend's colors, at the bottom."""
     top = scene.height - SWATCH * len(scene.legend) - 8
     return [(16, top + SWATCH * n) for n in range(len(scene.legend))]
 
 
 def colors_of(box: Box) -> tuple[str, str, bool]:
-    """Return fill, color of the edge, and whether that is strong, for renderers without a style sheet."""
+    """Return fill, edge color, and whether the edge is strong."""
     fill, edge = next(colors for name, colors in reversed(_COLORS.items()) if name in (*box.classes, "node"))
     edge = theme.CUT if "root_cause" in box.classes else edge
     return box.fill or fill, edge, edge in (theme.CUT, theme.INSERTED_EDGE)

@@ -62,14 +62,14 @@ class Loss:
 
 
 def loss_series(run: Run) -> Series | None:
-    """Return the record ``loss``, else ``max`` of ``gr.tap(loss, "loss")``; None without either."""
+    """Return the loss: ``loss``, or ``max`` at ``activation:loss``."""
     found = [one for one in run.series.values() if one.record == "loss"]
     found += [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
     return found[0] if found else None
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
-    """Return the loss of a run; None without a record of it.
+    """Return the loss of a run; None without one.
 
     Args:
         run: The run.

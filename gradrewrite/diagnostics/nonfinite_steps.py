@@ -33,7 +33,7 @@ class BadStep:
 
 
 def bad_steps(run: Run) -> list[BadStep]:
-    """Return the steps with non-finite elements or a non-finite magnitude, expected infinities left out."""
+    """Return the non-finite steps, without expected infinities."""
     bad = [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
     expected = _expected_infinities(run, bad)
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]

@@ -89,7 +89,7 @@ def _geometry(layout: LadderLayout) -> dict[str, Any]:
 
 
 def _safe(value: Any) -> Any:
-    """Return data without the characters that XML does not allow, as the names in the page's SVG are."""
+    """Replace the characters forbidden in XML, in nested data."""
     if isinstance(value, dict):
         return {_safe(key): _safe(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -181,7 +181,7 @@ def _users(view: GraphView) -> dict[str, list[str]]:
 
 
 def _readers(users: Mapping[str, Sequence[str]], name: str, hidden: Collection[str]) -> list[str]:
-    """Return the nodes and outputs that read a node, directly or through hidden ones."""
+    """Return the visible readers of a node, through hidden ones."""
     reached, through = dict.fromkeys(users[name]), [*users[name]]
     for reader in through:  # grows
         if reader in hidden:
@@ -217,7 +217,7 @@ def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, A
 
 
 def _sample(run: Run) -> list[int]:
-    """Sample numbers of steps at equal distances, and as many of non-finite ones as fit."""
+    """Sample steps at equal distances, and of the non-finite ones."""
     numbers = [step.step for step in run.steps]
     if len(numbers) <= MOST_STEPS:
         return numbers
