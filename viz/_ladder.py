@@ -38,27 +38,16 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One box of a ladder.
+    """One box of a ladder."""
 
-    Attributes:
-        key: Its name in the ladder.
-        column: The column that it is in.
-        text: First line.
-        small: Second line.
-        nodes: Names of the fx nodes in it, in execution order.
-        edits: Numbers of the edits in it.
-        classes: ``inserted``, ``records``.
-        title: What a pointer on it shows.
-    """
-
-    key: str
+    key: str  # its name in the ladder
     column: Column
-    text: str
-    small: str = ""
-    nodes: tuple[str, ...] = ()
-    edits: tuple[int, ...] = ()
-    classes: tuple[str, ...] = ()
-    title: str = ""
+    text: str  # first line
+    small: str = ""  # second line
+    nodes: tuple[str, ...] = ()  # names of the fx nodes in it, in execution order
+    edits: tuple[int, ...] = ()  # numbers of the edits in it
+    classes: tuple[str, ...] = ()  # ``inserted``, ``records``
+    title: str = ""  # what a pointer on it shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,42 +62,25 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Rows of one module call, or of equal neighbors.
+    """Rows of one module call, or of equal neighbors."""
 
-    Attributes:
-        key: Module calls from the outermost to this one, joined by slashes.
-        name: Its heading.
-        first: Its first row.
-        last: Its last row.
-        depth: How many bands are around it.
-    """
-
-    key: str
-    name: str
-    first: int
-    last: int
-    depth: int = 0
+    key: str  # module calls from the outermost to this one, joined by slashes
+    name: str  # its heading
+    first: int  # its first row
+    last: int  # its last row
+    depth: int = 0  # how many bands are around it
 
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Boxes of a joint graph in rows, without positions.
-
-    Attributes:
-        graph_view: The graph.
-        rows: The boxes of each row.
-        bands: Outer ones first.
-        edges: Edges between boxes.
-        hidden: Nodes that are left out.
-        is_overview: Whether boxes are modules, of which a drawing names the first node alone.
-    """
+    """Boxes of a joint graph in rows, without positions."""
 
     graph_view: GraphView
-    rows: Sequence[Sequence[Part]]
-    bands: Sequence[Band]
-    edges: Sequence[Edge]
-    hidden: Collection[str]
-    is_overview: bool = False
+    rows: Sequence[Sequence[Part]]  # boxes of each row
+    bands: Sequence[Band]  # outer ones first
+    edges: Sequence[Edge]  # edges between boxes
+    hidden: Collection[str]  # nodes that are left out
+    is_overview: bool = False  # whether boxes are modules, of which a drawing names the first node alone
 
 
 @dataclass(slots=True)

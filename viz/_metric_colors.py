@@ -25,23 +25,15 @@ _STRONGEST = 0.01  # factor
 
 @dataclass(frozen=True, slots=True)
 class SiteMetric:
-    """One metric by site, with its logarithmic color scale.
-
-    Attributes:
-        metric: Which.
-        name: What is measured, as text.
-        by_site: By site the values of the steps that have one, by number of the step; of clips by ``edit_key``.
-        totals: By site its value over the whole run: the median factor, or the largest.
-        weak: The value at the beginning of the scale.
-        strong: The value at its end; less than ``weak`` for factors.
-    """
+    """One metric by site, with its logarithmic color scale."""
 
     metric: Metric
-    name: str
+    name: str  # what is measured, as text
+    # By site the values of the steps that have one, by number of the step; of clips by ``edit_key``.
     by_site: Mapping[str, Mapping[int, float]]
-    totals: Mapping[str, float]
-    weak: float
-    strong: float
+    totals: Mapping[str, float]  # by site its value over the whole run: the median factor, or the largest
+    weak: float  # value at the beginning of the scale
+    strong: float  # value at its end; less than ``weak`` for factors
 
     def color(self, value: float) -> str:
         """Return the color of one value."""

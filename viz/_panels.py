@@ -34,16 +34,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Lines of one measure over the steps.
+    """Lines of one measure over the steps."""
 
-    Attributes:
-        name: ``"loss"`` or ``"norm"``.
-        title: Title above the axes.
-        lines: The lines.
-    """
-
-    name: str
-    title: str
+    name: str  # ``"loss"`` or ``"norm"``
+    title: str  # title above the axes
     lines: Sequence[Line]
 
     def draw(self, ax: Axes, bad_steps: Sequence[int]) -> None:

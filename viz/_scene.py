@@ -46,35 +46,21 @@ class ColorSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle with one or two lines of text, each shortened to its width by ``fit_boxes``.
+    """A rectangle with one or two lines of text, each shortened to its width by ``fit_boxes``."""
 
-    Attributes:
-        key: Name by which lines refer to it.
-        x: Left edge in pixels.
-        y: Upper edge.
-        width: Width.
-        height: Height.
-        text: First line.
-        small: Second line.
-        classes: Classes in the style sheet.
-        title: What a pointer on it shows; a name and details.
-        data: ``data-`` attributes.
-        parts: What is inside it and not drawn: ``data-`` attributes and title of each.
-        fill: Color, if it is not that of its classes.
-    """
-
-    key: str
-    x: float
-    y: float
+    key: str  # name by which lines refer to it
+    x: float  # left edge in pixels
+    y: float  # upper edge
     width: float
     height: float
-    text: str
-    small: str = ""
-    classes: tuple[str, ...] = ("node",)
-    title: str = ""
-    data: Mapping[str, str] = field(default_factory=dict)
+    text: str  # first line
+    small: str = ""  # second line
+    classes: tuple[str, ...] = ("node",)  # classes in the style sheet
+    title: str = ""  # what a pointer on it shows; a name and details
+    data: Mapping[str, str] = field(default_factory=dict)  # ``data-`` attributes
+    # What is inside it and not drawn: ``data-`` attributes and title of each.
     parts: Sequence[tuple[Mapping[str, str], str]] = ()
-    fill: str = ""
+    fill: str = ""  # color, if it is not that of its classes
 
 
 @dataclass(frozen=True, slots=True)

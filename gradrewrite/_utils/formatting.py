@@ -17,25 +17,15 @@ _MOST_ROWS = 40  # of a table in a notebook
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One record over the steps that are in the monitor.
+    """One record over the steps that are in the monitor."""
 
-    Attributes:
-        address: ``record@site``.
-        last: Its last value.
-        smallest: Its smallest value; NaN where there is none.
-        median: Its median.
-        largest: Its largest value.
-        steps: In how many steps it was reported.
-        nonfinite: In how many of them it was NaN or infinite.
-    """
-
-    address: str
-    last: float
-    smallest: float
+    address: str  # ``record@site``
+    last: float  # its last value
+    smallest: float  # its smallest value; NaN where there is none
     median: float
-    largest: float
-    steps: int
-    nonfinite: int
+    largest: float  # its largest value
+    steps: int  # in how many steps it was reported
+    nonfinite: int  # in how many of them it was NaN or infinite
 
     def cells(self) -> tuple[str, ...]:
         """The texts of a row of the table."""
@@ -45,15 +35,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of all records; ``print`` shows it, and rich renders it.
+    """A table of all records; ``print`` shows it, and rich renders it."""
 
-    Attributes:
-        rows: One summary a record.
-        caption: How many steps it covers, and what is missing.
-    """
-
-    rows: tuple[Summary, ...]
-    caption: str
+    rows: tuple[Summary, ...]  # one summary a record
+    caption: str  # how many steps it covers, and what is missing
 
     def __rich__(self) -> Any:
         """The table as rich draws it."""

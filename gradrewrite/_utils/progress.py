@@ -15,17 +15,11 @@ INTERVAL = 0.5  # seconds
 
 @dataclass
 class Progress:
-    """The progress of one stage, for a reader on another thread.
+    """The progress of one stage, for a reader on another thread."""
 
-    Attributes:
-        stage: What is done now.
-        done: Number of its steps that are done.
-        total: Number of its steps; None if it is not known.
-    """
-
-    stage: str = ""
-    done: int = 0
-    total: int | None = None
+    stage: str = ""  # what is done now
+    done: int = 0  # number of its steps that are done
+    total: int | None = None  # number of its steps; None if it is not known
 
     def begin(self, stage: str, total: int | None = None) -> None:
         """Show the name of the current stage."""

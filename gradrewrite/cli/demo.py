@@ -68,23 +68,14 @@ class Losses:
 
 @dataclass(frozen=True)
 class Part:
-    """Results of one example.
+    """Results of one example."""
 
-    Attributes:
-        title: What was trained, and what was clipped.
-        runs: Losses of all seeds.
-        edits: What was inserted.
-        graph: The rewritten graph.
-        monitor: What the rewritten model reported.
-        plain: Losses and norms of the plain model, with the last seed.
-    """
-
-    title: str
-    runs: list[Losses]
-    edits: tuple[Edit, ...]
-    graph: JointGraph
-    monitor: Monitor
-    plain: list[Step]
+    title: str  # what was trained, and what was clipped
+    runs: list[Losses]  # losses of all seeds
+    edits: tuple[Edit, ...]  # what was inserted
+    graph: JointGraph  # rewritten graph
+    monitor: Monitor  # what the rewritten model reported
+    plain: list[Step]  # losses and norms of the plain model, with the last seed
 
 
 def demo(options: argparse.Namespace) -> None:

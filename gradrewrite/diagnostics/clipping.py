@@ -20,23 +20,14 @@ MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a 
 
 @dataclass(frozen=True, slots=True)
 class _Habit:
-    """The effect of one clip over its judged steps.
-
-    Attributes:
-        clip: The clip.
-        step: The first of these steps.
-        acted: For each step whether it acted.
-        sizes: Norms or largest absolute values before it; finite.
-        factors: Ratios of the norms after and before; finite.
-        bound: Its last finite bound; see ``ClipHistory.bound``.
-    """
+    """The effect of one clip over its judged steps."""
 
     clip: ClipHistory
-    step: int
-    acted: list[bool]
-    sizes: list[float]
-    factors: list[float]
-    bound: float
+    step: int  # first of these steps
+    acted: list[bool]  # for each step whether it acted
+    sizes: list[float]  # norms or largest absolute values before it; finite
+    factors: list[float]  # ratios of the norms after and before; finite
+    bound: float  # its last finite bound; see ``ClipHistory.bound``
 
     @property
     def share(self) -> float:
@@ -137,30 +128,18 @@ def _habit(clip: ClipHistory, rows: Sequence[_Row]) -> _Habit:
 
 @dataclass(frozen=True, slots=True)
 class ClipHistory:
-    """The records of one clip over a run.
-
-    Attributes:
-        site: The site.
-        record: What it was measured by: ``norm`` or ``total_norm`` (clips by norm), ``max_abs`` (clips by value, where
-            they log).
-        steps: Numbers of the steps that it reported.
-        sizes: Norm or largest absolute value before it in each of them; NaN where that was not recorded.
-        bounds: Its bound in each of them; NaN where that is not known (clips by value with two bounds).
-        acted: Whether it acted in each of them; a size that is not finite is left alone by a clip by norm.
-        factors: Norm after / norm before in each of them; NaN where that is not known.
-        key: The record that tells it from other clips of the site: its norm, or whether it acted.
-        share: The record of the share of the elements that a clip by value changed.
-    """
+    """The records of one clip over a run."""
 
     site: str
+    # What it was measured by: ``norm`` or ``total_norm`` (clips by norm), ``max_abs`` (clips by value, where they log).
     record: str
-    steps: list[int]
-    sizes: list[float]
-    bounds: list[float]
-    acted: list[bool]
-    factors: list[float]
-    key: RecordKey
-    share: RecordKey | None = None
+    steps: list[int]  # numbers of the steps that it reported
+    sizes: list[float]  # norm or largest absolute value before it in each of them; NaN where that was not recorded
+    bounds: list[float]  # its bound in each of them; NaN where that is not known (clips by value with two bounds)
+    acted: list[bool]  # whether it acted in each of them; a size that is not finite is left alone by a clip by norm
+    factors: list[float]  # norm after / norm before in each of them; NaN where that is not known
+    key: RecordKey  # record that tells it from other clips of the site: its norm, or whether it acted
+    share: RecordKey | None = None  # record of the share of the elements that a clip by value changed
 
     @property
     def kind(self) -> str:

@@ -25,33 +25,19 @@ _SIZES = (  # what is compared, of which kinds of sites, by which record
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of a run: record ``loss``, or the value of ``gr.tap(loss, "loss")``.
+    """The loss of a run: record ``loss``, or the value of ``gr.tap(loss, "loss")``."""
 
-    Attributes:
-        steps: How many steps have it.
-        count: How many steps ``first`` and ``last`` are means of: a tenth of them, at most 10.
-        first: Mean of the first steps.
-        last: Mean of the last steps; NaN or infinite where one of them is.
-        peak: The largest finite loss; NaN without one.
-        bad_step: The first step whose loss is not finite; -1 if none.
-        noise: Standard error of ``last``; 0 where it is the value of one step.
-        address: Text of the key of its record.
-        lowest: The smallest finite loss; NaN without one.
-        begin: The first step that has it.
-        end: The last step that has it.
-    """
-
-    steps: int
-    count: int
-    first: float
-    last: float
-    peak: float
-    bad_step: int
-    noise: float
-    address: str
-    lowest: float
-    begin: int
-    end: int
+    steps: int  # how many steps have it
+    count: int  # how many steps ``first`` and ``last`` are means of: a tenth of them, at most 10
+    first: float  # mean of the first steps
+    last: float  # mean of the last steps; NaN or infinite where one of them is
+    peak: float  # largest finite loss; NaN without one
+    bad_step: int  # first step whose loss is not finite; -1 if none
+    noise: float  # standard error of ``last``; 0 where it is the value of one step
+    address: str  # text of the key of its record
+    lowest: float  # smallest finite loss; NaN without one
+    begin: int  # first step that has it
+    end: int  # last step that has it
 
     def of(self, which: str) -> str:
         """Return the steps of a mean loss, ``(mean of the first 10 steps)``.

@@ -16,19 +16,12 @@ from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Ser
 
 @dataclass(frozen=True, slots=True)
 class SkippedRule:
-    """A rule with too few steps to judge all its records.
+    """A rule with too few steps to judge all its records."""
 
-    Attributes:
-        kind: The kind of finding that it would have.
-        needed: How many steps it needs.
-        steps: In how many steps these sites were recorded, at most; steps that say nothing are not counted.
-        sites: The sites that it did not judge, in the order of the records.
-    """
-
-    kind: str
-    needed: int
-    steps: int
-    sites: tuple[str, ...]
+    kind: str  # kind of finding that it would have
+    needed: int  # how many steps it needs
+    steps: int  # in how many steps these sites were recorded, at most; steps that say nothing are not counted
+    sites: tuple[str, ...]  # sites that it did not judge, in the order of the records
 
     def __str__(self) -> str:
         """One line for a reader."""
@@ -186,18 +179,12 @@ def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Fin
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A rule.
+    """A rule."""
 
-    Attributes:
-        kind: The kind of its findings.
-        find: Returns them.
-        needed: How many steps it needs.
-        judged: Returns for each site that it judges in how many steps it was recorded.
-    """
-
-    kind: str
-    find: Callable[[Run], Sequence[Finding]]
-    needed: int = 1
+    kind: str  # kind of its findings
+    find: Callable[[Run], Sequence[Finding]]  # returns them
+    needed: int = 1  # how many steps it needs
+    # Returns for each site that it judges in how many steps it was recorded.
     judged: Callable[[Run], Mapping[str, int]] = lambda _: {}
 
 

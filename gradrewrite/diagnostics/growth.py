@@ -147,15 +147,10 @@ def _is_geometric(logs: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """Medians over a run of one record of the errors, walking backward.
+    """Medians over a run of one record of the errors, walking backward."""
 
-    Attributes:
-        record: Name of the record.
-        sites: Sites with their medians, from the output end to the input end.
-    """
-
-    record: str
-    sites: list[tuple[str, float]]
+    record: str  # name of the record
+    sites: list[tuple[str, float]]  # sites with their medians, from the output end to the input end
 
     def first_step(self, steps: Sequence[Step], is_far: Callable[[float], bool]) -> int:
         """Return the number of the first step with a far ratio.

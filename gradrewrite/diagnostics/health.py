@@ -16,26 +16,19 @@ from gradrewrite.diagnostics.verdict import Verdict, judge
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Content of a health report.
-
-    Attributes:
-        run: The run.
-        verdict: The verdict.
-        sites: Figures of all sites with a clip or a magnitude, from the output of the model to its input, kind by kind.
-        findings: What the doctor found, the gravest first; without advice on bounds that the verdict contradicts.
-        first_bad: Site, step and number of elements (NaN if not counted) of the first value that is not finite; of the
-            loss the text of its key instead of a site; None if all were finite.
-        loss: One or two sentences on the loss, compared with that of the baseline if there is one.
-        baseline_bad: As ``first_bad``, of the baseline; None without one.
-    """
+    """Content of a health report."""
 
     run: Run
     verdict: Verdict
+    # Figures of all sites with a clip or a magnitude, from the output of the model to its input, kind by kind.
     sites: tuple[SiteHealth, ...]
+    # What the doctor found, the gravest first; without advice on bounds that the verdict contradicts.
     findings: tuple[Finding, ...]
+    # Site, step and number of elements (NaN if not counted) of the first value that is not finite; of the loss the text
+    # of its key instead of a site; None if all were finite.
     first_bad: tuple[str, int, float] | None
-    loss: str
-    baseline_bad: tuple[str, int, float] | None = None
+    loss: str  # one or two sentences on the loss, compared with that of the baseline if there is one
+    baseline_bad: tuple[str, int, float] | None = None  # as ``first_bad``, of the baseline; None without one
 
     @property
     def strongest(self) -> str:

@@ -21,15 +21,10 @@ from gradrewrite.diagnostics.run_log import (
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """A non-finite step.
-
-    Attributes:
-        step: The step.
-        sites: Its non-finite sites, in the order of execution.
-    """
+    """A non-finite step."""
 
     step: Step
-    sites: list[str]
+    sites: list[str]  # its non-finite sites, in the order of execution
 
 
 def bad_steps(run: Run) -> list[BadStep]:

@@ -17,19 +17,12 @@ _BAD = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
 
 @dataclass(frozen=True, slots=True)
 class FirstBad:
-    """The first non-finite value of a run.
+    """The first non-finite value of a run."""
 
-    Attributes:
-        rank: The rank that recorded it.
-        step: The step.
-        site: The site.
-        also: The other ranks with such a value in that step, ascending.
-    """
-
-    rank: int
+    rank: int  # rank that recorded it
     step: int
     site: str
-    also: tuple[int, ...] = ()
+    also: tuple[int, ...] = ()  # other ranks with such a value in that step, ascending
 
     def __str__(self) -> str:
         """One sentence."""

@@ -95,34 +95,23 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One record over a run.
-
-    Attributes:
-        at: Its key.
-        record: Name of the record: without its occurrence where there is a first one; a user may give any name, and
-            ``norm.2`` is then no second norm.
-        steps: Numbers of the steps that have it.
-        values: Its value in each of them.
-    """
+    """One record over a run."""
 
     at: RecordKey
+    # Name of the record: without its occurrence where there is a first one; a user may give any name, and ``norm.2`` is
+    # then no second norm.
     record: str
-    steps: list[int]
-    values: list[float]
+    steps: list[int]  # numbers of the steps that have it
+    values: list[float]  # its value in each of them
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """One run, by step and by record.
+    """One run, by step and by record."""
 
-    Attributes:
-        steps: Its rows; their numbers rise.
-        series: Its records by the text of their keys, in the order of their first appearance.
-        clips: The records of each clip of its steps; of clips with the same records the last one.
-    """
-
-    steps: Sequence[Step]
-    series: Mapping[str, Series]
+    steps: Sequence[Step]  # its rows; their numbers rise
+    series: Mapping[str, Series]  # its records by the text of their keys, in the order of their first appearance
+    # Records of each clip of its steps; of clips with the same records the last one.
     clips: tuple[ClipRecords, ...] = ()
 
     def __repr__(self) -> str:

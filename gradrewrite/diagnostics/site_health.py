@@ -30,51 +30,33 @@ class _Quantiles(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SiteHealth:
-    """Figures of one site over a run; NaN for an unknown one.
-
-    Attributes:
-        site: The site.
-        action: Name of the clip that acts there; ``""`` where the site was only measured.
-        measure: Name of the record that the quantiles are of: ``norm``, ``total_norm`` or ``max_abs``; ``""`` if none.
-        steps: How many steps reported it.
-        bound: The last finite bound.
-        rate: Share of the steps in which the clip acted.
-        median_factor: Median of size after the clip / size before, of the steps in which it acted; 1 if there are none.
-        worst_factor: The smallest of these factors.
-        share: Mean share of the elements that a clip by value changed.
-        norm_share: Median share of the squared total norm of the global clip that the gradient belongs to.
-        p50: Median of the finite sizes before the clip.
-        p90: What 90 % of them stay below, interpolated linearly.
-        p99: What 99 % of them stay below.
-        suggestion: A bound that would act in a tenth of the steps: ``p90``, rounded to two digits; NaN with fewer than
-            20 finite sizes, where they were 0, the bound is not known, or a bound is no remedy. Of a baseline where
-            ``from_baseline``.
-        from_baseline: Whether the suggestion is that of the baseline, which is larger.
-        keep: Whether the bound may stay, for the clip acts rarely.
-        mark: A note on the site, where the verdict names it.
-        record: The record that tells the clip from others at the site (``norm.2``); ``""`` for the first of its kind.
-        key: Text of the key of the record that tells the clip from all others; ``""`` without a clip.
-    """
+    """Figures of one site over a run; NaN for an unknown one."""
 
     site: str
-    action: str
+    action: str  # name of the clip that acts there; ``""`` where the site was only measured
+    # Name of the record that the quantiles are of: ``norm``, ``total_norm`` or ``max_abs``; ``""`` if none.
     measure: str
-    steps: int
-    bound: float = math.nan
-    rate: float = math.nan
+    steps: int  # how many steps reported it
+    bound: float = math.nan  # last finite bound
+    rate: float = math.nan  # share of the steps in which the clip acted
+    # Median of size after the clip / size before, of the steps in which it acted; 1 if there are none.
     median_factor: float = math.nan
-    worst_factor: float = math.nan
-    share: float = math.nan
+    worst_factor: float = math.nan  # smallest of these factors
+    share: float = math.nan  # mean share of the elements that a clip by value changed
+    # Median share of the squared total norm of the global clip that the gradient belongs to.
     norm_share: float = math.nan
-    p50: float = math.nan
-    p90: float = math.nan
-    p99: float = math.nan
+    p50: float = math.nan  # median of the finite sizes before the clip
+    p90: float = math.nan  # what 90 % of them stay below, interpolated linearly
+    p99: float = math.nan  # what 99 % of them stay below
+    # A bound that would act in a tenth of the steps: ``p90``, rounded to two digits; NaN with fewer than 20 finite
+    # sizes, where they were 0, the bound is not known, or a bound is no remedy. Of a baseline where ``from_baseline``.
     suggestion: float = math.nan
-    from_baseline: bool = False
-    keep: bool = False
-    mark: str = ""
+    from_baseline: bool = False  # whether the suggestion is that of the baseline, which is larger
+    keep: bool = False  # whether the bound may stay, for the clip acts rarely
+    mark: str = ""  # a note on the site, where the verdict names it
+    # Record that tells the clip from others at the site (``norm.2``); ``""`` for the first of its kind.
     record: str = ""
-    key: str = ""
+    key: str = ""  # text of the key of the record that tells the clip from all others; ``""`` without a clip
 
     @property
     def code(self) -> str:

@@ -31,26 +31,17 @@ _MILD = ("clip acts always", "clip never acts", "saturated", "dead")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to "is the backward pass healthy?".
+    """The answer to "is the backward pass healthy?"."""
 
-    Attributes:
-        kind: ``"healthy"``, ``"too short"``, ``"no records"``, ``"large error"``, ``"clip sets the values"`` (between
-            bounds that are not known), or the kind of the gravest finding of the doctor.
-        site: Where it is worst; ``""`` if nowhere.
-        text: One sentence with its figures.
-        advice: What to change.
-        code: Lines of code that do it; empty if none.
-        basis: The records that it rests on, where no finding of the doctor names them.
-        mark: A note for the site in the table of all sites.
-    """
-
+    # ``"healthy"``, ``"too short"``, ``"no records"``, ``"large error"``, ``"clip sets the values"`` (between bounds
+    # that are not known), or the kind of the gravest finding of the doctor.
     kind: str
-    site: str
-    text: str
-    advice: str
-    code: tuple[str, ...] = ()
-    basis: str = ""
-    mark: str = "see the verdict"
+    site: str  # where it is worst; ``""`` if nowhere
+    text: str  # one sentence with its figures
+    advice: str  # what to change
+    code: tuple[str, ...] = ()  # lines of code that do it; empty if none
+    basis: str = ""  # records that it rests on, where no finding of the doctor names them
+    mark: str = "see the verdict"  # a note for the site in the table of all sites
 
     @property
     def headline(self) -> str:
@@ -65,23 +56,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """A layer with a far larger error behind it, hidden by a clip.
+    """A layer with a far larger error behind it, hidden by a clip."""
 
-    Attributes:
-        site: The clipped site, on the input side of the layer.
-        layer: The site on its output side.
-        growth: Median over the steps of the ratio of the norms.
-        factor: Median factor of the clip.
-        usual: Median of such ratios over all neighbors.
-        is_chain: Whether the names say that the layer takes what the site returns: ``layers.2``, ``layers.3``.
-    """
-
-    site: str
-    layer: str
-    growth: float
-    factor: float
-    usual: float
-    is_chain: bool
+    site: str  # clipped site, on the input side of the layer
+    layer: str  # site on its output side
+    growth: float  # median over the steps of the ratio of the norms
+    factor: float  # median factor of the clip
+    usual: float  # median of such ratios over all neighbors
+    is_chain: bool  # whether the names say that the layer takes what the site returns: ``layers.2``, ``layers.3``
 
 
 def hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Jump | None:

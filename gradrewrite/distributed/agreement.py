@@ -19,10 +19,6 @@ class Ballot:
     Every rank takes part in it.
 
     Nothing waits on the host where the group is NCCL's; gloo's CPU operation blocks in ``result``.
-
-    Attributes:
-        group: The ranks that agree.
-        votes: The verdicts of this rank, float64, 0 or 1.
     """
 
     def __init__(self, group: dist.ProcessGroup, votes: Sequence[Tensor | None], device: torch.device) -> None:
@@ -33,11 +29,11 @@ class Ballot:
             votes: One-element tensors, 0 or 1; None is 0. All ranks give as many.
             device: Where the verdicts are wanted.
         """
-        self.group = group
+        self.group = group  # ranks that agree
         where = device_for(group, device)
         zero = torch.zeros(1, dtype=torch.float64, device=where)
         given = [zero if v is None else v.to(where, torch.float64, non_blocking=True).reshape(1) for v in votes]
-        self.votes = torch.cat(given)
+        self.votes = torch.cat(given)  # verdicts of this rank, float64, 0 or 1
         self._device = device
         self._work: dist.Work | None = None
         self._result: Tensor | None = None

@@ -21,15 +21,10 @@ _LARGE, _SMALL, _UNIT = 2.0**500, 2.0**-500, 2.0**600
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """The rule for a whole's figure from those of its parts.
+    """The rule for a whole's figure from those of its parts."""
 
-    Attributes:
-        kind: A norm, a sum, a mean, or the largest or smallest of all.
-        order: Order of the norm.
-    """
-
-    kind: Literal["norm", "sum", "mean", "max", "min"]
-    order: float = 2.0
+    kind: Literal["norm", "sum", "mean", "max", "min"]  # a norm, a sum, a mean, or the largest or smallest of all
+    order: float = 2.0  # order of the norm
 
     @property
     def neutral(self) -> float:
@@ -39,15 +34,10 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a tensor on this rank.
+    """A part of a tensor on this rank."""
 
-    Attributes:
-        spread: How the tensor is spread.
-        size: Number of elements of the part.
-    """
-
-    spread: Spread
-    size: int
+    spread: Spread  # how the tensor is spread
+    size: int  # number of elements of the part
 
 
 def num_slots(how: Combination, ranks: Sequence[int]) -> int:

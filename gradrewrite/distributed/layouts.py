@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a DTensor, without its elements.
+    """The layout of a DTensor, without its elements."""
 
-    Attributes:
-        mesh: The processes.
-        placements: For each dimension of the mesh: sharded, replicated, or partial sums.
-        shape: Sizes of the global tensor; symbolic ones may be among them.
-        stride: Its strides.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
+    mesh: DeviceMesh  # processes
+    placements: tuple[Placement, ...]  # for each dimension of the mesh: sharded, replicated, or partial sums
+    shape: torch.Size  # sizes of the global tensor; symbolic ones may be among them
     stride: tuple[int, ...]
 
     @classmethod
@@ -66,15 +59,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class InputLayouts:
-    """The layouts of the inputs of a graph that are DTensors, by position; filled in while the graph is traced.
+    """The layouts of the inputs of a graph that are DTensors, by position; filled in while the graph is traced."""
 
-    Attributes:
-        values: Those of the inputs.
-        gradients: Those of their gradients.
-    """
-
-    values: dict[int, Layout] = field(default_factory=dict)
-    gradients: dict[int, Layout] = field(default_factory=dict)
+    values: dict[int, Layout] = field(default_factory=dict)  # those of the inputs
+    gradients: dict[int, Layout] = field(default_factory=dict)  # those of their gradients
 
 
 def added_up(tensor: DTensor) -> DTensor:

@@ -17,17 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The layout of a tensor over ranks.
+    """The layout of a tensor over ranks."""
 
-    Attributes:
-        ranks: The global ranks of its mesh, ascending.
-        replicas: How many ranks hold each element.
-        size: Number of elements of the whole tensor.
-    """
-
-    ranks: tuple[int, ...]
-    replicas: int
-    size: int
+    ranks: tuple[int, ...]  # global ranks of its mesh, ascending
+    replicas: int  # how many ranks hold each element
+    size: int  # number of elements of the whole tensor
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -52,16 +52,11 @@ class FailedCheckErrors:
 
 
 class FailedCheckWarnings:
-    """Warns of checks that failed, step after step, when their figures have arrived.
-
-    Attributes:
-        patience: How many steps may wait for their figures before one is waited for.
-        is_guarded: Tells whether somebody hears of checks that skip; if nobody does, they warn.
-    """
+    """Warns of checks that failed, step after step, when their figures have arrived."""
 
     def __init__(self, patience: int, is_guarded: Callable[[], bool]) -> None:
-        self.patience = patience
-        self.is_guarded = is_guarded
+        self.patience = patience  # how many steps may wait for their figures before one is waited for
+        self.is_guarded = is_guarded  # tells whether somebody hears of checks that skip; if nobody does, they warn
         self._waiting: deque[tuple[StepRecord, tuple[OnFailure, ...]]] = deque()
 
     def on_step(self, record: StepRecord) -> None:

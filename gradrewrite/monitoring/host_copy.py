@@ -15,15 +15,10 @@ from gradrewrite.ir.record_key import RecordKey
 
 @dataclass
 class LateRecord:
-    """Records added to a step after its backward, copied to the host by themselves.
-
-    Attributes:
-        keys: Their keys.
-        pack: Their values, flat float32 or float64; complete on the current stream of their device.
-    """
+    """Records added to a step after its backward, copied to the host by themselves."""
 
     keys: tuple[RecordKey, ...]
-    pack: Tensor
+    pack: Tensor  # their values, flat float32 or float64; complete on the current stream of their device
     _on_device: Tensor | None = None  # source of a copy under way, kept alive
     _ready: torch.cuda.Event | None = None
     _copied: torch.cuda.Event | None = None

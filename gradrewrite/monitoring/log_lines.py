@@ -11,14 +11,10 @@ logger = logging.getLogger("gradrewrite.monitor")
 
 
 class ClipLog:
-    """Logs the clips that acted, step after step, when their figures have arrived.
-
-    Attributes:
-        patience: How many steps may wait for their figures before one is waited for.
-    """
+    """Logs the clips that acted, step after step, when their figures have arrived."""
 
     def __init__(self, patience: int) -> None:
-        self.patience = patience
+        self.patience = patience  # how many steps may wait for their figures before one is waited for
         self._waiting: deque[StepRecord] = deque()
 
     def on_step(self, record: StepRecord) -> None:

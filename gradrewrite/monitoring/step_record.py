@@ -21,20 +21,13 @@ from gradrewrite.sites import Site
 
 @dataclass(slots=True)
 class GraphRecord:
-    """The records of one backward graph; tensors stay on their device until they are copied.
+    """The records of one backward graph; tensors stay on their device until they are copied."""
 
-    Attributes:
-        outputs: What the tensors are.
-        packs: The packed records.
-        snapshot: The inputs of a replay; None where nothing is checked, or they were let go.
-        on_device: The sources of copies under way, kept alive.
-        bounds: Bounds of clips that the host has, as they were when this was made.
-    """
-
-    outputs: BackwardOutputs
-    packs: list[Tensor]
-    snapshot: StepSnapshot | None = None
-    on_device: list[Tensor] = field(default_factory=list)
+    outputs: BackwardOutputs  # what the tensors are
+    packs: list[Tensor]  # packed records
+    snapshot: StepSnapshot | None = None  # inputs of a replay; None where nothing is checked, or they were let go
+    on_device: list[Tensor] = field(default_factory=list)  # sources of copies under way, kept alive
+    # Bounds of clips that the host has, as they were when this was made.
     bounds: dict[RecordKey, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,31 +71,21 @@ class GraphRecord:
 
 @dataclass(slots=True, eq=False)
 class StepRecord:
-    """The records of one ``loss.backward()``.
+    """The records of one ``loss.backward()``."""
 
-    Attributes:
-        step: Number of the backward.
-        graphs: Its graphs, in the order in which their backwards ran.
-        kept: Tensors that are kept.
-        groups: Groups that were clipped.
-        host_values: Records that the host knows (learning rates).
-        late: Records that came after the backward, by their keys.
-        updates: What optimizers reported of their steps since this backward and before the next: one record for each.
-        failures: The analyses of the step, by the checks that failed in each of its graphs.
-        was_read: Whether it has been read.
-        has_known_bounds: Whether somebody has looked at its bounds for zeros.
-    """
-
-    step: int = -1
-    graphs: list[GraphRecord] = field(default_factory=list)
+    step: int = -1  # number of the backward
+    graphs: list[GraphRecord] = field(default_factory=list)  # its graphs, in the order in which their backwards ran
     kept: dict[tuple[str, Site], Tensor] = field(default_factory=dict)
-    groups: list[str] = field(default_factory=list)
-    host_values: dict[RecordKey, float] = field(default_factory=dict)
+    groups: list[str] = field(default_factory=list)  # groups that were clipped
+    host_values: dict[RecordKey, float] = field(default_factory=dict)  # records that the host knows (learning rates)
+    # Records that came after the backward, by their keys.
     late: dict[tuple[RecordKey, ...], LateRecord] = field(default_factory=dict)
+    # What optimizers reported of their steps since this backward and before the next: one record for each.
     updates: list[StepRecord] = field(default_factory=list)
+    # Analyses of the step, by the checks that failed in each of its graphs.
     failures: dict[tuple[tuple[RecordKey, ...], ...], Failure] = field(default_factory=dict)
-    was_read: bool = False
-    has_known_bounds: bool = False
+    was_read: bool = False  # whether it has been read
+    has_known_bounds: bool = False  # whether somebody has looked at its bounds for zeros
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
     _values: dict[RecordKey, float] | None = None

@@ -101,16 +101,11 @@ class Seat:
     """The seat of a guard at a recorder: its numbers in records.
 
     The seat of a deleted guard goes to the next one.
-
-    Attributes:
-        number: Its number, in the names of its groups.
-        first_group: Number of the first param group of its optimizer.
-        num_groups: How many there are.
     """
 
-    number: int
-    first_group: int
-    num_groups: int
+    number: int  # its number, in the names of its groups
+    first_group: int  # number of the first param group of its optimizer
+    num_groups: int  # how many there are
 
 
 class _Outer(threading.local):
@@ -121,41 +116,29 @@ class _Outer(threading.local):
 
 
 class StepRecorder:
-    """The records of the last steps of a training run.
-
-    Attributes:
-        capacity: How many records are kept.
-        lock: Held while records, listeners or guards change; reentrant.
-        records: The records of the last steps, oldest first.
-        num_steps: How many steps there were.
-        writer: Told of each step before its record joins the others, for the oldest may leave them then.
-        listeners: Told of each step after that; both with the lock held.
-        raising: Told last, without the lock; what they raise leaves the backward.
-        guards: Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
-        num_skipped: Numbers of updates that guards which are gone have skipped, on their devices.
-        closed: Number of the last step that belongs to guards which were removed; -1 if there is none.
-        last_skip: The check that skips of the last graph that has one.
-        lone_skip: Site of a check that skips and may fail on one rank of several that have equal parameters; None if
-            there is none.
-        process_group: The group of the data parallelism that the model was last called in, or that averages its
-            gradients.
-        data_parallel: The DistributedDataParallel that the model was last called in.
-    """
+    """The records of the last steps of a training run."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.lock = threading.RLock()
-        self.records: deque[StepRecord] = deque()
-        self.num_steps = 0
+        self.capacity = capacity  # how many records are kept
+        self.lock = threading.RLock()  # held while records, listeners or guards change; reentrant
+        self.records: deque[StepRecord] = deque()  # records of the last steps, oldest first
+        self.num_steps = 0  # how many steps there were
+        # Told of each step before its record joins the others, for the oldest may leave them then.
         self.writer: RecordWriter | None = None
-        self.listeners: list[StepListener] = []
-        self.raising: list[StepListener] = []
+        self.listeners: list[StepListener] = []  # told of each step after that; both with the lock held
+        self.raising: list[StepListener] = []  # told last, without the lock; what they raise leaves the backward
+        # Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
         self.guards: list[SkipGuard] = []
+        # Numbers of updates that guards which are gone have skipped, on their devices.
         self.num_skipped: list[Tensor] = []
-        self.closed = -1
-        self.last_skip: FiniteCheck | None = None
+        self.closed = -1  # number of the last step that belongs to guards which were removed; -1 if there is none
+        self.last_skip: FiniteCheck | None = None  # check that skips of the last graph that has one
+        # Site of a check that skips and may fail on one rank of several that have equal parameters; None if there is
+        # none.
         self.lone_skip: Site | None = None
+        # Group of the data parallelism that the model was last called in, or that averages its gradients.
         self.process_group: distributed.ProcessGroup | None = None
+        # DistributedDataParallel that the model was last called in.
         self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
         self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False

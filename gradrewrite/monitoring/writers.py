@@ -22,11 +22,7 @@ from gradrewrite.monitoring.step_record import StepRecord
 
 
 class Writers:
-    """Files with the record of every step, once and in order.
-
-    Attributes:
-        num_dropped: How many records left the buffer before they were written, or, without a file, read.
-    """
+    """Files with the record of every step, once and in order."""
 
     def __init__(self, records: deque[StepRecord], capacity: int, every: int | None) -> None:
         """Write the records of a recorder.
@@ -36,7 +32,7 @@ class Writers:
             capacity: How many it keeps.
             every: After how many steps they are written; 100, and at most half of ``capacity``, if None.
         """
-        self.num_dropped = 0
+        self.num_dropped = 0  # how many records left the buffer before they were written, or, without a file, read
         self._records = records
         self._capacity = capacity
         self._every = every

@@ -97,17 +97,11 @@ class _OfMonitor:
 
 @dataclass(slots=True)
 class Attachment:
-    """The place of a guard at one recorder.
-
-    Attributes:
-        recorder: The recorder.
-        seat: Its numbers there.
-        last_step: The step that took records of its updates last.
-    """
+    """The place of a guard at one recorder."""
 
     recorder: StepRecorder
-    seat: Seat
-    last_step: int
+    seat: Seat  # its numbers there
+    last_step: int  # step that took records of its updates last
 
     def move_up(self, guard: SkipGuard) -> None:
         """Take the first free seat."""

@@ -205,12 +205,7 @@ def _replace(
 
 
 class Guard:
-    """The steps of one guarded optimizer: actions at step sites, the verdict, the update and its records.
-
-    Attributes:
-        is_removed: Whether it was taken off.
-        targets: What it was given.
-    """
+    """The steps of one guarded optimizer: actions at step sites, the verdict, the update and its records."""
 
     def __init__(
         self,
@@ -226,8 +221,8 @@ class Guard:
             NoSuchSiteError: A rule for step sites matches no parameter.
         """
         self._optimizer = weakref.ref(optimizer)
-        self.is_removed = False
-        self.targets = targets
+        self.is_removed = False  # whether it was taken off
+        self.targets = targets  # what it was given
         self._attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
         self._is_settled = False
         self._has_policy = any(target.session is not None for target in targets)

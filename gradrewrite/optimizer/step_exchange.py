@@ -26,19 +26,12 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class SpreadSite:
-    """A spread gradient with actions, on this rank or not.
-
-    Attributes:
-        site: Its site.
-        spread: How it is spread.
-        answers: The answers of the policy.
-        position: Its position among the gradients of the graph; None where this rank has none, and others may.
-    """
+    """A spread gradient with actions, on this rank or not."""
 
     site: Site
-    spread: Spread
-    answers: tuple[Answered, ...]
-    position: int | None
+    spread: Spread  # how it is spread
+    answers: tuple[Answered, ...]  # answers of the policy
+    position: int | None  # its position among the gradients of the graph; None where this rank has none, and others may
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +39,24 @@ class ExchangeSettings:
     """The members of an exchange and their figures.
 
     They are the same, whichever gradients a rank has.
-
-    Attributes:
-        sites: The gradients, in the order of the optimizer.
-        groups: A process group for the ranks of each of them.
-        rank: The rank of this process.
-        voters: The ranks that exchange verdicts; ``()`` if none do.
-        num_votes: How many verdicts each of them has.
     """
 
-    sites: tuple[SpreadSite, ...]
-    groups: Mapping[tuple[int, ...], distributed.ProcessGroup]
-    rank: int
-    voters: tuple[int, ...] = ()
-    num_votes: int = 0
+    sites: tuple[SpreadSite, ...]  # gradients, in the order of the optimizer
+    groups: Mapping[tuple[int, ...], distributed.ProcessGroup]  # a process group for the ranks of each of them
+    rank: int  # rank of this process
+    voters: tuple[int, ...] = ()  # ranks that exchange verdicts; ``()`` if none do
+    num_votes: int = 0  # how many verdicts each of them has
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One figure that ranks exchange: of one gradient, or the norm of several.
+    """One figure that ranks exchange: of one gradient, or the norm of several."""
 
-    Attributes:
-        ranks: The ranks, ascending.
-        how: How the figure is put together.
-        statistic: The statistic of each part.
-        members: The gradients.
-        group: Type and name of the group action whose norm it is; None for a statistic of one gradient.
-    """
-
-    ranks: tuple[int, ...]
-    how: Combination
-    statistic: str
-    members: tuple[SpreadSite, ...]
-    group: Hashable = None
+    ranks: tuple[int, ...]  # ranks, ascending
+    how: Combination  # how the figure is put together
+    statistic: str  # statistic of each part
+    members: tuple[SpreadSite, ...]  # gradients
+    group: Hashable = None  # type and name of the group action whose norm it is; None for a statistic of one gradient
 
 
 def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
@@ -118,34 +96,21 @@ def statistics_of(action: Any, site: Site) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SlotPart:
-    """A slot with this rank's part of it.
-
-    Attributes:
-        slot: The slot.
-        nodes: The parts of the gradients on this rank.
-        parts: What they are parts of.
-        skips: Whether it is the count of a check that skips.
-    """
+    """A slot with this rank's part of it."""
 
     slot: Slot
-    nodes: tuple[fx.Node, ...] = ()
-    parts: tuple[Part, ...] = ()
-    skips: bool = False
+    nodes: tuple[fx.Node, ...] = ()  # parts of the gradients on this rank
+    parts: tuple[Part, ...] = ()  # what they are parts of
+    skips: bool = False  # whether it is the count of a check that skips
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """The nodes of an exchange.
+    """The nodes of an exchange."""
 
-    Attributes:
-        figures: A 0-d node for each figure, float32, or float64 where a part is.
-        votes: The sums of the verdicts of all ranks; None if there are none.
-        new: All new nodes.
-    """
-
-    figures: list[fx.Node]
-    votes: fx.Node | None
-    new: list[fx.Node]
+    figures: list[fx.Node]  # a 0-d node for each figure, float32, or float64 where a part is
+    votes: fx.Node | None  # sums of the verdicts of all ranks; None if there are none
+    new: list[fx.Node]  # all new nodes
 
 
 def insert_exchange(

@@ -57,38 +57,25 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class StepGradient:
-    """A gradient of the next optimizer step.
-
-    Attributes:
-        site: Its site.
-        gradient: The gradient, fake.
-        parameter: The parameter, fake.
-        answers: The answers of the policy.
-        spread: How it is spread over ranks; then both tensors are the parts on this rank. None for a plain gradient.
-    """
+    """A gradient of the next optimizer step."""
 
     site: Site
-    gradient: Tensor
-    parameter: Tensor
-    answers: tuple[Answered, ...]
+    gradient: Tensor  # gradient, fake
+    parameter: Tensor  # parameter, fake
+    answers: tuple[Answered, ...]  # answers of the policy
+    # How it is spread over ranks; then both tensors are the parts on this rank. None for a plain gradient.
     spread: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """The settings behind the form of a step graph.
+    """The settings behind the form of a step graph."""
 
-    Attributes:
-        divides: Whether the optimizer divides all gradients by a number of ours, if one group action scales them all.
-        suffix: What follows the name of a group in the site of its records (``#1`` for the second optimizer).
-        exchange: What ranks exchange; None where no gradient is spread over several.
-        states: What actions remember; None if they have no model.
-    """
-
+    # Whether the optimizer divides all gradients by a number of ours, if one group action scales them all.
     divides: bool = False
-    suffix: str = ""
-    exchange: ExchangeSettings | None = None
-    states: StateStore | None = None
+    suffix: str = ""  # what follows the name of a group in the site of its records (``#1`` for the second optimizer)
+    exchange: ExchangeSettings | None = None  # what ranks exchange; None where no gradient is spread over several
+    states: StateStore | None = None  # what actions remember; None if they have no model
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +84,22 @@ class StepRewrite:
 
     It returns the gradients in their order, a factor for each of ``scaled``, the sums of the votes of all ranks, the
     packed records, and what is kept.
-
-    Attributes:
-        shown: The graph with its edits.
-        num_gradients: Number of gradients, its first inputs and outputs.
-        parameters: Positions of the gradients whose parameters it reads, in the order of these inputs.
-        scaled: Positions of the gradients that are multiplied by one factor after the graph, for each factor.
-        is_divided: Whether the optimizer divides all gradients by the only factor; it is float32, times the loss scale.
-        takes_scale: Whether an input is the loss scale (0-d float32) that all gradients were multiplied by.
-        takes_votes: Whether the last input is the verdicts of this rank (flat float64), which ranks exchange: the
-            output behind the factors is their sums.
-        outputs: The auxiliary outputs.
-        live: The tensors that it reads at every step, by name.
-        parameter_factors: Factors of parameters after the update, with the positions of their gradients.
     """
 
-    shown: JointGraph
-    num_gradients: int
-    parameters: tuple[int, ...]
+    shown: JointGraph  # graph with its edits
+    num_gradients: int  # number of gradients, its first inputs and outputs
+    parameters: tuple[int, ...]  # positions of the gradients whose parameters it reads, in the order of these inputs
+    # Positions of the gradients that are multiplied by one factor after the graph, for each factor.
     scaled: tuple[tuple[int, ...], ...]
+    # Whether the optimizer divides all gradients by the only factor; it is float32, times the loss scale.
     is_divided: bool
-    takes_scale: bool
+    takes_scale: bool  # whether an input is the loss scale (0-d float32) that all gradients were multiplied by
+    # Whether the last input is the verdicts of this rank (flat float64), which ranks exchange: the output behind the
+    # factors is their sums.
     takes_votes: bool
-    outputs: BackwardOutputs
-    live: Mapping[str, Tensor]
+    outputs: BackwardOutputs  # auxiliary outputs
+    live: Mapping[str, Tensor]  # tensors that it reads at every step, by name
+    # Factors of parameters after the update, with the positions of their gradients.
     parameter_factors: Sequence[tuple[ParameterScaling, Sequence[int]]]
 
 
@@ -475,17 +454,11 @@ class _Builder:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredPart:
-    """A statistic of a spread gradient.
-
-    Attributes:
-        key: Key of its record.
-        node: The part on this rank.
-        skips: Whether it is the count of a check that skips.
-    """
+    """A statistic of a spread gradient."""
 
     key: RecordKey
-    node: fx.Node
-    skips: bool
+    node: fx.Node  # part on this rank
+    skips: bool  # whether it is the count of a check that skips
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:

@@ -41,58 +41,38 @@ _MAX_PLANS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of the actions at step sites: records, and work for the update.
+    """The result of the actions at step sites: records, and work for the update."""
 
-    Attributes:
-        outputs: What the tensors are.
-        tensors: The packed records, then what is kept.
-        verdict: 1 if a check that skips failed, else 0, 0-d float32; None if nothing is checked.
-        divisor: What the fused optimizer divides all gradients by; None if they are as they should be.
-        is_unscaled: Whether the gradients are no longer multiplied by the loss scale.
-        parameter_factors: Parameters that are multiplied after the update, by the factor's action.
-    """
-
-    outputs: BackwardOutputs
-    tensors: Sequence[Tensor]
-    verdict: Tensor | None
-    divisor: Tensor | None
-    is_unscaled: bool
+    outputs: BackwardOutputs  # what the tensors are
+    tensors: Sequence[Tensor]  # packed records, then what is kept
+    verdict: Tensor | None  # 1 if a check that skips failed, else 0, 0-d float32; None if nothing is checked
+    divisor: Tensor | None  # what the fused optimizer divides all gradients by; None if they are as they should be
+    is_unscaled: bool  # whether the gradients are no longer multiplied by the loss scale
+    # Parameters that are multiplied after the update, by the factor's action.
     parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A compiled step graph.
+    """A compiled step graph."""
 
-    Attributes:
-        rewrite: The graph.
-        run: Its code.
-        live: Its live inputs.
-        gradients: Positions of its gradients among the parameters of the optimizer.
-        kept: Positions among its gradients of those that are kept.
-        parameter_factors: Actions that multiply parameters after the update, with positions among the parameters.
-    """
-
-    rewrite: StepRewrite
-    run: Callable[..., Any]
-    live: Sequence[Tensor]
-    gradients: tuple[int, ...]
-    kept: tuple[int, ...]
+    rewrite: StepRewrite  # graph
+    run: Callable[..., Any]  # its code
+    live: Sequence[Tensor]  # its live inputs
+    gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
+    kept: tuple[int, ...]  # positions among its gradients of those that are kept
+    # Actions that multiply parameters after the update, with positions among the parameters.
     parameter_factors: tuple[tuple[ParameterScaling, tuple[int, ...]], ...]
 
 
 @dataclass(slots=True)
 class _Names:
-    """The parameters of an optimizer with their targets, when names were read.
+    """The parameters of an optimizer with their targets, when names were read."""
 
-    Attributes:
-        parameters: The parameters, in order.
-        state: Sessions of the targets, and how many graphs each has.
-        named: For each parameter its target and name; None where it has none.
-    """
-
-    parameters: list[weakref.ref[Tensor]] = field(default_factory=list)
+    parameters: list[weakref.ref[Tensor]] = field(default_factory=list)  # parameters, in order
+    # Sessions of the targets, and how many graphs each has.
     state: list[tuple[weakref.ref[Session] | None, int]] = field(default_factory=list)
+    # For each parameter its target and name; None where it has none.
     named: list[tuple[int, str] | None] = field(default_factory=list)
 
 

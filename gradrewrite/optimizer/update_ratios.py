@@ -16,17 +16,11 @@ from gradrewrite.ir.record_key import RecordKey
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Parameters of one device and dtype, before a step.
-
-    Attributes:
-        names: Their names.
-        parameters: The parameters.
-        copies: What they were, float32 or float64; complex ones as pairs of real numbers.
-    """
+    """Parameters of one device and dtype, before a step."""
 
     names: tuple[str, ...]
     parameters: list[Tensor]
-    copies: list[Tensor]
+    copies: list[Tensor]  # what they were, float32 or float64; complex ones as pairs of real numbers
 
 
 class UpdateRatios:

@@ -274,62 +274,35 @@ def _has_nan(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SiteObservation:
-    """The values of a site in a replay.
-
-    Attributes:
-        site: The site.
-        order: Position in the order of execution.
-        is_forward: Whether it belongs to the forward.
-        percent: Share of elements that are not finite, in percent; expected infinities are not counted.
-        smallest: Smallest absolute value; NaN if it is empty.
-        largest: Largest absolute value of the finite elements; NaN if there are none.
-        node: Name of the value.
-    """
+    """The values of a site in a replay."""
 
     site: Site
-    order: int
-    is_forward: bool
-    percent: float
-    smallest: float
-    largest: float
-    node: str
+    order: int  # position in the order of execution
+    is_forward: bool  # whether it belongs to the forward
+    percent: float  # share of elements that are not finite, in percent; expected infinities are not counted
+    smallest: float  # smallest absolute value; NaN if it is empty
+    largest: float  # largest absolute value of the finite elements; NaN if there are none
+    node: str  # name of the value
 
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """A root cause of non-finite values: an op, or a graph input.
+    """A root cause of non-finite values: an op, or a graph input."""
 
-    Attributes:
-        order: Position in the order of execution.
-        is_forward: Whether it belongs to the forward.
-        op: ``module/op`` of the op that was run, forward or backward; ``""`` for what came in.
-        source: Line of that op.
-        came_in: What came into the graph already non-finite, in words; ``""`` for an op.
-        given: What that is; None for an op, and for the loss.
-        reached: Names of the non-finite values that it leads to.
-        overwritten: An input that was overwritten meanwhile and on which it depends; ``""`` if there is none.
-    """
-
-    order: int
-    is_forward: bool
-    op: str
-    source: str
-    came_in: str
-    given: GraphInput | None
-    reached: frozenset[str]
-    overwritten: str
+    order: int  # position in the order of execution
+    is_forward: bool  # whether it belongs to the forward
+    op: str  # ``module/op`` of the op that was run, forward or backward; ``""`` for what came in
+    source: str  # line of that op
+    came_in: str  # what came into the graph already non-finite, in words; ``""`` for an op
+    given: GraphInput | None  # what that is; None for an op, and for the loss
+    reached: frozenset[str]  # names of the non-finite values that it leads to
+    overwritten: str  # an input that was overwritten meanwhile and on which it depends; ``""`` if there is none
 
 
 @dataclass
 class ReplayResult:
-    """The observations of one replay.
+    """The observations of one replay."""
 
-    Attributes:
-        seen: The values of sites, in the order of execution.
-        roots: The root causes, in that order.
-        overwritten: An input that was overwritten since; ``""`` if there is none.
-    """
-
-    seen: list[SiteObservation] = field(default_factory=list)
-    roots: list[RootCause] = field(default_factory=list)
-    overwritten: str = ""
+    seen: list[SiteObservation] = field(default_factory=list)  # values of sites, in the order of execution
+    roots: list[RootCause] = field(default_factory=list)  # root causes, in that order
+    overwritten: str = ""  # an input that was overwritten since; ``""`` if there is none

@@ -76,15 +76,10 @@ def _has_version(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of random number generators.
-
-    Attributes:
-        cpu: That of the CPU.
-        cuda: Those of CUDA devices, by the index of the device.
-    """
+    """The states of random number generators."""
 
     cpu: Tensor
-    cuda: Mapping[int, Tensor]
+    cuda: Mapping[int, Tensor]  # those of CUDA devices, by the index of the device
 
     @classmethod
     def now(cls, values: Sequence[Any]) -> RandomState:
@@ -118,18 +113,12 @@ class _Key(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """One call of a forward graph.
+    """One call of a forward graph."""
 
-    Attributes:
-        values: Its inputs; weak references to those that belong to the model.
-        versions: Their versions.
-        random: The random state before it; None if it draws no random numbers.
-        keys: The storages of some of its last outputs, by the name of the node: they identify its backward.
-    """
-
-    values: Sequence[Any]
+    values: Sequence[Any]  # its inputs; weak references to those that belong to the model
     versions: Sequence[int]
-    random: RandomState | None
+    random: RandomState | None  # random state before it; None if it draws no random numbers
+    # Storages of some of its last outputs, by the name of the node: they identify its backward.
     keys: Mapping[str, _Key]
 
     def is_over(self, saved: Collection[str]) -> bool:
@@ -138,23 +127,15 @@ class ForwardCall(NamedTuple):
 
 
 class StepSnapshot(NamedTuple):
-    """The inputs of a replay.
-
-    Attributes:
-        replay_graph: The graph.
-        values: The placeholders of the forward, in order; weak references to those that belong to the model.
-        versions: Their versions.
-        tangents: The gradients that came from outside, by placeholder.
-        random: The random state before the forward.
-        missing: Why the step cannot be replayed; ``""`` if it can.
-    """
+    """The inputs of a replay."""
 
     replay_graph: ReplayGraph
+    # Placeholders of the forward, in order; weak references to those that belong to the model.
     values: Sequence[Any] = ()
     versions: Sequence[int] = ()
-    tangents: Mapping[str, VersionedRef] = MappingProxyType({})
-    random: RandomState | None = None
-    missing: str = ""
+    tangents: Mapping[str, VersionedRef] = MappingProxyType({})  # gradients that came from outside, by placeholder
+    random: RandomState | None = None  # random state before the forward
+    missing: str = ""  # why the step cannot be replayed; ``""`` if it can
 
     @property
     def inputs(self) -> tuple[VersionedRef, ...]:
@@ -166,15 +147,11 @@ _Begun = tuple[Sequence[Any], Sequence[int], RandomState | None]
 
 
 class PendingForwards:
-    """The calls of one forward graph before their backwards.
-
-    Attributes:
-        replay_graph: The graph that a replay runs.
-    """
+    """The calls of one forward graph before their backwards."""
 
     def __init__(self, replay_graph: ReplayGraph) -> None:
         """Create it empty."""
-        self.replay_graph = replay_graph
+        self.replay_graph = replay_graph  # graph that a replay runs
         self._calls: list[ForwardCall] = []
         self._lock = threading.Lock()  # of the calls: threads may train one model
         placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
@@ -282,17 +259,11 @@ class PendingForwards:
 
 @dataclass(frozen=True, slots=True)
 class CheckedGraph:
-    """One backward graph of a step.
+    """One backward graph of a step."""
 
-    Attributes:
-        outputs: Its auxiliary outputs.
-        values: The values of its records.
-        snapshot: The inputs of a replay; None where nothing is checked, or they were let go.
-    """
-
-    outputs: BackwardOutputs
+    outputs: BackwardOutputs  # its auxiliary outputs
     values: Mapping[RecordKey, float]
-    snapshot: StepSnapshot | None
+    snapshot: StepSnapshot | None  # inputs of a replay; None where nothing is checked, or they were let go
 
     def failed(self, modes: Collection[str]) -> list[FiniteCheck]:
         """The checks of these kinds that failed, in the order of execution."""
