@@ -515,10 +515,7 @@ class _Seen:
 
     @property
     def is_differentiable(self) -> bool:
-        """Return whether the value has an error.
-
-        A tensor that lost its identity has none, such as that inside a custom function.
-        """
+        """Return whether the value has an error; one that lost its identity, as in a custom function, has none."""
         return self.tensor.requires_grad and (self.key[0] is not self.tensor or self.tensor.grad_fn is None)
 
     def register(self, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -88,11 +88,7 @@ def site_metrics(run: Run, graph_view: GraphView) -> list[SiteMetric]:
 
 
 def choose_metric(found: Sequence[SiteMetric], wanted: Metric | None) -> SiteMetric | None:
-    """Return the requested metric, or the first one.
-
-    Raises:
-        ValueError: There is no such metric, or the run has no records for it.
-    """
+    """Return the requested metric, or the first one; ValueError without records for it."""
     if wanted is None:
         return found[0] if found else None
     if wanted not in get_args(Metric):

@@ -40,14 +40,9 @@ def current_progress() -> Progress:
 
 @contextlib.contextmanager
 def show_progress(name: str, stage: str, *, delay: float = DELAY) -> Iterator[None]:
-    """Show the progress of a block on standard error, as a bar of tqdm, once it has run for some seconds.
+    """Show the progress of a block on standard error, as a bar of tqdm, once it has run for ``delay`` seconds.
 
     Nothing is shown, and no thread runs, where standard error is no terminal.
-
-    Args:
-        name: What the block does.
-        stage: Its first stage.
-        delay: Seconds until the bar appears.
     """
     if not sys.stderr.isatty():
         yield

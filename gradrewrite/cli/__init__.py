@@ -23,14 +23,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: Arguments without the program's name; those of the process if None.
-
-    Returns:
-        Exit status: 0, or 2 with one line on the error stream that says what to do.
-    """
+    """Run a command, the process's own if None; return 0, or 2 with one line on the error stream."""
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     if options.command == "sites" and options.pattern is None and len(rest) == 1 and not rest[0].startswith("-"):

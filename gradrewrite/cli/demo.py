@@ -87,17 +87,11 @@ def demo(options: argparse.Namespace) -> None:
 
 
 def run(out: Path) -> Path:
-    """Train both examples, print edits and losses, write ``demo.json``, drawings and health reports into ``out``.
+    """Train both examples, print edits and losses, and write everything into ``out``; return ``demo.json``.
 
     Of each example there are a page (``regression.html``, ``text.html``), a ladder (``.svg``), the records of the
     clipped and of the plain run (``_clipped.jsonl``, ``_plain.jsonl``), curves (``_curves.png``) and a health report
-    (``_report.html``); ``index.html`` explains and links all of them.
-
-    Returns:
-        The path of ``demo.json``.
-
-    Raises:
-        OSError: ``out`` cannot be written; raised before training.
+    (``_report.html``); ``index.html`` explains and links all. OSError before training if ``out`` cannot be written.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "demo.json"

@@ -21,14 +21,9 @@ if TYPE_CHECKING:
 
 
 def load(spec: str, what: str) -> Any:
-    """Return the object of ``module:name``, from the current folder too.
+    """Return the object of ``module:name`` or ``module:name.attribute``, from the current folder too.
 
-    Args:
-        spec: ``package.module:name`` or ``package.module:name.attribute``.
-        what: What it is, for messages.
-
-    Raises:
-        Refused: The text has another form, the module cannot be imported, or has no such name.
+    Refused, naming ``what`` it is, if the text has another form, the module cannot be imported, or has no such name.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
@@ -59,15 +54,8 @@ def _failed_import(what: str, module_name: str, err: Exception) -> Refused:
 def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
     """Make a model, and trace it with a policy.
 
-    Args:
-        factory: Names a module (the model itself), or what makes one when called.
-        inputs: Names the inputs, or what makes them when called: a tuple is the positional arguments, a dict the
-            keyword arguments, anything else the only argument.
-        policy: Names a policy; None for none.
-
-    Raises:
-        Refused: One of them cannot be had, or is something else; or the model cannot run on the inputs.
-        RewriteError: The model cannot be traced, or the policy cannot be followed.
+    ``factory`` and ``inputs`` name the thing itself or what makes it when called: of inputs a tuple is the positional
+    arguments, a dict the keyword arguments, anything else the only argument. Refused or RewriteError otherwise.
     """
     # Commands that only read files should not wait for the compiler to be imported.
     from gradrewrite.module import RewrittenModule, transform

@@ -42,10 +42,7 @@ class _High:
 
 
 def _high_shares(run: Run, limits: Mapping[tuple[str, str], float]) -> list[_High]:
-    """Return sites with a median share above its limit, the worst first.
-
-    The median is that of the last steps; limits are by record and kind.
-    """
+    """Return sites with a median share of the last steps above its limit (by record and kind), worst first."""
     found: dict[str, _High] = {}
     for one in run.series.values():
         limit = limits.get((one.record, one.at.kind))

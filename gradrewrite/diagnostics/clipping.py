@@ -41,10 +41,7 @@ class _Habit:
 
 
 def clips_always(run: Run) -> list[Finding]:
-    """Return a finding for each clip that acts in nearly every step.
-
-    The most frequent comes first, then the strongest.
-    """
+    """Return a finding for each clip that acts in nearly every step: the most frequent first, then the strongest."""
     found = [habit for habit in _habits(clips_of(run)) if habit.share > CLIPS_ALWAYS]
     return [_always(habit) for habit in sorted(found, key=lambda habit: (-habit.share, habit.strength))]
 
@@ -72,10 +69,7 @@ def _always(habit: _Habit) -> Finding:
 
 
 def clips_never(run: Run) -> list[Finding]:
-    """Return a finding for each clip by norm that acts in no step.
-
-    The farthest from its bound comes first.
-    """
+    """Return a finding for each clip by norm that acts in no step, the farthest from its bound first."""
     by_norm = [clip for clip in clips_of(run) if clip.kind == "norm"]
     found = [habit for habit in _habits(by_norm) if not any(habit.acted) and 0 < habit.bound < math.inf]
     return [_never(habit) for habit in sorted(found, key=lambda habit: max(habit.sizes) / habit.bound)]
@@ -104,10 +98,7 @@ _Row = tuple[int, float, float, bool, float]
 
 
 def _rows(clip: ClipHistory) -> list[_Row]:
-    """Steps that count, each with size, bound, whether the clip acted, and its factor.
-
-    Of a clip by norm they are those with a finite norm and a finite bound.
-    """
+    """Return size, bound, whether it acted and factor of steps that count: of clips by norm, the finite ones."""
     rows = list(zip(clip.steps, clip.sizes, clip.bounds, clip.acted, clip.factors, strict=True))
     if clip.kind == "value":
         return rows
@@ -148,10 +139,7 @@ class ClipHistory:
 
     @property
     def bound(self) -> float:
-        """The last finite bound.
-
-        Without one, infinity where the clip was switched off, NaN where none is known.
-        """
+        """The last finite bound; without one infinity where the clip was switched off, NaN where none is known."""
         finite = [bound for bound in self.bounds if math.isfinite(bound)]
         return finite[-1] if finite else self.bounds[-1]
 
@@ -162,10 +150,7 @@ class ClipHistory:
 
     @property
     def median_factor(self) -> float:
-        """Median factor of the clipped steps.
-
-        It is 1 if there are none, NaN if it is not known.
-        """
+        """Median factor of the clipped steps; 1 if there are none, NaN if it is not known."""
         pairs = zip(self.factors, self.acted, strict=True)
         factors = [factor for factor, acted in pairs if acted and not math.isnan(factor)]
         return median(factors) if factors else math.nan if any(self.acted) else 1.0

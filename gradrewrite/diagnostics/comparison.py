@@ -40,10 +40,7 @@ class Loss:
     end: int  # last step that has it
 
     def of(self, which: str) -> str:
-        """Return the steps of a mean loss, ``(mean of the first 10 steps)``.
-
-        It is ``""`` for the loss of one step.
-        """
+        """Return the steps of a mean loss, ``(mean of the first 10 steps)``; ``""`` for the loss of one step."""
         return f" (mean of the {which} {self.count} steps)" if self.count > 1 else ""
 
 
@@ -55,13 +52,7 @@ def loss_series(run: Run) -> Series | None:
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
-    """Return the loss of a run; None without one.
-
-    Args:
-        run: The run.
-        begin: The first step that counts.
-        end: The last step that counts.
-    """
+    """Return the loss of a run between two steps; None without one."""
     series = loss_series(run)
     if series is None:
         return None
@@ -86,10 +77,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def compare_runs(run: Run, baseline: Run) -> str:
-    """Compare two runs over their common steps.
-
-    Return the text of ``compare``, with the span of these steps where the runs begin or end apart.
-    """
+    """Return the text of ``compare`` over common steps, with their span where the runs begin or end apart."""
     loss, other = loss_of(run), loss_of(baseline)
     if loss is None or other is None or (loss.begin, loss.end) == (other.begin, other.end):
         return compare(loss, other)
@@ -107,9 +95,7 @@ def compare_runs(run: Run, baseline: Run) -> str:
 
 
 def compare(loss: Loss | None, baseline: Loss | None) -> str:
-    """Return a sentence on the end of a run, against its baseline.
-
-    It says whether the run ended lower, and by how much.
+    """Return a sentence on whether a run ended lower than its baseline, and by how much.
 
     They end alike where the difference of their last losses is at most twice its standard error.
     """
@@ -146,9 +132,7 @@ def _loss_text(who: str, loss: Loss) -> str:
 
 
 def comparable_sizes(run: Run, other: Run) -> tuple[str, dict[int, float], dict[int, float]] | None:
-    """Return the measure and the sizes of gradients or errors before clipping.
-
-    The sizes are by step, of two runs.
+    """Return the measure, and for both runs by step, the sizes of gradients or errors before clipping.
 
     The root of the sum of squares of the total norms of all groups, else of the norms of all gradients, else of all
     errors, or the largest ``max_abs``; infinite where a value is not finite. A total norm is compared with norms of

@@ -49,22 +49,13 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
     Where the number of the step falls back, a new run begins: the last run is looked at. Trends need 5 steps, clips
     20. An input or an activation that was infinite in 5 steps whose backward was finite (a mask) is expected to be
     so; so is such an input with NaN. NaN beside a count of 0 or a norm of 0 is an empty tensor.
-
-    Args:
-        steps: The steps of a run, oldest first.
     """
     run = last_run(steps)
     return tuple(finding for rule in _RULES for finding in rule.find(run))
 
 
 def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
-    """Return the rules with too few steps for some records; ``()`` if none.
-
-    A rule for which nothing was recorded is not among them.
-
-    Args:
-        steps: The steps of a run, oldest first, as for ``diagnose``.
-    """
+    """Return the rules with too few steps for some records; none for which nothing was recorded."""
     run = last_run(steps)
     found = []
     for rule in _RULES:
@@ -75,11 +66,9 @@ def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
 
 
 def report(findings: Sequence[Finding], steps: Sequence[Step] | None = None) -> str:
-    """Plain text for a terminal: a paragraph for the first finding of a kind, a line for each further one.
+    """Return text for a terminal: a paragraph for the first finding of a kind, a line for each further one.
 
-    Args:
-        findings: What ``diagnose`` returned.
-        steps: What it was given, to say how much was looked at, and which rules had too few steps.
+    Steps say how much was looked at, and which rules had too few of them.
     """
     kinds: dict[tuple[str, tuple[str, ...]], list[Finding]] = defaultdict(list)
     for finding in findings:

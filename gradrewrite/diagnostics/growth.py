@@ -47,10 +47,9 @@ class _Growth:
 
 
 def growth_over_steps(run: Run) -> list[Finding]:
-    """Return findings for errors or gradients with steady growth per step.
+    """Return findings for errors or gradients with steady growth per step; first the fastest of the earliest.
 
-    The first finding is that which grows most of those that begin first. Groups have one only where no single site
-    grows.
+    Groups have one only where no single site grows.
     """
     found = [growth for one in measured_over_steps(run) if (growth := _growth(one)) is not None]
     if not found:
@@ -153,10 +152,7 @@ class _Profile:
     sites: list[tuple[str, float]]  # sites with their medians, from the output end to the input end
 
     def first_step(self, steps: Sequence[Step], is_far: Callable[[float], bool]) -> int:
-        """Return the number of the first step with a far ratio.
-
-        The ratio is that of input end to output end. Without such a step, it is the first of all.
-        """
+        """Return the number of the first step with a far ratio of input end to output end; else of the first."""
         (first, _), (last, _) = self.sites[0], self.sites[-1]
         for step in steps:
             output = step.records.get(f"{self.record}@{first}", 0.0)

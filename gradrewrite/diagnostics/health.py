@@ -68,12 +68,7 @@ class Health:
 
 
 def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None) -> Health:
-    """Judge a run.
-
-    Args:
-        steps: The steps of a run, oldest first; of several runs the last is judged.
-        baseline: Those of a run to compare with, such as the same training without clipping.
-    """
+    """Judge a run, or the last of several, against such as the same training without clipping."""
     run, findings = last_run(steps), diagnose(steps)
     sites, loss = sites_of(run), loss_of(run)
     compared = None if baseline is None else last_run(baseline)

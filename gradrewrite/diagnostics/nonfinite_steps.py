@@ -35,10 +35,7 @@ def bad_steps(run: Run) -> list[BadStep]:
 
 
 def _expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
-    """Return the sites of expected infinities (a mask).
-
-    They were infinite in 5 steps that had a finite backward.
-    """
+    """Return the sites of expected infinities (a mask): infinite in 5 steps that had a finite backward."""
     harmless: Counter[str] = Counter()
     for one in bad:
         if _is_harmless(run, one):

@@ -33,11 +33,8 @@ class FirstBad:
 def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]:
     """Read the files of the ranks of one run.
 
-    The rank is in the lines of a file; in a file without it, its name tells (``run.rank1.jsonl``).
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A line of a file is none of a monitor's; two files are of one rank; or one of several has no rank.
+    The rank is in the lines of a file; in a file without it, its name tells (``run.rank1.jsonl``). OSError; ValueError
+    if a line is none of a monitor's, two files are of one rank, or one of several has no rank.
     """
     runs: dict[int, list[Step]] = {}
     names: dict[int, str] = {}
@@ -92,9 +89,7 @@ def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
 
 
 def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
-    """Return the first non-finite value of a run; None if all is finite.
-
-    Expected infinities are left out.
+    """Return the first non-finite value of a run, expected infinities left out; None if all is finite.
 
     Of several sites in that step it is the one that is executed first, and of several ranks with it the lowest.
     """

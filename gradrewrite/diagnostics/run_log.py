@@ -186,12 +186,7 @@ def last_run(steps: Sequence[Step]) -> Run:
 
 
 def record_of(key: RecordKey, known: Collection[str]) -> str:
-    """Return the name of a record among others; see ``Series``.
-
-    Args:
-        key: Its key.
-        known: The texts of all keys.
-    """
+    """Return the name of a record among others; see ``Series``."""
     is_numbered = key.occurrence > 1 and str(RecordKey.of(key.record, key.site)) in known
     return key.record if is_numbered else key.name
 
@@ -242,11 +237,7 @@ def clip_to_json(clip: ClipRecords) -> dict[str, object]:
 
 
 def clip_of_json(data: object) -> ClipRecords:
-    """Return the records of a clip from ``clip_to_json``.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """Return the records of a clip from ``clip_to_json``; ValueError if they are none."""
     try:
         return _clip(data)
     except (TypeError, KeyError, AttributeError) as err:

@@ -14,21 +14,13 @@ NUM_VOTES = 2  # of a rank on a step: the checks, and a GradScaler
 
 
 class Ballot:
-    """The verdicts of all ranks on one step, from one collective.
-
-    Every rank takes part in it.
+    """The verdicts of all ranks on one step, from one collective call.
 
     Nothing waits on the host where the group is NCCL's; gloo's CPU operation blocks in ``result``.
     """
 
     def __init__(self, group: dist.ProcessGroup, votes: Sequence[Tensor | None], device: torch.device) -> None:
-        """Take the verdicts of this rank.
-
-        Args:
-            group: The ranks that agree; this process is one of them.
-            votes: One-element tensors, 0 or 1; None is 0. All ranks give as many.
-            device: Where the verdicts are wanted.
-        """
+        """Take the votes of this rank: one element each, 0 or 1, None is 0; all ranks give as many."""
         self.group = group  # ranks that agree
         where = device_for(group, device)
         zero = torch.zeros(1, dtype=torch.float64, device=where)

@@ -9,15 +9,10 @@ from torch import Tensor
 
 
 def bucket_order(kinds: Sequence[Hashable], sizes: Sequence[int | None], limit: float) -> list[list[int]]:
-    """Put tensors into buckets, in their order.
+    """Return the positions of the members of each bucket, in the order of completion.
 
-    Args:
-        kinds: What the tensors of one bucket have in common.
-        sizes: Their bytes; None if unknown, and then a tensor has a bucket of its own.
-        limit: A bucket takes further tensors as long as it has at most so many bytes.
-
-    Returns:
-        The positions of the members of each bucket, in the order in which the buckets are complete.
+    Tensors of one bucket are of one kind. A bucket takes tensors as long as it has at most ``limit`` bytes; a tensor of
+    unknown size (None) has a bucket of its own.
     """
     done: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -35,21 +30,13 @@ def bucket_order(kinds: Sequence[Hashable], sizes: Sequence[int | None], limit: 
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of real or complex tensors of one dtype as one real vector, as they lie in memory if dense.
-
-    Without a copy if there is one tensor; complex elements are pairs.
-    """
+    """Return tensors of one dtype as one real vector, in memory order if dense; a single one is not copied."""
     flat = [_in_memory_order(torch.view_as_real(t) if t.is_complex() else t).reshape(-1) for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a vector's elements as tensors, views of it; invert ``flatten``.
-
-    Args:
-        flat: The vector.
-        tensors: Tensors of the shapes, strides and dtypes of those that were flattened; their elements are not read.
-    """
+    """Return views of a flattened vector in the shapes, strides and dtypes of these tensors; they are not read."""
     sizes = [t.numel() * (2 if t.is_complex() else 1) for t in tensors]
     parts = [flat] if len(sizes) == 1 else flat.split(sizes)
     results = []

@@ -51,17 +51,9 @@ def num_slots(how: Combination, ranks: Sequence[int]) -> int:
 
 
 def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Sequence[int], rank: int) -> Tensor:
-    """Return this rank's summand, the figures of its parts.
+    """Return this rank's summand ``[num_slots]``, float64, of the figures of its parts ``[parts]``, real.
 
-    Args:
-        values: The figures of the parts on this rank, ``[parts]``, real; that of an empty part does not matter.
-        parts: The parts, of one tensor or of several that are taken together.
-        how: How they are combined.
-        ranks: The global ranks that are summed over, ascending.
-        rank: That of this process.
-
-    Returns:
-        ``[num_slots]``, float64.
+    ``ranks`` are the global ranks that are summed over, ascending. The figure of an empty part does not matter.
     """
     # The norm and the counts of an empty part are 0.
     there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
@@ -140,10 +132,7 @@ def _norm(values: Tensor, order: float) -> Tensor:
 def combine_over_ranks(
     records: Mapping[str, float], how: Literal["mean", "max", "sum"], group: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """Return the records of all ranks of a group (all ranks if None), each combined over the ranks that have it.
-
-    A collective call. NaN on one rank makes the result NaN.
-    """
+    """Combine records over the ranks of a group that have them, in a collective call; NaN on one rank makes NaN."""
     if this_rank() is None:
         return dict(records)
     gathered: list[Any] = [None] * dist.get_world_size(group)

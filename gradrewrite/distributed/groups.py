@@ -83,10 +83,7 @@ class RankGroups:
         """Return a group of all ranks of the meshes of these tensors, or a further group if it has all of these.
 
         Not of both where each has ranks that the other lacks: no two ranks would then name the same ones. None if there
-        is neither, or if only this process is in it.
-
-        Raises:
-            ValueError: No mesh has all ranks of the others, so that ranks would not find the same group.
+        is neither, or only this process is in it. ValueError if no mesh has all ranks of the others.
         """
         meshes = {id(t.device_mesh): t.device_mesh for t in tensors if is_dtensor(t)}
         sets = []
@@ -109,15 +106,7 @@ class RankGroups:
 
 
 def resolve_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """Return a process group, the default one for None.
-
-    Args:
-        group: The group.
-        what: What needs it, for the message.
-
-    Raises:
-        PolicyError: There are no process groups yet.
-    """
+    """Return a process group, the default one for None; PolicyError with the name of its user where there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise PolicyError(
             f"{what} needs a process group: call torch.distributed.init_process_group(...) in each process (torchrun "
@@ -129,10 +118,7 @@ def resolve_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGro
 
 
 def device_for(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
-    """Return a device for reductions over a group.
-
-    It is the preferred one, unless the group is NCCL's alone.
-    """
+    """Return a device for reductions over a group: the preferred one, unless the group is NCCL's alone."""
     if preferred.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return preferred

@@ -46,10 +46,7 @@ class Layout:
         )
 
     def unwrap(self, tensor: DTensor) -> Tensor:
-        """Return this process's part of a global tensor, in this layout.
-
-        Partial sums are equal in all processes: the tensor divided by their number.
-        """
+        """Return this process's part of a global tensor; partial sums are the tensor divided by their number."""
         local = tensor.redistribute(self.mesh, without_partial(self.placements)).to_local()
         for dim, placement in enumerate(self.placements):
             if placement.is_partial("sum"):

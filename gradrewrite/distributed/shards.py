@@ -49,11 +49,7 @@ def like_of(part: Tensor, whole: Tensor | None) -> Tensor:
 
 
 def spread_of(tensor: Tensor) -> Spread | None:
-    """Return how a tensor is spread; None for a plain one.
-
-    Raises:
-        ValueError: A placement is partial: the parts must be added first (``reduced``).
-    """
+    """Return how a tensor is spread, None for a plain one; ValueError for partial placements (``reduced`` first)."""
     if not is_dtensor(tensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):

@@ -17,14 +17,9 @@ _UNHEARD: tuple[OnFailure, ...] = ("warn", "skip")
 
 
 def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str = "") -> NonFiniteError | None:
-    """Return the error for a step, by a replay if it can be replayed; None if no check of these kinds failed.
+    """Return the error for a step, by a replay if possible; None if no check of these modes failed.
 
-    A step is analysed once for the checks that failed.
-
-    Args:
-        record: The step.
-        modes: The kinds of checks that count.
-        reason: Why the error is raised, if not for the failed check alone.
+    A step is analyzed once. ``reason`` says why the error is raised, if not for the failed check alone.
     """
     record.fetch()
     if not record.has_failed(modes):

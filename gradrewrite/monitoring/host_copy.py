@@ -81,12 +81,7 @@ def last_float_of(pack: Tensor) -> float:
 
 
 def pack_of(name: str, value: float | Tensor) -> Tensor:
-    """One figure that a user gave, copied, as a flat float64 tensor, or float32 if it is a narrower float.
-
-    Raises:
-        TypeError: The name is no string, or the value no real number.
-        ValueError: The name is empty or has an ``@``, or the value has not exactly one element.
-    """
+    """Copy a user's figure as a flat float64 tensor, float32 if it is a narrower float; TypeError or ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"monitor.log: name is a string, got {type(name).__name__}")
     if not name or "@" in name:

@@ -168,10 +168,7 @@ class StepRecord:
         return {key: value for graph in self.graphs for key, value in graph.bounds.items()}
 
     def zero_bound(self) -> RecordKey | None:
-        """The first bound of a clip that made zeros; None without one.
-
-        The copy to the host must have arrived.
-        """
+        """The first bound of a clip that made zeros, None without one; the copy to the host must have arrived."""
         values = self.values()
         for graph in self.graphs:
             for clip in graph.outputs.clips:

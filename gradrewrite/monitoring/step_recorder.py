@@ -33,11 +33,9 @@ class StepListener(Protocol):
 
     def on_step(self, record: StepRecord) -> None:
         """React to a step after its backward; figures may still be on their device."""
-        ...
 
     def flush(self) -> None:
         """React to the steps that wait for their figures; waits for the device."""
-        ...
 
 
 class RecordWriter(StepListener, Protocol):
@@ -45,11 +43,9 @@ class RecordWriter(StepListener, Protocol):
 
     def __bool__(self) -> bool:
         """Whether there is a file."""
-        ...
 
     def note_late(self, step: int, key: RecordKey) -> None:
         """A record was added to a step after its backward."""
-        ...
 
 
 class SkipGuard(Protocol):
@@ -57,51 +53,39 @@ class SkipGuard(Protocol):
 
     def begin(self) -> None:
         """A backward begins."""
-        ...
 
     @property
     def has_stepped(self) -> bool:
         """Whether its optimizer has made a step."""
-        ...
 
     def note_backward(self) -> None:
         """A rewritten backward runs, whether or not it records anything."""
-        ...
 
     def follow(self) -> None:
         """Join the recorders of the models' current monitors."""
-        ...
 
     def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
         """Note a graph's verdict: 0-d float32, 1 if a check that skips failed."""
-        ...
 
     @property
     def is_alive(self) -> bool:
         """Whether its optimizer is still there."""
-        ...
 
     def leave(self) -> None:
         """Its optimizer is gone: its steps do not count any more."""
-        ...
 
     @property
     def has_step_sites(self) -> bool:
         """Whether it runs the actions at step sites."""
-        ...
 
     @property
     def num_skipped(self) -> Tensor | None:
         """Number of skipped updates, on its device; None if none was counted."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The seat of a guard at a recorder: its numbers in records.
-
-    The seat of a deleted guard goes to the next one.
-    """
+    """The seat of a guard at a recorder: its numbers in records; that of a deleted guard goes to the next one."""
 
     number: int  # its number, in the names of its groups
     first_group: int  # number of the first param group of its optimizer
@@ -256,10 +240,7 @@ class StepRecorder:
                 autograd.at_end_of_backward(partial(self._finish_outer, outer))
 
     def step_backward(self) -> int:
-        """Number of the backward that runs, for one inside of another (reentrant checkpoints) that of the outermost.
-
-        That is the backward of the step. -1 outside of one.
-        """
+        """Number of the running backward, of the outermost where one runs inside another; -1 outside of one."""
         task, outer = autograd.backward_id(), self._outer.backward
         is_inside = outer not in (-1, task) and outer in self._outer_backwards and autograd.is_called_by_python()
         return outer if is_inside else task
@@ -271,16 +252,10 @@ class StepRecorder:
         snapshot: StepSnapshot | None = None,
         parameters: Sequence[weakref.ref[Tensor]] = (),
     ) -> list[str]:
-        """Record the report of one backward graph; called inside ``backward``.
+        """Record the report of one backward graph, inside ``backward``.
 
-        Args:
-            outputs: What the tensors are.
-            tensors: The packed records, then what is kept.
-            snapshot: What a replay needs, where something is checked.
-            parameters: Those whose gradients the graph computes.
-
-        Returns:
-            The groups that an earlier graph of the same backward had clipped already.
+        ``parameters`` are those whose gradients it computes. Returns the groups that an earlier graph of the same
+        backward had clipped already.
         """
         with self.lock:
             task = self.step_backward()
@@ -327,20 +302,10 @@ class StepRecorder:
                     guard.note(bad, parameters)
 
     def collect_update(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int) -> int:
-        """Record the report of a step graph.
+        """Record the report of a step graph in the record of the last backward, or else in a record of its own.
 
-        It goes into the record of the last backward, or else into a record of its own.
-
-        Args:
-            outputs: What the tensors are.
-            tensors: The packed records, then what is kept.
-            previous: Number of the step that took what the same optimizer reported last; -1 if there is none.
-
-        Returns:
-            Number of the step that took it.
-
-        Raises:
-            NonFiniteError: A check that raises failed.
+        ``previous`` is the step that took the same optimizer's last report, -1 without one. Returns the step that took
+        this one. NonFiniteError if a check that raises failed.
         """
         update = StepRecord()
         number = len(outputs.packs)
@@ -374,15 +339,9 @@ class StepRecorder:
                 self.records[-1].host_values |= values
 
     def add_late(self, keys: tuple[RecordKey, ...], pack: Tensor, *, is_own: bool = False) -> bool:
-        """Add records on a device to the last step, in place of those that were added under the same keys.
+        """Add records on a device to the last step, in place of those under the same keys; False without a step.
 
-        Args:
-            keys: Their keys.
-            pack: Their values, flat float32 or float64; nobody changes it later.
-            is_own: Whether nobody asked for them: a file that lacks them is then no matter for a warning.
-
-        Returns:
-            Whether there is a step.
+        ``is_own``: nobody asked for them, so a file that lacks them is no matter for a warning.
         """
         with self.lock:
             if not self.records:

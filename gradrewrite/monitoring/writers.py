@@ -45,10 +45,7 @@ class Writers:
         return bool(self._sinks)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write the earlier steps that have arrived.
-
-        A record that leaves the buffer unwritten is counted.
-        """
+        """Write the earlier steps that have arrived; count a record that leaves the buffer unwritten."""
         every = self._every or (min(100, max(1, self._capacity // 2)) if self._sinks else None)
         try:
             if every is not None and self._records:
@@ -131,19 +128,16 @@ class Sink(Protocol):
     @property
     def key(self) -> object:
         """The identity of the sink."""
-        ...
 
     def write(self, step: Step) -> None:
         """Write one step; OSError on failure."""
-        ...
 
     def finish(self) -> None:
         """Write the summary of the steps since the last call; OSError on failure."""
-        ...
 
 
 def path_of_rank(path: str | os.PathLike[str]) -> str:
-    """Return the path of the file of this rank: ``{rank}`` in it is replaced, else ``.rank0`` goes before its ending.
+    """Return the path of this rank's file: ``{rank}`` is replaced, else ``.rank0`` goes before the ending.
 
     In a process that is alone only ``{rank}`` is replaced, by 0.
     """

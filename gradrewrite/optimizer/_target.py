@@ -17,29 +17,22 @@ from gradrewrite.monitoring.step_recorder import Seat, SkipGuard, StepRecorder
 
 
 class Target(Protocol):
-    """A policy and its parameters.
-
-    They are read anew at each use, for ``compile`` makes a new session.
-    """
+    """A policy and its parameters, read anew at each use, for ``compile`` makes a new session."""
 
     @property
     def monitor(self) -> Monitor:
         """The monitor of its records."""
-        ...
 
     @property
     def session(self) -> Session | None:
         """The policy at work; None for a bare monitor, and where the model is gone."""
-        ...
 
     @property
     def engine(self) -> Engine | None:
         """The engine of its graphs; None without a session."""
-        ...
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters by name."""
-        ...
 
 
 class _Model:
@@ -113,11 +106,7 @@ class Attachment:
 
 
 def targets_of(model: Any) -> tuple[Target, ...]:
-    """Return the targets for the argument of ``gr.guard``: one or a sequence.
-
-    Raises:
-        TypeError: It is no rewritten model, backend or monitor.
-    """
+    """Return the targets for the argument of ``gr.guard``: one or a sequence; TypeError for anything else."""
     if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
         if not model:
             raise TypeError("gr.guard(optimizer, models): the sequence is empty; give what gr.transform returned")

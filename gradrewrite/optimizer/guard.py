@@ -215,11 +215,7 @@ class Guard:
         ratios: UpdateRatios | None = None,
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Watch an optimizer without skipped updates so far.
-
-        Raises:
-            NoSuchSiteError: A rule for step sites matches no parameter.
-        """
+        """Watch an optimizer; NoSuchSiteError if a rule for step sites matches no parameter."""
         self._optimizer = weakref.ref(optimizer)
         self.is_removed = False  # whether it was taken off
         self.targets = targets  # what it was given
@@ -381,15 +377,9 @@ class Guard:
     def prepare(
         self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], scaler: torch.amp.GradScaler | None
     ) -> tuple[StepOutcome | None, Tensor | None, Sequence[Before]]:
-        """Run the actions at step sites and judge.
+        """Run the actions at step sites and judge; return their outcome, the verdict and the parameters before.
 
-        Args:
-            optimizer: The optimizer, before its update.
-            inner: The method that makes the update.
-            scaler: A GradScaler that the optimizer itself is given, and asks whether its gradients are unscaled.
-
-        Returns:
-            The outcome of the actions, the verdict, and the parameters as they are.
+        ``inner`` makes the update. An optimizer that is given the GradScaler asks it whether to unscale.
         """
         self._changes = None
         self._follow_all()

@@ -36,10 +36,7 @@ class SpreadSite:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """The members of an exchange and their figures.
-
-    They are the same, whichever gradients a rank has.
-    """
+    """The members of an exchange and their figures: the same, whichever gradients a rank has."""
 
     sites: tuple[SpreadSite, ...]  # gradients, in the order of the optimizer
     groups: Mapping[tuple[int, ...], distributed.ProcessGroup]  # a process group for the ranks of each of them
@@ -123,13 +120,8 @@ def insert_exchange(
 ) -> Exchanged:
     """Insert the exchange before the outputs of a step graph: one all-reduce for each set of ranks.
 
-    Args:
-        graph: The graph.
-        settings: Who exchanges.
-        figures: The figures, in an order that is the same on all ranks.
-        checks: Nodes with the statistics of checks that skip; a count that is not 0 makes the first vote 1.
-        votes: The votes of this rank, flat float64; None if there are none.
-        device: Where numbers are that no node gives.
+    Figures are in an order that is the same on all ranks. ``checks`` are nodes with the statistics of checks that skip:
+    a count that is not 0 makes the first vote 1. Votes are those of this rank, flat float64.
     """
     inputs = list(dict.fromkeys([*(n for f in figures for n in f.nodes), *(node for node, _ in checks)]))
     position = {node: n for n, node in enumerate(inputs)}

@@ -106,18 +106,10 @@ class StepRewrite:
 def rewrite_step(
     gradients: Sequence[StepGradient], settings: StepSettings, further: Sequence[Site] = ()
 ) -> StepRewrite:
-    """Insert the actions at step sites into a graph that returns its gradients.
+    """Insert the actions at step sites into a graph that returns its gradients, in the order of the optimizer.
 
-    Args:
-        gradients: The gradients at which actions are, in the order of the optimizer; their sites differ.
-        settings: The form of the graph.
-        further: Sites without actions, which are listed.
-
-    Raises:
-        PolicyError: Two actions of one group differ; or an action at a gradient that is spread over ranks would be
-            another on its parts.
-        UnsupportedGradientError: An action does not take a gradient of this dtype.
-        CallbackError: A tensor function breaks its contract.
+    Sites without actions (``further``) are listed. PolicyError, UnsupportedGradientError or CallbackError as for a
+    joint graph; PolicyError too for an action that would be another one on parts of a spread gradient.
     """
     builder = _Builder(gradients, settings)
     plan = lower((point, given.answers) for point, given in zip(builder.points, gradients, strict=True))
@@ -199,11 +191,7 @@ class _Builder:
         return node
 
     def insert_at_part(self, point: InsertionPoint, insertion: Insertion, spread: Spread) -> None:
-        """Insert at a spread gradient; measure the whole gradient.
-
-        Raises:
-            PolicyError: The action is not elementwise, so that on a part of the gradient it would be another.
-        """
+        """Insert at a spread gradient, measure the whole one; PolicyError for an action that is not elementwise."""
         match insertion:
             case Measure():
                 self._measure_part(point, insertion)
@@ -227,10 +215,7 @@ class _Builder:
             rewriter.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
 
     def _refuse_unless_elementwise(self, point: InsertionPoint, replace: Replace, spread: Spread) -> None:
-        """Raise PolicyError for a replacement that needs whole gradients.
-
-        It is traced on the whole gradient, so that all ranks find the same.
-        """
+        """Raise PolicyError for a replacement that needs whole gradients; it is traced on those, so all ranks agree."""
         part = value_of(point.node)
         with part.fake_mode:  # type: ignore[attr-defined]
             whole = torch.empty([int(size or 0) for size in point.site.shape], dtype=part.dtype, device=part.device)
@@ -354,9 +339,7 @@ class _Builder:
     def _measured_norms(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[int], list[fx.Node]]:
         """Measure norms together with all else that is measured of these nodes and was put off.
 
-        Returns:
-            Flat nodes with the norms of all nodes, the positions of these nodes in the order of the norms, and all
-            new nodes.
+        Returns flat nodes with the norms, the positions of the given nodes in their order, and all new nodes.
         """
         packing = self.rewriter.packing
         own = {node: [r for r in packing.records if r.statistics and r.node is node] for node in nodes}
@@ -481,10 +464,7 @@ def _measure_together(statistics: Sequence[str], num_skips: int) -> Callable[...
 
 
 def runnable(rewrite: StepRewrite) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return a copy of a step graph that writes gradients in place and returns all else, with its live inputs.
-
-    Its inputs are those of the graph, then the live ones.
-    """
+    """Return a copy that writes gradients in place and returns all else, and its live inputs, the last ones."""
     gm = editing.copy_of(rewrite.shown.graph_module)
     editing.write_back(gm.graph, rewrite.num_gradients)
     lifted = editing.lift_live(gm)

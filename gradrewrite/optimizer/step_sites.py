@@ -80,13 +80,7 @@ class StepSites:
     """The actions at an optimizer's step sites: one graph for each set of gradients."""
 
     def __init__(self, targets: Sequence[Target], number: int, groups: RankGroups | None = None) -> None:
-        """Ask the policies of these targets.
-
-        Args:
-            targets: The targets.
-            number: Number of the optimizer among those of its monitor.
-            groups: Process groups that are known.
-        """
+        """Ask the policies of these targets for the optimizer of this number at its monitor."""
         self._targets = targets
         self._groups = groups or RankGroups()
         self.set_number(number)
@@ -135,13 +129,10 @@ class StepSites:
         scale: Tensor | None,
         ballot: Ballot | None = None,
     ) -> StepOutcome | None:
-        """Run the actions on the gradients, in place; None if there are none.
+        """Run the actions on the gradients before their update by ``step``, in place; None if there are none.
 
-        Args:
-            optimizer: The optimizer, before its update.
-            step: The method that makes the update.
-            scale: What its gradients are still multiplied by (a GradScaler's scale); None if they are not.
-            ballot: The verdicts that ranks exchange; decided here where figures of sharded gradients are exchanged too.
+        ``scale`` is that of a GradScaler by which gradients are still multiplied. The ballot is decided here where
+        figures of sharded gradients are exchanged too.
         """
         sessions = [target.session for target in self._targets]
         self._check_alive(sessions)
@@ -177,14 +168,9 @@ class StepSites:
         return self._run(plan, parameters, gradients, scale, ballot)
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
-        """Return the step graph for a step with all gradients; nothing runs.
+        """Return the step graph for a step with all gradients, without edits if there are no actions; nothing runs.
 
-        A policy without actions at step sites leaves all gradients as they are: its graph has no edits.
-
-        Raises:
-            TraceError: None of the optimizer's parameters that need a gradient belongs to a model of the targets.
-            NoSuchSiteError: A step rule matches no parameter.
-            PolicyError, CallbackError: The policy cannot be followed.
+        TraceError if none of the optimizer's parameters that need a gradient belongs to a model of the targets.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
@@ -212,10 +198,7 @@ class StepSites:
         *,
         runs: bool = True,
     ) -> ExchangeSettings | None:
-        """Return the ranks' exchange for spread gradients; None without any.
-
-        Those that this rank lacks count too: other ranks may have them.
-        """
+        """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any."""
         missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
         if not any(tensor is not None and is_dtensor(tensor) for tensor in missing):
             return None
@@ -357,8 +340,7 @@ class StepSites:
     ) -> _Plan | ExchangeSettings | None:
         """Ask, rewrite and compile for the present gradients; None without actions.
 
-        Where none of them has an action, but others that are missing here and are spread over ranks may have, what is
-        exchanged of these.
+        Where only spread gradients that are missing here may have actions, their exchange.
         """
         asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
@@ -378,10 +360,7 @@ class StepSites:
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
-    """Return the graph of an optimizer's guard; see ``RewrittenModule.trace_step``.
-
-    Without a guard, it is the graph that one would run.
-    """
+    """Return the graph of an optimizer's guard, or of one that it would have; see ``RewrittenModule.trace_step``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"trace_step takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     optimizer = optimizers.inside_of(optimizer)
@@ -405,10 +384,7 @@ def ask_at_step_sites(
 
     A parameter without a name has no site. Where several models have a parameter of one name, the policies are asked
     at equal sites, and the ``call`` of the sites that are returned numbers the models, in the optimizer's order.
-
-    Raises:
-        PolicyError: An answer is nonsense or not allowed at step sites.
-        UnsupportedGradientError: A gradient at which there is an action is sparse.
+    PolicyError for an answer that is not allowed, UnsupportedGradientError for an action at a sparse gradient.
     """
     asked: dict[int, tuple[Site | None, tuple[Answered, ...]]] = {}
     num_before = _numbers_of_equal_names(named)

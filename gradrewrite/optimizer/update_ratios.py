@@ -27,10 +27,7 @@ class UpdateRatios:
     """Ratios ``||w_after - w_before|| / ||w_before||`` of named parameters."""
 
     def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
-        """Take a function from ``id`` to name.
-
-        It is asked again where the optimizer has a parameter without a name.
-        """
+        """Take a function from ``id`` to name, asked again where the optimizer has a parameter without a name."""
         self._names = names
         self._named: list[tuple[str, weakref.ref[Tensor]]] = []
         self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too

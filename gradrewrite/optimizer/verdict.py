@@ -57,16 +57,7 @@ class UpdateVerdict:
         process_group: distributed.ProcessGroup | None,
         groups: RankGroups,
     ) -> None:
-        """Begin without verdicts.
-
-        Args:
-            optimizer: The optimizer; it is not held.
-            targets: Have the names of its parameters.
-            attached: Its attachments to recorders, as they are at each use.
-            max_consecutive_skips: As for ``gr.guard``.
-            process_group: The ranks that skip together; None for those that the parameters and recorders tell.
-            groups: The process groups of sets of ranks.
-        """
+        """Begin without verdicts; the optimizer is not held, attachments to recorders are read at each use."""
         self._targets, self._attached, self._process_group, self._groups = targets, attached, process_group, groups
         self._max_consecutive_skips = max_consecutive_skips
         own = {id(p) for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
@@ -97,10 +88,7 @@ class UpdateVerdict:
         self._by_device[bad.device] = bad if known is None else torch.maximum(known, bad)
 
     def _has_shards_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether the optimizer has shards of one of these parameters.
-
-        Under FSDP2 they are whole while their module runs.
-        """
+        """Return whether the optimizer has shards of one of these; under FSDP2 they are whole in their module."""
         if not self._sharded_names:
             return False
         whole = {id(p) for p in parameters}
@@ -157,10 +145,7 @@ class UpdateVerdict:
         return Ballot(group, [bad, found_inf], device)
 
     def _check_no_join(self) -> None:
-        """Raise PolicyError where other ranks may have joined (``join``).
-
-        They take no part in the exchange of the guards.
-        """
+        """Raise PolicyError where other ranks may have joined (``join``) and take no part in the guards' exchange."""
         refs = [a.recorder.data_parallel for a in self._attached]
         around = [module for ref in refs if ref is not None and (module := ref())]
         if any(map(data_parallel.lets_ranks_join, around)):
@@ -246,10 +231,7 @@ def _has_arrived(event: torch.cuda.Event | None) -> bool:
 
 
 def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
-    """Return the failure behind the last skipped update.
-
-    Its step may be over, if later micro-batches passed.
-    """
+    """Return the failure behind the last skipped update; its step may be over, if later micro-batches passed."""
     with recorder.lock:
         records = list(reversed(recorder.records))
         for record in records[:1] if is_agreed else records:  # an older one may not be why the others skipped

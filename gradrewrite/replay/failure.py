@@ -25,10 +25,7 @@ class Failure:
     note: str = ""
 
     def error(self, reason: str = "") -> NonFiniteError:
-        """Return a new error.
-
-        ``reason`` begins its note: why the error is raised, if not for the failed check alone.
-        """
+        """Return a new error; ``reason`` begins its note: why it is raised, if not for the failed check alone."""
         return NonFiniteError(
             self.site,
             percent=self.percent,

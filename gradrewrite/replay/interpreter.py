@@ -33,13 +33,8 @@ class _State:
 def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
     """Replay a step op by op, and check every value; change nothing of the user's.
 
-    Args:
-        snapshot: The step.
-        failed: Sites at which a check failed, by the name of the node that it looked at.
-
-    Returns:
-        What was seen. Roots are left out that lead neither to one of ``failed`` nor to what leaves the graph: the
-        infinity of a logarithm that ``torch.where`` discards harms nobody.
+    ``failed``: sites of failed checks by the node that they looked at. Roots are left out that lead neither to one
+    of these nor to an output of the graph: the infinity of a logarithm that ``torch.where`` discards is harmless.
     """
     return _Replay(snapshot, failed).result()
 

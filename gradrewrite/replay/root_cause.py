@@ -27,16 +27,9 @@ _DID_NOT_FAIL = (
 
 
 def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str = "") -> Failure:
-    """Return the failure of the first failed check, in the order of execution.
+    """Return the failure of the first failed check of these modes, in the order of execution.
 
-    Args:
-        step: Number of the backward.
-        graphs: Its graphs, in the order in which their backwards ran.
-        modes: The kinds of checks that count.
-        note: Why nothing more is known.
-
-    Raises:
-        RuntimeError: No check of these kinds failed.
+    Graphs are in the order in which their backwards ran. RuntimeError if no such check failed.
     """
     forward = [(graph, c) for graph in reversed(graphs) for c in graph.failed(modes) if c.site.kind == "activation"]
     backward = [(graph, c) for graph in graphs for c in graph.failed(modes) if c.site.kind != "activation"]
@@ -57,13 +50,7 @@ def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[
 
 
 def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -> Failure:
-    """Return the failure of a step by a replay; by the checks alone where it cannot be replayed, and why in its note.
-
-    Args:
-        step: Number of the backward.
-        graphs: Its graphs, in the order in which their backwards ran.
-        modes: The kinds of checks that count; one of these failed.
-    """
+    """Return the failure of a step by a replay; by the checks alone, with a note why, if it cannot be replayed."""
     try:
         results = [_replay(graph, {c.node: c.site for c in graph.failed(modes)}) for graph in graphs]
         return _from_replays(step, graphs, modes, results)
@@ -73,11 +60,7 @@ def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -
 
 
 def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> Failure | None:
-    """Return the failure that a check at all that leaves the graphs would find; None if all of it is finite.
-
-    Raises:
-        RuntimeError: The step cannot be replayed.
-    """
+    """Return the failure that checks at all outputs of the graphs would find; RuntimeError without a replay."""
     results = [_replay(graph, {}) for graph in graphs]
     return _from_replays(step, graphs, get_args(OnFailure), results) if any(r.roots for r in results) else None
 
@@ -133,10 +116,7 @@ def _from_replays(
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:
-    """Return whether a root can be the first.
-
-    A value from another graph of the step cannot: it was made there.
-    """
+    """Return whether a root can be the first: a value from another graph of the step was made there."""
     if not root.came_in or (root.given is not None and root.given.role == "parameter"):
         return True
     return number == last if root.is_forward else number == 0
