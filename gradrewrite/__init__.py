@@ -50,87 +50,34 @@ if _untested:
 
     warn(_untested)
 
-# Public names and their modules, imported on first use: a command that only reads files needs no compiler.
-_MODULES = {
-    "Backend": "gradrewrite.backends.backend",
-    "CallbackError": "gradrewrite.errors",
-    "Edit": "gradrewrite.ir.edits",
-    "Explanation": "gradrewrite.backends.explanation",
-    "Finding": "gradrewrite.diagnostics.run_log",
-    "GraphBreakError": "gradrewrite.errors",
-    "GraphReport": "gradrewrite.backends.explanation",
-    "JointGraph": "gradrewrite.ir.joint_graph",
-    "Monitor": "gradrewrite.monitoring.monitor",
-    "NoSuchSiteError": "gradrewrite.errors",
-    "NonFiniteError": "gradrewrite.errors",
-    "NotRewrittenError": "gradrewrite.errors",
-    "Policy": "gradrewrite.policy.actions",
-    "PolicyError": "gradrewrite.errors",
-    "PrecedingSite": "gradrewrite.errors",
-    "RewriteError": "gradrewrite.errors",
-    "RewriteWarning": "gradrewrite.errors",
-    "RewrittenModule": "gradrewrite.module",
-    "Schedule": "gradrewrite.policy.schedules",
-    "Site": "gradrewrite.sites",
-    "State": "gradrewrite.policy.state",
-    "Step": "gradrewrite.diagnostics.run_log",
-    "TraceError": "gradrewrite.errors",
-    "UnsupportedGradientError": "gradrewrite.errors",
-    "backend": "gradrewrite.backends.backend",
-    "guard": "gradrewrite.optimizer.guard",
-    "load_state_dict": "gradrewrite.backends.state_dict",
-    "locate": "gradrewrite._locate",
-    "on": "gradrewrite.policy.rules",
-    "read_jsonl": "gradrewrite.diagnostics.run_log",
-    "record": "gradrewrite.policy.recording",
-    "restore": "gradrewrite.module",
-    "state_dict": "gradrewrite.backends.state_dict",
-    "tap": "gradrewrite.instrumentation.probes",
-    "transform": "gradrewrite.module",
-    "unguard": "gradrewrite.optimizer.guard",
+# Modules and their public names, imported on first use: a command that only reads files needs no compiler.
+_PUBLIC = {
+    "_locate": "locate",
+    "backends.backend": "Backend backend",
+    "backends.explanation": "Explanation GraphReport",
+    "backends.state_dict": "load_state_dict state_dict",
+    "diagnostics.run_log": "Finding Step read_jsonl",
+    "errors": (
+        "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "
+        "RewriteError RewriteWarning TraceError UnsupportedGradientError"
+    ),
+    "instrumentation.probes": "tap",
+    "ir.edits": "Edit",
+    "ir.joint_graph": "JointGraph",
+    "module": "RewrittenModule restore transform",
+    "monitoring.monitor": "Monitor",
+    "optimizer.guard": "guard unguard",
+    "policy.actions": "Policy",
+    "policy.recording": "record",
+    "policy.rules": "on",
+    "policy.schedules": "Schedule",
+    "policy.state": "State",
+    "sites": "Site",
 }
-
-__all__ = [
-    "Backend",
-    "CallbackError",
-    "Edit",
-    "Explanation",
-    "Finding",
-    "GraphBreakError",
-    "GraphReport",
-    "JointGraph",
-    "Monitor",
-    "NoSuchSiteError",
-    "NonFiniteError",
-    "NotRewrittenError",
-    "Policy",
-    "PolicyError",
-    "PrecedingSite",
-    "RewriteError",
-    "RewriteWarning",
-    "RewrittenModule",
-    "Schedule",
-    "Site",
-    "State",
-    "Step",
-    "TraceError",
-    "UnsupportedGradientError",
-    "backend",
-    "guard",
-    "load_state_dict",
-    "locate",
-    "on",
-    "read_jsonl",
-    "record",
-    "restore",
-    "state_dict",
-    "tap",
-    "transform",
-    "unguard",
-]
-
-
+_MODULES = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 _SUBMODULES = ("errors", "passes", "policy", "sites", "testing", "viz")
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

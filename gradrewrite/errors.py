@@ -47,13 +47,11 @@ class NoSuchSiteError(RewriteError, LookupError):
     """
 
     def __init__(self, pattern: str, known: Sequence[str]) -> None:
-        """Keep the pattern and the names; both are shown."""
         super().__init__(pattern, tuple(known))
         self.pattern = pattern
         self.known = tuple(known)
 
     def __str__(self) -> str:
-        """Name the pattern, the nearest sites, and where all of them are listed."""
         nearest = ", ".join(self.known) or "there are none"
         traced = "gr.transform(model, []).trace(...)"
         if self.pattern.startswith("step:"):
@@ -120,7 +118,6 @@ class NonFiniteError(RewriteError, ArithmeticError):
         note: str = "",
         rank: int | None = None,
     ) -> None:
-        """Keep all arguments as attributes."""
         super().__init__(site)
         self.site = site
         self.percent = percent
@@ -134,11 +131,9 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.rank = rank
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with all attributes."""
         return type(self), (self.site,), dict(self.__dict__)
 
     def __str__(self) -> str:
-        """One line: site, share, op and source line, then earlier sites and other failures."""
         sizes = self.site.shape
         number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
         elements = f"of {number} elements" if number is not None else "of the elements"

@@ -50,7 +50,6 @@ class Site:
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        """``kind:name``, with ``#call`` where call > 0."""
         call = f"#{self.call}" if self.call else ""
         return f"{self.kind}:{self.name}{call}"
 

@@ -281,8 +281,6 @@ def assert_inert(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The gradients, buffers and records of one forward and backward, by name."""
-
     outputs: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
@@ -354,7 +352,6 @@ def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _descend(plain: nn.Module, rewritten: nn.Module) -> None:
-    """One step of gradient descent for both, from the gradients of the plain model."""
     others = dict(rewritten.named_parameters())
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -594,7 +591,6 @@ class _Observer(TorchFunctionMode):
         ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call one torch-level op, and note its inputs and results."""
         kwargs = kwargs or {}
         read = list(tensors_in((args, kwargs)))
         if not self._is_watching or func in _ASKED_ONLY:

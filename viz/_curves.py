@@ -96,7 +96,6 @@ class Curves:
         return written
 
     def _repr_svg_(self) -> str:
-        """Return SVG, for notebooks."""
         data = BytesIO()
         self._save(data, "svg")
         return data.getvalue().decode()

@@ -81,17 +81,14 @@ class Drawing:
         return target
 
     def __repr__(self) -> str:
-        """View, title and sizes, on one line."""
         return f"<Drawing {self.title!r}, {self.view}: {self._view.summary}>"
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for notebooks."""
         page = html.escape(self._page())
         style = "width:100%;height:640px;border:0"
         return f'<iframe title="{html.escape(self.title)}" style="{style}" srcdoc="{page}"></iframe>'
 
     def _repr_svg_(self) -> str:
-        """Return SVG."""
         return self._bytes("svg").decode()
 
     def _bytes(self, form: Format) -> bytes:
@@ -207,7 +204,6 @@ def draw(
 
 
 def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:
-    """Return the nodes of the op that made the first non-finite value."""
     if error is None:
         return ()
     lane = "forward" if error.site.kind == "activation" else "backward"

@@ -199,7 +199,6 @@ def template(name: str) -> str:
 
 
 def _key(node: Node) -> str:
-    """Return the key of the box that a node is in."""
     if node.edit >= 0:
         return f"edit {node.edit}"
     if node.mark:

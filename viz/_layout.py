@@ -164,7 +164,6 @@ def boxes_of(layout: LadderLayout, metric: SiteMetric | None, root_cause: Collec
 
 
 def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[str, str], str]]]:
-    """Return the attributes of a box, and those of the edits and nodes inside it."""
     view = ladder.graph_view
     nodes = part.nodes[:1] if ladder.is_overview and not part.edits else part.nodes
     inside = [({"node": name}, describe_node(view, view.nodes[name])) for name in nodes]
@@ -180,7 +179,6 @@ def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[s
 
 
 def _place(layout: LadderLayout, top: float) -> tuple[list[float], list[Frame], float]:
-    """Return the upper edge of each row, the frames of the bands, and the height of all."""
     opening: dict[int, list[Band]] = defaultdict(list)
     closing: dict[int, list[Band]] = defaultdict(list)
     for band in layout.ladder.bands:

@@ -145,7 +145,6 @@ def _clip_strengths(run: Run, graph_view: GraphView) -> SiteMetric:
 
 
 def _scaled(metric: Metric, name: str, by_site: Mapping[str, Mapping[int, float]]) -> SiteMetric:
-    """Return a metric with the largest values as totals."""
     totals = {}  # the first non-finite value, if there is one
     for site, values in by_site.items():
         totals[site] = next((v for v in values.values() if not math.isfinite(v)), max(values.values()))
@@ -167,7 +166,6 @@ def _largest(run: Run, sites: Collection[str]) -> tuple[str, dict[str, dict[int,
 
 
 def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
-    """Return the shares of non-finite elements, by step."""
     # A symbolic size counts as 1: the share is then an upper bound.
     sizes = {str(site): max(math.prod(size or 1 for size in site.shape), 1) for site in sites}
     found: dict[str, dict[int, float]] = defaultdict(dict)

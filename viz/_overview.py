@@ -149,7 +149,6 @@ def _names(group: _Group) -> tuple[str, ...]:
 
 
 def _merged(groups: Sequence[_Group]) -> list[_Group]:
-    """Merge neighbors until the groups fit."""
     size = -(-len(groups) // MOST)
     parts = [groups[n : n + size] for n in range(0, len(groups), size)]
     return [_Group([k for g in part for k in g.keys], [n for g in part for n in g.nodes]) for part in parts]

@@ -49,7 +49,6 @@ class Report:
     note: str = ""
 
     def __repr__(self) -> str:
-        """Title and verdict."""
         return f"Report({self.title!r}: {self.health.verdict.headline})"
 
     def render(self, path: str | os.PathLike[str], *, reload: int = 0) -> str:
@@ -71,7 +70,6 @@ class Report:
         return written
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for notebooks."""
         page = html.escape(self._html(0))
         return f'<iframe title="health report" srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
 

@@ -176,7 +176,6 @@ def _heading(frame: Frame) -> Label:
 
 
 def _texts(box: Box) -> list[Label]:
-    """Return the lines of a box, relative to its corner."""
     if not box.small:
         return [Label(PAD, box.height / 2 + 4, box.text, "")]
     return [Label(PAD, box.height / 2 - 3, box.text, ""), Label(PAD, box.height - 6, box.small)]

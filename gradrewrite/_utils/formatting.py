@@ -41,7 +41,6 @@ class Table:
     caption: str  # how many steps it covers, and what is missing
 
     def __rich__(self) -> Any:
-        """The table as rich draws it."""
         from rich.table import Table as RichTable
 
         table = RichTable(caption=self.caption)
@@ -53,12 +52,10 @@ class Table:
         return table
 
     def _repr_html_(self) -> str:
-        """The first rows as HTML, for notebooks."""
         more = f"; the first {_MOST_ROWS} of {len(self.rows)} records" if len(self.rows) > _MOST_ROWS else ""
         return html_table(_COLUMNS, [row.cells() for row in self.rows[:_MOST_ROWS]], f"{self.caption}{more}")
 
     def __str__(self) -> str:
-        """The table as plain text."""
         widest = max((len(row.address) for row in self.rows), default=20)
         return _as_text(self, max(100, widest + 80))
 

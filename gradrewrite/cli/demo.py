@@ -158,7 +158,6 @@ def _run_text(log: _LogLines) -> Part:
 
 
 def _draw(path: Path, part: Part) -> tuple[Report, list[str]]:
-    """Write the report, the curves, the page, the ladder and the records of one example; return their paths."""
     title = f"gradrewrite demo: {path.name}"
     clipped, plain = f"{path}_clipped.jsonl", f"{path}_plain.jsonl"
     last = part.monitor.steps()[-len(part.runs[-1].rewritten) :]  # the steps of the last seed
@@ -177,7 +176,6 @@ def _write_steps(path: str, steps: Sequence[Step]) -> None:
 
 
 def _write_index(out: Path, parts: Mapping[str, Part], drawn: Mapping[str, tuple[Report, list[str]]]) -> str:
-    """Write the page that explains and links all files."""
     sections = []
     for half, (health, files) in drawn.items():
         names = [Path(file).name for file in files]

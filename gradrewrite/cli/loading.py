@@ -92,7 +92,6 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
 
 
 def _made(spec: str, what: str, ready: Any) -> Any:
-    """Return the object itself, or the result of its call."""
     found = load(spec, what)
     if isinstance(found, ready) or not callable(found):
         return found

@@ -106,7 +106,6 @@ def _rows(clip: ClipHistory) -> list[_Row]:
 
 
 def _habits(clips: Sequence[ClipHistory]) -> list[_Habit]:
-    """The effects of those that were recorded in enough steps."""
     found = ((clip, _rows(clip)) for clip in clips)
     return [_habit(clip, rows) for clip, rows in found if len(rows) >= MIN_CLIP_STEPS]
 
@@ -175,7 +174,6 @@ def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, ClipHistory]:
 
 
 def _history_of(run: Run, clip: ClipRecords) -> ClipHistory | None:
-    """Return the records of a clip over a run; None if the run has none."""
     match clip.report:
         case NormClip(record, size, bound):
             key, share = size, None
@@ -198,6 +196,5 @@ def _history_of(run: Run, clip: ClipRecords) -> ClipHistory | None:
 
 
 def _aligned(series: Series | None, steps: Sequence[int]) -> list[float]:
-    """The values of a record in these steps; NaN where it is absent."""
     known = {} if series is None else dict(zip(series.steps, series.values, strict=True))
     return [known.get(step, math.nan) for step in steps]

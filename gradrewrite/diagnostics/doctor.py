@@ -24,7 +24,6 @@ class SkippedRule:
     sites: tuple[str, ...]  # sites that it did not judge, in the order of the records
 
     def __str__(self) -> str:
-        """One line for a reader."""
         more = f" and {len(self.sites) - LISTED} more" if len(self.sites) > LISTED else ""
         sites = ", ".join(self.sites[:LISTED])
         return f"{self.kind}: needs {self.needed} steps, at most {self.steps} were recorded at {sites}{more}"
@@ -55,7 +54,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
 
 
 def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
-    """Return the rules with too few steps for some records; none for which nothing was recorded."""
+    """Return the rules with too few steps for some of their records."""
     run = last_run(steps)
     found = []
     for rule in _RULES:
@@ -122,7 +121,6 @@ def _non_finite(run: Run) -> list[Finding]:
 
 
 def _count(records: Mapping[str, float], site: str) -> float | None:
-    """Return a site's number of non-finite elements; None if not recorded."""
     if f"nonfinite@{site}" in records:
         return records[f"nonfinite@{site}"]
     counts = [records[address] for name in ("nan", "inf") if (address := f"{name}@{site}") in records]
@@ -168,8 +166,6 @@ def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Fin
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A rule."""
-
     kind: str  # kind of its findings
     find: Callable[[Run], Sequence[Finding]]  # returns them
     needed: int = 1  # how many steps it needs

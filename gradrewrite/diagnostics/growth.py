@@ -36,8 +36,6 @@ _LARGEST_LOG = 700.0  # exp of more overflows
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """The growing part of a series."""
-
     site: str
     step: int
     factor: float
@@ -182,7 +180,6 @@ def growth_over_layers(run: Run) -> list[Finding]:
 
 
 def _profile(run: Run) -> _Profile:
-    """The profile of the record that most error sites have."""
     profiles = [_profile_of(run, record) for record in ("norm", "max_abs", "mean_abs")]
     return max(profiles, key=lambda profile: len(profile.sites))  # the first of those that are as long
 

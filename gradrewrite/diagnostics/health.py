@@ -98,7 +98,6 @@ def _first_bad(run: Run, loss: Loss | None) -> tuple[str, int, float] | None:
 
 
 def _with_bound(finding: Finding, sites: Sequence[SiteHealth]) -> Finding:
-    """Return a finding on a clip with the bound that the baseline suggests, if it does."""
     if finding.kind != "clip acts always":
         return finding
     row = next((row for row in sites if row.from_baseline and row.key == finding.key), None)

@@ -25,7 +25,6 @@ class FirstBad:
     also: tuple[int, ...] = ()  # other ranks with such a value in that step, ascending
 
     def __str__(self) -> str:
-        """One sentence."""
         also = f" ({_named(self.also)} in the same step)" if self.also else ""
         return f"The first value that is not finite was on rank {self.rank}{also}: {self.site} in step {self.step}."
 

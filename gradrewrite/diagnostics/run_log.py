@@ -47,7 +47,6 @@ class Step:
     clips: tuple[ClipRecords, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse invalid keys."""
         wrong = next((name for name in self.records if "@" not in name), None)
         if wrong is not None:
             raise ValueError(f"wanted record@site as the name of a record, got {wrong!r}")
@@ -115,11 +114,9 @@ class Run:
     clips: tuple[ClipRecords, ...] = ()
 
     def __repr__(self) -> str:
-        """Numbers of steps and records."""
         return f"Run({self._extent()})"
 
     def _repr_html_(self) -> str:
-        """A table of the records, for notebooks."""
         return table_of([step.records for step in self.steps], self._extent())._repr_html_()
 
     def _extent(self) -> str:

@@ -123,14 +123,10 @@ def sites_of(run: Run) -> tuple[SiteHealth, ...]:
 
 
 def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealth, ...]:
-    """Return figures with the larger bounds that a baseline suggests.
+    """Return figures with the larger bounds that a baseline suggests: the same training with other clips, or none.
 
-    Sizes before a clip that always acts are those of a run that it shaped, and may be too small.
-
-    Args:
-        sites: Figures of the sites of a run.
-        baseline: The same training with other clips, or none. A site where one of its sizes was NaN or infinite
-            suggests nothing.
+    Sizes before a clip that always acts are those of a run that it shaped, and may be too small. A site where a size
+    of the baseline was NaN or infinite suggests nothing.
     """
     known: dict[tuple[str, str, str], float] = {}
     for row in sites_of(baseline):
@@ -207,7 +203,6 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _quantiles(values: Iterable[float]) -> _Quantiles:
-    """Return the quantiles of the finite values, and the bound that they suggest."""
     sizes = [value for value in values if math.isfinite(value)]
     if not sizes:
         return {}

@@ -103,7 +103,6 @@ def decode(sums: Tensor, how: Combination) -> Tensor:
 
 
 def _weight(part: Part, how: Combination) -> float:
-    """Return a part's weight; it counts replicas once."""
     replicas = part.spread.replicas
     if how.kind == "sum":
         return 1.0 / replicas

@@ -68,7 +68,6 @@ class FailedCheckWarnings:
         self._flush(0)
 
     def _flush(self, patience: int) -> None:
-        """Warn of checks that failed; waits for the figures of the steps beyond ``patience``."""
         while self._waiting and (len(self._waiting) > patience or self._waiting[0][0].is_here()):
             record, modes = self._waiting.popleft()
             record.fetch()

@@ -24,7 +24,6 @@ class LateRecord:
     _copied: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        """Note on the device that the figures are complete."""
         if self.pack.device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self.pack.device))

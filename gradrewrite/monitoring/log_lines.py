@@ -29,7 +29,6 @@ class ClipLog:
         self._flush(0)
 
     def _flush(self, patience: int) -> None:
-        """Log the clips that acted; waits for the figures of steps beyond ``patience``."""
         while self._waiting and (len(self._waiting) > patience or self._waiting[0].is_here()):
             record = self._waiting.popleft()
             record.fetch()

@@ -81,11 +81,9 @@ class Monitor:
         recorder.raising.append(FailedCheckErrors())
 
     def __repr__(self) -> str:
-        """Settings and number of steps; waits for nothing."""
         return f"Monitor(capacity={self.capacity}, every={self.every}): {self._recorder.num_steps} steps"
 
     def _repr_html_(self) -> str:
-        """The table, for notebooks; waits for the device."""
         return self.table()._repr_html_()
 
     @property
@@ -285,7 +283,6 @@ class Monitor:
         self._warnings.flush()
 
     def _read(self, last: int | None = None) -> list[StepRecord]:
-        """The records of the buffer, on the host."""
         with self._lock:
             self._flush_messages()
             records = list(self._recorder.records)[-last:] if last is not None else list(self._recorder.records)

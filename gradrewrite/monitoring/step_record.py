@@ -31,7 +31,6 @@ class GraphRecord:
     bounds: dict[RecordKey, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read the bounds."""
         self.bounds = {key: acting_bound(number_of(bound)) for key, bound in self.outputs.bounds}
 
     def values(self) -> dict[RecordKey, float]:
@@ -136,10 +135,7 @@ class StepRecord:
             update.fetch()
 
     def values(self) -> dict[RecordKey, float]:
-        """All records in the order of the sites of the forward; the copy is here.
-
-        Where a site reported several times, counts of elements add up; of all else the last value is kept.
-        """
+        """All records in the order of the sites of the forward; counts of a site that reported several times add up."""
         if self._values is None:
             # Behind a graph break the later graph's backward runs first.
             keys = [key for graph in reversed(self.graphs) for key in graph.outputs.keys]

@@ -273,7 +273,6 @@ class StepRecorder:
             return again
 
     def _begin(self, task: int) -> StepRecord:
-        """Open the record of a backward."""
         if self._open:  # what a backward that failed left behind is of no use: numbers of backwards only grow
             self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}
         record = self._open[task] = StepRecord()
@@ -290,7 +289,6 @@ class StepRecorder:
     def _note_verdicts(
         self, outputs: BackwardOutputs, packs: Sequence[Tensor], parameters: Sequence[weakref.ref[Tensor]]
     ) -> None:
-        """Tell the guards whether a check that skips failed."""
         self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
         guards = self.live_guards if self.guards else ()
         if not guards:

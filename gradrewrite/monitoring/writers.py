@@ -25,13 +25,7 @@ class Writers:
     """Files with the record of every step, once and in order."""
 
     def __init__(self, records: deque[StepRecord], capacity: int, every: int | None) -> None:
-        """Write the records of a recorder.
-
-        Args:
-            records: The records of its last steps.
-            capacity: How many it keeps.
-            every: After how many steps they are written; 100, and at most half of ``capacity``, if None.
-        """
+        """Write the records of a recorder every so many steps: 100 if None, and at most half of ``capacity``."""
         self.num_dropped = 0  # how many records left the buffer before they were written, or, without a file, read
         self._records = records
         self._capacity = capacity
@@ -41,7 +35,6 @@ class Writers:
         self._warned_of_late = False
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
         return bool(self._sinks)
 
     def on_step(self, record: StepRecord) -> None:
@@ -161,7 +154,6 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open for appending; OSError if that fails."""
         self.path = Path(path)
         self.key = os.path.abspath(self.path)
         rank = this_rank()
@@ -223,7 +215,6 @@ class TensorBoard:
     """
 
     def __init__(self, writer: Any) -> None:
-        """Write with this writer."""
         self.writer = writer
         self.key = id(writer)
         self._rates = ClipRates()

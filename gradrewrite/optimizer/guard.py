@@ -417,7 +417,6 @@ class Guard:
         kwargs: dict[str, Any],
         outcome: StepOutcome | None,
     ) -> Any:
-        """Update or skip, then multiply the parameters to scale."""
         skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
         if bad is not None and not _decides_on_device(optimizer):
             if bool(bad):
@@ -432,7 +431,6 @@ class Guard:
         return result
 
     def _report(self, outcome: StepOutcome) -> None:
-        """Give the records of the step to the monitors."""
         if outcome.outputs.packs or outcome.outputs.kept:
             for attachment in self._attached:
                 attachment.collect_update(outcome.outputs, outcome.tensors)

@@ -147,8 +147,6 @@ def _is_narrow(gradient: Tensor) -> bool:
 
 
 class _Builder:
-    """A step graph under construction."""
-
     def __init__(self, gradients: Sequence[StepGradient], settings: StepSettings) -> None:
         graph = fx.Graph()
         self.nodes = [_placeholder(graph, f"grad_{given.site.name}", given.gradient) for given in gradients]
@@ -275,7 +273,6 @@ class _Builder:
         self.votes, self.exchanged = result.votes, result.new
 
     def _add_votes(self, count: int, device: torch.device) -> fx.Node:
-        """Add the votes of this rank to the inputs."""
         last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder("votes")
@@ -409,7 +406,6 @@ class _Builder:
         )
 
     def _plain(self) -> fx.GraphModule:
-        """Return the graph without actions."""
         graph = fx.Graph()
         nodes = [_placeholder(graph, node.name, value_of(node)) for node in self.nodes]
         graph.output(tuple(nodes))
@@ -437,8 +433,6 @@ class _Builder:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredPart:
-    """A statistic of a spread gradient."""
-
     key: RecordKey
     node: fx.Node  # part on this rank
     skips: bool  # whether it is the count of a check that skips

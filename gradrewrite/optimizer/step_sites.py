@@ -54,8 +54,6 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A compiled step graph."""
-
     rewrite: StepRewrite  # graph
     run: Callable[..., Any]  # its code
     live: Sequence[Tensor]  # its live inputs

@@ -23,8 +23,6 @@ from gradrewrite.sites import Site
 
 @dataclass(slots=True)
 class _State:
-    """The state of one node's value."""
-
     is_bad: bool = False
     is_expected: bool = False
     overwritten: str = ""

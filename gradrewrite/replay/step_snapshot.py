@@ -150,7 +150,6 @@ class PendingForwards:
     """The calls of one forward graph before their backwards."""
 
     def __init__(self, replay_graph: ReplayGraph) -> None:
-        """Create it empty."""
         self.replay_graph = replay_graph  # graph that a replay runs
         self._calls: list[ForwardCall] = []
         self._lock = threading.Lock()  # of the calls: threads may train one model

@@ -173,7 +173,6 @@ def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
 
 
 def _users(view: GraphView) -> dict[str, list[str]]:
-    """Return the nodes and outputs that read each node."""
     users: dict[str, list[str]] = defaultdict(list)
     for source, reader in [*view.edges, *((name, f"returned {label}") for label, name in view.returned)]:
         users[source].append(reader)
