@@ -29,11 +29,7 @@ def attribute_nodes(
     AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
     nearest error that it is computed from: to the backward of the op that made that value. A factor that the backward
     computes from forward values alone belongs to its first user. Nodes before any error have none.
-
-    Args:
-        graph: A joint graph with its markers.
-        backward: Names of the nodes of the backward.
-        inserted: Nodes that act on an error, by name, with its number: what follows reads them, not the marker.
+    ``inserted`` names nodes that act on an error, with its number: what follows reads them, not the marker.
     """
     nodes = list(graph.nodes)
     numbers = dict(inserted or {})
@@ -50,6 +46,11 @@ def attribute_nodes(
     return found
 
 
+def backward_names(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of the nodes of the backward."""
+    return frozenset(n.name for n in graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n))
+
+
 def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors: Collection[str]) -> dict[fx.Node, int]:
     """Return, by node of the backward, the position of the last of ``errors`` that it is computed from."""
     order = {node: number for number, node in enumerate(nodes)}
@@ -63,20 +64,16 @@ def _nearest_errors(nodes: Sequence[fx.Node], backward: Collection[str], errors:
                 nearest[node] = max(read)
     for node in reversed(nodes):
         if node.name in backward and node not in nearest:
-            user = min((u for u in node.users if u in nearest), key=order.__getitem__, default=None)
-            if user is not None:
-                nearest[node] = nearest[user]
+            users = [u for u in node.users if u in nearest]
+            if users:
+                nearest[node] = nearest[min(users, key=order.__getitem__)]
     return nearest
 
 
 def read_provenance(marked: MarkedJointGraph) -> Provenance:
-    """Read the provenance of the nodes of a marked joint graph, before the rewrite.
-
-    Returns:
-        Origins and outputs; the anchors come from the rewrite.
-    """
+    """Read origins and outputs of a marked joint graph; anchors come from the rewrite."""
     graph = marked.graph
-    backward = {n.name for n in graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)}
+    backward = backward_names(graph)
     attributed, ops = attribute_nodes(graph, backward), _ops(marked.values)
     last = max(ops, default=0)
     origins = {}
@@ -85,7 +82,7 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
             written = _written(node)
             number = attributed.get(node if written is None else written, last)
             is_forward = node.name not in backward or written is not None
-            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=_lane_name(is_forward))
+            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=_lane(is_forward))
     for node in graph.nodes:
         if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op
             users = [origins[u.name] for u in node.users if u.name in origins]
@@ -101,24 +98,15 @@ def _written(node: fx.Node) -> fx.Node | None:
     return rest[0] if is_update and isinstance(rest[0], fx.Node) else None
 
 
-def _lane_name(is_forward: bool) -> Lane:
+def _lane(is_forward: bool) -> Lane:
     return "forward" if is_forward else "backward"
 
 
 def with_edits(
     provenance: Provenance, anchors: Mapping[Site, Anchor], edits: Iterable[Edit], record_nodes: Iterable[fx.Node]
 ) -> Provenance:
-    """Add the inserted nodes of a rewrite to the provenance.
-
-    An inserted node has the provenance of its site.
-
-    Args:
-        provenance: The provenance of the nodes of the graph before.
-        anchors: The nodes of sites; those of parameters and inputs, whose order is -1, belong where their node does.
-        edits: What was inserted.
-        record_nodes: The inserted nodes that carry records.
-    """
-    known = {
+    """Add the anchors and the inserted nodes of a rewrite; these have the provenance of their site."""
+    known = {  # parameters and inputs, of order -1, belong where their node does
         site: anchor if anchor.order >= 0 else Anchor(anchor.node, provenance.origins[anchor.node].order)
         for site, anchor in anchors.items()
     }
@@ -127,14 +115,11 @@ def with_edits(
         by_order.setdefault(origin.order, origin)
     origins = dict(provenance.origins)
     for edit in edits:
-        lane: Lane = "forward" if edit.site.kind == "activation" else "backward"
-        origins.update(dict.fromkeys(edit.nodes, replace(by_order[known[edit.site].order], lane=lane)))
-    origins.update((node.name, Origin(_lane(node), -1, op="records")) for node in record_nodes)
+        origin = replace(by_order[known[edit.site].order], lane=_lane(edit.site.kind == "activation"))
+        origins.update(dict.fromkeys(edit.nodes, origin))
+    for node in record_nodes:
+        origins[node.name] = Origin(_lane(not aot_autograd.is_backward(node)), -1, op="records")
     return Provenance(origins, known, provenance.outputs)
-
-
-def _lane(node: fx.Node) -> Lane:
-    return _lane_name(not aot_autograd.is_backward(node))
 
 
 def _ops(values: Sequence[Value]) -> dict[int, Origin]:

@@ -32,13 +32,9 @@ _SAME_ELEMENTS = frozenset(
 
 
 def base_of(node: fx.Node, stop: Collection[fx.Node]) -> fx.Node:
-    """Return the base of a view with the same elements.
+    """Return the base of a view with the same elements, so with equal statistics.
 
-    All statistics of the two are equal.
-
-    Args:
-        node: A node with a strided tensor.
-        stop: Markers whose users are going to read another value than the marker's input.
+    The users of markers in ``stop`` are going to read another value than the marker's input.
     """
     while node.op == "call_function" and node.target in _SAME_ELEMENTS and node not in stop:
         source = node.args[0]

@@ -33,17 +33,10 @@ def erase_markers(graph: fx.Graph) -> None:
 def splice(
     traced: fx.GraphModule, graph: fx.Graph, inputs: Sequence[fx.Node], before: fx.Node, tag: str
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Copy a traced function into a graph.
+    """Copy a traced function into a graph; return the nodes of its outputs, and all new nodes in execution order.
 
-    Args:
-        traced: Its placeholders stand for ``inputs``; its ``get_attr`` nodes for live tensors.
-        graph: The joint graph.
-        inputs: Nodes that the function reads.
-        before: The new nodes are inserted before this one.
-        tag: ``partitioner_tag`` of the new nodes.
-
-    Returns:
-        The nodes of the outputs, and all new nodes in execution order.
+    The function's placeholders stand for ``inputs``; its ``get_attr`` nodes for live tensors. ``tag`` is the
+    ``partitioner_tag`` of the new nodes.
     """
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     new: list[fx.Node] = []
@@ -67,19 +60,10 @@ def splice(
 def insert_call(
     graph: fx.Graph, target: operators.OpOverload, args: tuple[Any, ...], before: fx.Node, tag: str
 ) -> fx.Node:
-    """Insert a call of an operator of ours.
-
-    Args:
-        graph: The joint graph.
-        target: The operator.
-        args: Its arguments, with nodes in the place of tensors.
-        before: The call comes before this node.
-        tag: ``partitioner_tag`` of the new node.
-    """
+    """Insert a call of an operator of ours; in its arguments, nodes are in the place of tensors."""
     with graph.inserting_before(before):
         node = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
-    mode = fake_tensors.fake_mode_of([read.meta["val"] for read in node.all_input_nodes])
-    node.meta = {"val": fake_tensors.fake_result(node, mode), "partitioner_tag": tag}
+    _describe(node, tag)
     combined_kernels.mark(node)
     return node
 
@@ -89,21 +73,21 @@ def insert_copy(
 ) -> fx.Node:
     """Insert a copy of a node of the backward.
 
-    Args:
-        node: The node.
-        copies: What the copy reads instead of the inputs of the node.
-        changed: Other arguments, by their names.
-        before: The copy comes before this one.
+    It reads what ``copies`` has instead of the node's inputs; ``changed`` has other arguments, by their names.
     """
     assert node.graph is before.graph
     with before.graph.inserting_before(before):
         copy = before.graph.node_copy(node, lambda n: copies.get(n, n))
     for name, value in changed.items():
         set_argument(copy, name, value)
-    mode = fake_tensors.fake_mode_of([n.meta["val"] for n in copy.all_input_nodes])
-    copy.meta = {"val": fake_tensors.fake_result(copy, mode), "partitioner_tag": "is_backward"}
+    _describe(copy, "is_backward")
     combined_kernels.mark(copy)
     return copy
+
+
+def _describe(node: fx.Node, tag: str) -> None:
+    mode = fake_tensors.fake_mode_of([read.meta["val"] for read in node.all_input_nodes])
+    node.meta = {"val": fake_tensors.fake_result(node, mode), "partitioner_tag": tag}
 
 
 def call_instead(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,8 +97,7 @@ def call_instead(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Set an argument of a node that calls an operator, by its name in the schema."""
-    names = list(operators.arguments_of(node))
-    position = names.index(name)
+    position = list(operators.arguments_of(node)).index(name)
     if position < len(node.args):
         node.update_arg(position, value)
     else:
@@ -135,16 +118,14 @@ def reroute(marker: fx.Node, replacement: fx.Node) -> None:
 
 def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None:
     """Return another node at one position of the outputs."""
-    output = graph.output_node()
-    outputs = outputs_of(output)
+    outputs = outputs_of(graph.output_node())
     outputs[position] = replacement
-    output.args = (tuple(outputs),)
+    graph.output_node().args = (tuple(outputs),)
 
 
 def add_outputs(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Return further nodes, after the outputs that there are."""
-    output = graph.output_node()
-    _set_outputs(output, [*outputs_of(output), *nodes], [*_descs(output), *["gradrewrite"] * len(nodes)])
+    insert_outputs(graph, len(outputs_of(graph.output_node())), nodes)
 
 
 def write_back(graph: fx.Graph, count: int) -> None:
@@ -152,27 +133,21 @@ def write_back(graph: fx.Graph, count: int) -> None:
 
     An output that is a placeholder itself is copied: what is written comes after it.
     """
-    inputs = graph.find_nodes(op="placeholder")
-    results = outputs_of(graph.output_node())
-    with graph.inserting_before(graph.output_node()):
+    aten, output = torch.ops.aten, graph.output_node()
+    results = outputs_of(output)
+    with graph.inserting_before(output):
         others = [
-            graph.call_function(torch.ops.aten.clone.default, (node,)) if node.op == "placeholder" else node
+            graph.call_function(aten.clone.default, (node,)) if node.op == "placeholder" else node
             for node in results[count:]
         ]
-        for old, new in zip(inputs, results[:count], strict=False):
+        for old, new in zip(graph.find_nodes(op="placeholder"), results[:count], strict=False):
             if old is not new:
-                graph.call_function(torch.ops.aten.copy_.default, (old, new))
-    graph.output_node().args = (tuple(others),)
+                graph.call_function(aten.copy_.default, (old, new))
+    output.args = (tuple(others),)
 
 
 def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.Node] = ()) -> fx.Node:
-    """Keep nodes alive through partitioning, without outputs of their own.
-
-    Args:
-        graph: The graph.
-        nodes: The nodes.
-        of_forward: Those of them that the forward has to compute.
-    """
+    """Keep nodes alive through partitioning, without outputs; the forward has to compute those of ``of_forward``."""
     positions = [number for number, node in enumerate(nodes) if node in of_forward]
     with graph.inserting_before(graph.output_node()):
         holder = graph.call_function(ops.hold, (list(nodes), positions) if positions else (list(nodes),))
@@ -208,8 +183,7 @@ def insert_saved_copy(node: fx.Node) -> fx.Node:
     """Insert a copy of a forward value, saved for the backward; see ``nodes_for_forward``."""
     with node.graph.inserting_after(node):
         copied = node.graph.call_function(ops.copy, (node,))
-    mode = fake_tensors.fake_mode_of([node.meta["val"]])
-    copied.meta = {"val": fake_tensors.fake_result(copied, mode), "partitioner_tag": "is_forward"}
+    _describe(copied, "is_forward")
     return copied
 
 
@@ -220,16 +194,15 @@ def release(graph: fx.Graph) -> int:
         return 0
     (holder,) = holders
     held = list(holder.args[0])
-    insert_outputs(graph, len(outputs_of(graph.output_node())), held)
+    add_outputs(graph, held)
     graph.erase_node(holder)
     return len(held)
 
 
 def hold_last(graph: fx.Graph, count: int) -> None:
     """Take the last outputs off and hold them instead; the inverse of ``release``."""
-    output = graph.output_node()
-    outputs, descs = outputs_of(output), _descs(output)
-    _set_outputs(output, outputs[:-count], descs[:-count])
+    outputs = outputs_of(graph.output_node())
+    drop_outputs(graph, len(outputs) - count, count)
     hold(graph, outputs[-count:])
 
 

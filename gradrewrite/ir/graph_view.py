@@ -25,40 +25,22 @@ _RESHAPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a joint graph, with its provenance.
+    """One node of a joint graph, with its provenance; see ``Origin``."""
 
-    Attributes:
-        name: Its fx name.
-        role: ``"op"``; ``"placeholder"`` for an input of the graph; ``"constant"`` for a live tensor of an action or a
-            constant of the model.
-        target: What it calls, ``aten.mul.Tensor``.
-        lane: Whether it runs in the forward or in the backward.
-        order: Number of the torch-level op in the order of the forward; the nodes of its backward share it.
-        calls: The module calls around the op, outermost first: each a module's name and the number of the call.
-        op: Name of the op as the user called it; of a placeholder its kind (``"parameter"``, ``"input"``, ...).
-        argument: What a placeholder stands for: a parameter's name; ``""`` for ops.
-        source: ``file:line "code"`` of the op; ``""`` where there is none.
-        mark: ``"edit"`` if an edit inserted it, ``"records"`` if it packs records, else ``""``.
-        edit: Number of the edit, -1 if there is none.
-        shape: Sizes as text, ``"4, 16"``; several values are in brackets.
-        dtype: Element type, ``"float32"``.
-        reshapes: Whether it only gives a tensor another shape, or takes a tuple apart.
-    """
-
-    name: str
-    role: Role
-    target: str
+    name: str  # its fx name
+    role: Role  # ``"constant"``: a live tensor of an action or a constant of the model
+    target: str  # what it calls, ``aten.mul.Tensor``
     lane: Lane
     order: int
     calls: tuple[tuple[str, int], ...]
     op: str
-    argument: str
+    argument: str  # what a placeholder stands for: a parameter's name; ``""`` for ops
     source: str
-    mark: Mark
-    edit: int
-    shape: str
-    dtype: str
-    reshapes: bool
+    mark: Mark  # ``"edit"`` if an edit inserted it, ``"records"`` if it packs records
+    edit: int  # number of the edit, -1 if there is none
+    shape: str  # ``"4, 16"``; several values are in brackets
+    dtype: str  # ``"float32"``
+    reshapes: bool  # it only gives a tensor another shape, or takes a tuple apart
 
     @property
     def module(self) -> str:
@@ -84,43 +66,25 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """Immutable view of a joint graph.
+    """Immutable view of a joint graph."""
 
-    Attributes:
-        nodes: By name, in execution order.
-        edges: Which node reads which: pairs (read, reader), each once, in execution order.
-        returned: What the graph returns: pairs (label, name of the node).
-        edits: The edits, with the names of their nodes.
-        sites: All sites of the graph.
-        anchors: Name of the node that holds a site's value before anything acts on it.
-        orders: Number of the torch-level op of a site.
-    """
-
-    nodes: Mapping[str, Node]
-    edges: tuple[tuple[str, str], ...]
-    returned: tuple[tuple[str, str], ...]
+    nodes: Mapping[str, Node]  # by name, in execution order
+    edges: tuple[tuple[str, str], ...]  # pairs (read, reader), each once, in execution order
+    returned: tuple[tuple[str, str], ...]  # pairs (label, name of the node)
     edits: tuple[Edit, ...]
     sites: tuple[Site, ...]
-    anchors: Mapping[Site, str]
-    orders: Mapping[Site, int]
-
-    @property
-    def num_inserted(self) -> int:
-        """Number of inserted nodes."""
-        return sum(bool(node.mark) for node in self.nodes.values())
+    anchors: Mapping[Site, str]  # the node that holds a site's value before anything acts on it
+    orders: Mapping[Site, int]  # number of the torch-level op of a site
 
     @property
     def summary(self) -> str:
         """Numbers of nodes and edits, as text."""
-        return f"{len(self.nodes)} nodes, {len(self.edits)} edits, {self.num_inserted} nodes inserted"
+        inserted = sum(bool(node.mark) for node in self.nodes.values())
+        return f"{len(self.nodes)} nodes, {len(self.edits)} edits, {inserted} nodes inserted"
 
 
 def read_graph(graph: JointGraph) -> GraphView:
-    """Return the view of a joint graph.
-
-    Raises:
-        TypeError: ``graph`` is no JointGraph.
-    """
+    """Return the view of a joint graph; TypeError for anything else."""
     if not isinstance(graph, JointGraph):
         raise TypeError(
             f"a picture is drawn of a JointGraph, as model.trace(...) returns it; got {type(graph).__name__}"
@@ -174,12 +138,9 @@ def visible_outputs(
 
 
 def hidden_nodes(graph_view: GraphView, *, reshapes: bool = False, records: bool = False) -> set[str]:
-    """Return the nodes left out of drawings: reshapes, and nodes for records alone.
+    """Return the nodes left out of drawings; ``reshapes`` and ``records`` say what is shown.
 
-    Args:
-        graph_view: The graph.
-        reshapes: Whether ops that only reshape are shown.
-        records: Whether what only serves records is shown: what packs them, and the part of an edit that computes them.
+    For records alone are the nodes that pack them, and the part of an edit that computes them.
     """
     hidden: set[str] = set()
     if not reshapes:

@@ -13,18 +13,10 @@ Role = Literal["parameter", "buffer", "input", "value"]
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A tensor input of a Dynamo graph.
+    """A tensor input of a Dynamo graph."""
 
-    Attributes:
-        role: What it is; ``"value"`` for one that an earlier graph made, before a graph break.
-        name: Name of the parameter or buffer, or of the argument.
-        is_mask: Whether it holds -inf on purpose.
-        has_site: Whether its gradient is a site: ``gradient:<name>`` of a parameter, ``input:<name>`` of an argument.
-        parameter: A reference to the parameter; None for anything else, and where there is no site.
-    """
-
-    role: Role
-    name: str
-    is_mask: bool = False
-    has_site: bool = False
-    parameter: weakref.ref[Tensor] | None = None
+    role: Role  # ``"value"``: made by an earlier graph, before a graph break
+    name: str  # of the parameter or buffer, or of the argument
+    is_mask: bool = False  # it holds -inf on purpose
+    has_site: bool = False  # its gradient is ``gradient:<name>`` of a parameter, ``input:<name>`` of an argument
+    parameter: weakref.ref[Tensor] | None = None  # None for anything else, and where there is no site

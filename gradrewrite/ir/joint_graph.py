@@ -85,15 +85,10 @@ class JointGraph:
         actions: dict[str, list[Edit]] = {}
         for edit in self.edits:
             actions.setdefault(edit.text, []).append(edit)
-        rows = [
-            (
-                text,
-                str(len(edits)),
-                str(sum(len(e.nodes) for e in edits)),
-                _first_and_last([str(e.site) for e in edits]),
-            )
-            for text, edits in actions.items()
-        ]
+        rows = []
+        for text, edits in actions.items():
+            num_nodes, sites = sum(len(edit.nodes) for edit in edits), [str(edit.site) for edit in edits]
+            rows.append((text, str(len(edits)), str(num_nodes), _first_and_last(sites)))
         if self.record_nodes:
             rows.append(("(carries records)", "", str(len(self.record_nodes)), ""))
         return "\n".join([*lines, "", plain_table(("action", "edits", "nodes", "sites"), rows)])

@@ -13,12 +13,7 @@ from gradrewrite.ir.ops import number_of
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The markers of a joint graph, by the number of the value.
-
-    Attributes:
-        activations: Nodes of the values of the forward.
-        errors: Nodes of their errors.
-    """
+    """The markers of a joint graph, by the number of the value."""
 
     activations: dict[int, fx.Node]
     errors: dict[int, fx.Node]

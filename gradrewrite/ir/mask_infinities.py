@@ -25,13 +25,7 @@ _PROPAGATING = frozenset(
 
 
 def propagates_infinity(name: str, node: fx.Node, tainted: set[fx.Node]) -> bool:
-    """Return whether an op's result may hold expected infinities.
-
-    Args:
-        name: Name of the op.
-        node: Its node in a Dynamo graph.
-        tainted: Nodes whose values may hold such infinities.
-    """
+    """Return whether the result of a Dynamo node may hold expected infinities, as the values of ``tainted`` may."""
     return name in _PROPAGATING and (has_infinite_literal(node) or any(n in tainted for n in node.all_input_nodes))
 
 
@@ -56,10 +50,7 @@ _ELEMENTWISE = frozenset(("add", "sub", "rsub", "mul", "div"))
 def propagates(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
     """Whether an ATen node propagates the infinities of masks, and has no others.
 
-    Args:
-        node: The node.
-        result: Its value.
-        masks: Those of its inputs that hold infinities that the program wrote.
+    ``masks`` are those of its inputs that hold infinities that the program wrote.
     """
     name = operators.name_of(node)
     if not masks or name not in _ATEN_PROPAGATING | _RESHAPES:

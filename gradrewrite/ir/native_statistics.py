@@ -25,9 +25,7 @@ _COPY = -1  # in place of the number of statistics: the elements themselves
 
 @functools.cache
 def compiled_function() -> Callable[..., None] | None:
-    """Return the compiled function; None without a working C++ compiler.
-
-    If compilation fails, a warning tells of it.
+    """Return the compiled function; None, with a warning if it fails to build, without a working C++ compiler.
 
     It is built at the first call, in about a second, and kept in torch's cache folder.
     """
@@ -49,32 +47,19 @@ def compiled_function() -> Callable[..., None] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments that are the same in all calls with these statistics, checks and types.
+    """The arguments that are the same in all calls with these statistics, checks and types."""
 
-    Attributes:
-        given: The first argument of the compiled function.
-        alive: The arrays that it points to.
-        array: Type of an array with a number for each tensor.
-        names: The statistics of each tensor.
-        copied: Positions of those without any, which are copied.
-        count: Number of figures, without what is copied.
-        dtype: Type of the figures.
-    """
-
-    given: Any
-    alive: tuple[Any, ...]
-    array: Any
-    names: tuple[tuple[str, ...], ...]
-    copied: tuple[int, ...]
-    count: int
-    dtype: torch.dtype
+    given: Any  # the first argument of the compiled function
+    alive: tuple[Any, ...]  # the arrays that it points to
+    array: Any  # type of an array with a number for each tensor
+    names: tuple[tuple[str, ...], ...]  # the statistics of each tensor
+    copied: tuple[int, ...]  # positions of those without any, which are copied
+    count: int  # of figures, without what is copied
+    dtype: torch.dtype  # of the figures
 
 
 def names_of(statistics: str) -> tuple[tuple[str, ...], ...]:
-    """Return the statistics of each tensor, from one string.
-
-    ``norm,zeros; ; max`` are those of three tensors; the second has none.
-    """
+    """Return the statistics of each tensor: ``norm,zeros; ; max`` are those of three tensors; the second has none."""
     return tuple(tuple(names.split(",")) if names else () for names in statistics.split("; "))
 
 
@@ -90,19 +75,17 @@ def _call(statistics: str, checks: tuple[int, ...], dtypes: tuple[torch.dtype, .
         if own not in known:
             known[own] = len(lists)
             lists += [len(own) if own else _COPY, *(_NUMBERS[name] for name in own)]
-    is_wide = torch.float64 in dtypes
-    number = len(dtypes)
+    is_wide, number = torch.float64 in dtypes, len(dtypes)
     arrays = [_array(n) for n in ([_TYPES[d] for d in dtypes], [known[own] for own in names], lists, checks)]
     addresses = list(map(ctypes.addressof, arrays))
-    given = _array([number, *addresses[:3], len(checks), addresses[3], int(is_wide)])
     return _Call(
-        given,
-        tuple(arrays),
-        ctypes.c_int64 * number,
-        names,
-        tuple(n for n, own in enumerate(names) if not own),
-        sum(map(len, names)) + bool(checks),
-        torch.float64 if is_wide else torch.float32,
+        given=_array([number, *addresses[:3], len(checks), addresses[3], int(is_wide)]),
+        alive=tuple(arrays),
+        array=ctypes.c_int64 * number,
+        names=names,
+        copied=tuple(n for n, own in enumerate(names) if not own),
+        count=sum(map(len, names)) + bool(checks),
+        dtype=torch.float64 if is_wide else torch.float32,
     )
 
 
@@ -116,17 +99,11 @@ _address_of, _size_of, _is_contiguous, _is_negated = Tensor.data_ptr, Tensor.num
 
 
 def figures_of(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor | None:
-    """Statistics of tensors, then one figure more where something is checked.
+    """Statistics of tensors in host memory, then one figure more where something is checked.
 
-    Args:
-        xs: Tensors in host memory.
-        statistics: For each of them its statistics, of ``STATISTICS`` (see ``names_of``); if there are none, its
-            elements themselves are figures.
-        checks: Positions of figures; the last figure is then 1 if one of them is > 0, else 0.
-
-    Returns:
-        The figures, ``[N]``, float64 if a tensor is, else float32; None where the compiled function is missing, or does
-        not know a statistic or the type of a tensor (complex, whole numbers).
+    A tensor without statistics (see ``names_of``) is figures itself. ``checks`` are positions of figures; the last
+    figure is then 1 if one of them is > 0, else 0. Returns ``[N]``, float64 if a tensor is, else float32; None where
+    the compiled function is missing, or does not know a statistic or the type of a tensor (complex, whole numbers).
     """
     function = compiled_function()
     call = _call(statistics, tuple(checks), tuple(map(_dtype_of, xs)))
@@ -135,10 +112,7 @@ def figures_of(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()
     if not all(map(_is_contiguous, xs)) or any(map(_is_negated, xs)):
         xs = [_dense(x) if own else x.resolve_neg().contiguous() for x, own in zip(xs, call.names, strict=True)]
     sizes = list(map(_size_of, xs))
-    count = call.count
-    for n in call.copied:
-        count += sizes[n]
-    result = xs[0].new_empty(count, dtype=call.dtype)
+    result = xs[0].new_empty(call.count + sum(sizes[n] for n in call.copied), dtype=call.dtype)
     addresses = call.array(*map(_address_of, xs))
     function(call.given, addresses, call.array(*sizes), torch.get_num_threads(), result.data_ptr())
     return result

@@ -30,21 +30,15 @@ def draw_seed() -> int:
 
 
 class NoiseSource:
-    """Generators of normal noise, one on each device, made when it is first needed.
-
-    Attributes:
-        seed: Their seed.
-        number: A live tensor with which a graph names the source at run time.
-        is_silent: Whether it draws zeros, because another process adds the noise to the gradient that both average.
-    """
+    """Generators of normal noise, one on each device, made when it is first needed."""
 
     def __init__(self, seed: int) -> None:
-        """Seed the generators."""
         self.seed = seed
-        self.is_silent = False
+        self.is_silent = False  # it draws zeros: another process adds the noise to the gradient that both average
         number = next(_numbers)
         with fake_tensors.outside_of_transforms():  # a policy may make it while a graph is traced
-            self.number = torch.tensor([number], device="cpu")  # so that reading it waits for nothing
+            # Names the source in a graph at run time, as a live tensor; on the CPU, so that reading waits for nothing.
+            self.number = torch.tensor([number], device="cpu")
         self._generators: dict[torch.device, torch.Generator] = {}
         _sources[number] = self
 
@@ -57,7 +51,6 @@ class NoiseSource:
         return NoiseSource, (self.seed,), self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Tensor]) -> None:
-        """Take the state of the generators of another source."""
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Tensor]:

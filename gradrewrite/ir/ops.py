@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import dtensors
 from gradrewrite.ir.native_statistics import figures_of, names_of
-from gradrewrite.ir.statistics import STATISTICS, Figure, _dtype, measure_shards
+from gradrewrite.ir.statistics import STATISTICS, _dtype, measure_shards
 
 LIBRARY = torch.library.Library("gradrewrite", "DEF")
 LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
@@ -66,17 +66,13 @@ def pack_eagerly(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = 
     dtype = _dtype_of_pack(xs, statistics)
     parts: list[Tensor] = []
     for x, names in zip(xs, _names_of(statistics), strict=True):
-        figures = [_eager_form(name)(x) for name in names] if names else [x]
+        figures = [(STATISTICS[name].eager or STATISTICS[name].traced)(x) for name in names] if names else [x]
         parts += (figure.reshape(-1).to(dtype) for figure in figures)
     packed = torch.cat(parts)
     if not checks:
         return packed
     checked = torch.stack([packed[n] for n in checks])
     return torch.cat([packed, (checked.amax() > 0).to(dtype).reshape(1)])
-
-
-def _eager_form(name: str) -> Figure:
-    return STATISTICS[name].eager or STATISTICS[name].traced
 
 
 def _pack_on_cpu(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor:
@@ -95,25 +91,19 @@ def _dtype_of_pack(xs: Sequence[Tensor], statistics: str) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-_OPERATIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    ("measure", pack_eagerly, _fake_pack),
-    ("pack", pack_eagerly, _fake_pack),
-)
-for _name, _run, _fake in _OPERATIONS:
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+for _name in ("measure", "pack"):
+    LIBRARY.impl(_name, pack_eagerly, "CompositeExplicitAutograd")
     LIBRARY.impl(_name, _pack_on_cpu, "CPU")
     for _key in ("Autograd", "ADInplaceOrView"):  # neither has a derivative; torch's own fallback takes longer
         LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
-    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_fake(f"gradrewrite::{_name}", _fake_pack, lib=LIBRARY)
 
 
 def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
     """Statistics of a tensor in the given order, ``[len(names)]``, float32 (float64 for 64-bit elements).
 
-    Args:
-        x: A real or complex tensor; ``min``, ``max`` and ``saturated_*`` need a real one.
-        names: Keys of ``STATISTICS``.
-        is_opaque: One operation that the compiler does not look into, instead of nodes that it fuses.
+    ``min``, ``max`` and ``saturated_*`` need a real tensor. ``is_opaque``: by one operation that the compiler does not
+    look into, instead of nodes that it fuses.
     """
     if dtensors.is_dtensor(x):
         return measure_shards([(x, names)], lambda part, names: measure(part, names, is_opaque=is_opaque))
@@ -130,14 +120,11 @@ def measure_all(reports: Sequence[tuple[Tensor, Sequence[str]]]) -> Tensor:
 
 
 def pack(reports: Sequence[tuple[Tensor, Sequence[str]]], checks: Sequence[int] = ()) -> Tensor:
-    """All records of one device in one flat tensor, by one opaque operation, for it compiles faster; on CUDA by nodes.
+    """All records of one device, ``[N]``, by one opaque operation, for it compiles faster; on CUDA by nodes.
 
-    Args:
-        reports: Tensors, and the statistics of each that are taken here; without any, its elements are records.
-        checks: Positions of counts; the last element is then 1 if one of them is not 0, else 0.
-
-    Returns:
-        The records, ``[N]``: float64 if a tensor has 64-bit elements, else float32.
+    Tensors come with the statistics that are taken here; without any, their elements are records. ``checks`` are
+    positions of counts; the last element is then 1 if one of them is not 0, else 0. float64 if a tensor has 64-bit
+    elements, else float32.
     """
     text = text_of([names for _, names in reports])
     if reports[0][0].device.type == "cuda":  # each value is written where it belongs, by the kernel that computes it

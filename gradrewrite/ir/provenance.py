@@ -13,25 +13,19 @@ Lane = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The op, module calls and source line of one node.
-
-    Attributes:
-        lane: Whether it runs in the forward or in the backward.
-        order: Number of the torch-level op in the order of the forward; the nodes of its backward share it. A
-            placeholder has that of its first use, what carries records has -1.
-        calls: The module calls around the op, outermost first: each a module's name and the number of the call.
-        op: Name of the op as the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``,
-            ``"value"`` (from before a graph break) or ``"outside"`` (the gradient of an output).
-        name: What a placeholder stands for: a parameter's name; ``""`` for ops.
-        source: ``file:line "code"`` of the op; ``""`` where there is none.
-    """
+    """The op, module calls and source line of one node."""
 
     lane: Lane
+    # Number of the torch-level op in the order of the forward; the nodes of its backward share it. A placeholder has
+    # that of its first use, what carries records has -1.
     order: int
+    # The module calls around the op, outermost first: each a module's name and the number of the call.
     calls: tuple[tuple[str, int], ...] = ()
+    # As the user called it; of a placeholder ``"parameter"``, ``"buffer"``, ``"input"``, ``"value"`` (from before a
+    # graph break) or ``"outside"`` (the gradient of an output).
     op: str = ""
-    name: str = ""
-    source: str = ""
+    name: str = ""  # what a placeholder stands for: a parameter's name; ``""`` for ops
+    source: str = ""  # ``file:line "code"`` of the op; ``""`` where there is none
 
     @property
     def module(self) -> str:
@@ -41,27 +35,16 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The node of a site.
+    """The node of a site."""
 
-    Attributes:
-        node: Name of the node that holds its value before anything acts on it.
-        order: Number of the torch-level op that it belongs to, as in ``Origin``.
-    """
-
-    node: str
-    order: int
+    node: str  # the node that holds the value before anything acts on it
+    order: int  # of the torch-level op that it belongs to, as in ``Origin``
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The provenance of the parts of a joint graph.
+    """The provenance of the parts of a joint graph."""
 
-    Attributes:
-        origins: By name of the node, inserted ones included.
-        anchors: The nodes of the sites.
-        outputs: What the graph returns, by position: ``output:0``, ``gradient:w``, ``input:x``.
-    """
-
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)  # by name of the node, inserted ones included
     anchors: Mapping[Site, Anchor] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()  # by position: ``output:0``, ``gradient:w``, ``input:x``

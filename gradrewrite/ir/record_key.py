@@ -12,24 +12,14 @@ _NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
 class RecordKey:
     """The key of a record, with the text ``record@site``.
 
-    The second record of a name at a site is ``record.2@site``.
-
-    A name that a user gave and that itself ends in a dot and a whole number > 1 (``expert.3``) is read as such an
-    occurrence, so ``RecordKey.parse(str(key)) == key`` for every key.
-
-    Attributes:
-        record: Name of the record, without ``@``.
-        occurrence: Number of the record among those of this name at this site, from 1.
-        site: ``kind:name`` of the site; for what has none ``group:default``, ``optimizer:0``, ``run``.
-
-    Raises:
-        ValueError: The key could not be parsed back: ``record`` has an ``@``, ``occurrence`` is not in 1 to
-            999,999,999, or it is 1 and ``record`` ends in a number (see ``of``).
+    The second record of a name at a site is ``record.2@site``. A name that a user gave and that itself ends in a dot
+    and a whole number > 1 (``expert.3``) is read as such an occurrence, so ``RecordKey.parse(str(key)) == key`` for
+    every key.
     """
 
-    record: str
-    occurrence: int
-    site: str
+    record: str  # without ``@``
+    occurrence: int  # among the records of this name at this site, 1 to 999,999,999
+    site: str  # ``kind:name``; for what has none ``group:default``, ``optimizer:0``, ``run``
 
     def __post_init__(self) -> None:
         """Refuse names that could not be parsed back."""
@@ -62,11 +52,7 @@ class RecordKey:
 
     @classmethod
     def parse(cls, text: str) -> RecordKey:
-        """Parse ``record@site`` or ``record.2@site``.
-
-        Raises:
-            ValueError: There is no ``@``.
-        """
+        """Parse ``record@site`` or ``record.2@site``; ValueError without an ``@``."""
         name, at, site = text.partition("@")
         if not at:
             raise ValueError(f"wanted record@site as the name of a record, got {text!r}")

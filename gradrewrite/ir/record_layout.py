@@ -14,25 +14,15 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class ClipRecords:
-    """The records of one clip.
+    """The records of one clip."""
 
-    Attributes:
-        kind: Kind of its site; of a group what stands before the name (``group``, ``step:group``).
-        name: Name of its site, or of its group.
-        call: Call of its site.
-        action: The action as text.
-        rule: Pattern of the rule that answered with it; of another callback its name.
-        report: The keys of its report.
-        factor: Key of its factor, which the host computes.
-    """
-
-    kind: str
-    name: str
-    call: int
-    action: str
-    rule: str
-    report: Clip[RecordKey]
-    factor: RecordKey
+    kind: str  # of its site; of a group what stands before the name (``group``, ``step:group``)
+    name: str  # of its site, or of its group
+    call: int  # of its site
+    action: str  # as text
+    rule: str  # pattern of the rule that answered with it; of another callback its name
+    report: Clip[RecordKey]  # the keys
+    factor: RecordKey  # the host computes it
 
     @property
     def site(self) -> str:
@@ -46,61 +36,39 @@ class ClipRecords:
 
 @dataclass(frozen=True, slots=True)
 class FiniteCheck:
-    """One finite check.
-
-    Attributes:
-        site: The site.
-        on_failure: What follows a failure.
-        key: Key of the record of its count.
-        order: Position in the order of execution: forward first, then backward.
-        node: Name of the fx node that it looks at.
-    """
+    """One finite check."""
 
     site: Site
     on_failure: OnFailure
-    key: RecordKey
-    order: int
-    node: str
+    key: RecordKey  # of the record of its count
+    order: int  # in the order of execution: forward first, then backward
+    node: str  # name of the fx node that it looks at
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardOutputs:
-    """The auxiliary outputs of a rewritten backward graph, in their order.
+    """The auxiliary outputs of a rewritten backward graph, in their order."""
 
-    Attributes:
-        packs: Keys of the records in each packed tensor.
-        keys: Those of a step, factors of clips included, in the order of the sites.
-        num_skips: How many counts of checks that skip each packed tensor begins with.
-        verdicts: Whether each packed tensor has one element more, behind the records: 1 if one of these counts is not
-            0, else 0. Elsewhere the counts are looked at where somebody wants to know.
-        kept: Sites whose tensors are kept.
-        kept_as: What each of these tensors is (``Keep.what``).
-        groups: Names of groups that are clipped together, or whose noise is drawn together.
-        noisy: Those with noise.
-        checks: The finite checks, in the order of execution.
-        clips: The clips of which a factor is known.
-        logs: Whether one of them logs.
-        bounds: Bounds of clips that the host has (numbers, tensors in host memory), by key: ``bound@site`` by norm,
-            ``limit@site`` by value, which counts by its size.
-        states: What actions remember, by key, in the order of the new values, which are the last outputs.
-        counts: Keys of counts of elements, which add up over several graphs of one backward.
-        checked: For each consequence of a failed check, the positions of the counts in each packed tensor.
-    """
-
-    packs: tuple[tuple[RecordKey, ...], ...] = ()
-    keys: tuple[RecordKey, ...] = ()
-    num_skips: tuple[int, ...] = ()
+    packs: tuple[tuple[RecordKey, ...], ...] = ()  # keys of the records in each packed tensor
+    keys: tuple[RecordKey, ...] = ()  # those of a step, factors of clips included, in the order of the sites
+    num_skips: tuple[int, ...] = ()  # how many counts of checks that skip each packed tensor begins with
+    # Whether each packed tensor has one element more, behind the records: 1 if one of these counts is not 0, else 0.
+    # Elsewhere the counts are looked at where somebody wants to know.
     verdicts: tuple[bool, ...] = ()
-    kept: tuple[Site, ...] = ()
-    kept_as: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
-    checks: tuple[FiniteCheck, ...] = ()
-    clips: tuple[ClipRecords, ...] = ()
+    kept: tuple[Site, ...] = ()  # sites of kept tensors
+    kept_as: tuple[str, ...] = ()  # what each of these tensors is (``Keep.what``)
+    groups: tuple[str, ...] = ()  # that are clipped together, or whose noise is drawn together
+    checks: tuple[FiniteCheck, ...] = ()  # in the order of execution
+    clips: tuple[ClipRecords, ...] = ()  # of which a factor is known
+    # Bounds of clips that the host has (numbers, tensors in host memory): ``bound@site`` by norm, ``limit@site`` by
+    # value, which counts by its size.
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()
+    # What actions remember, by key, in the order of the new values, which are the last outputs.
     states: tuple[tuple[str, Tensor], ...] = ()
-    counts: frozenset[RecordKey] = frozenset()
-    noisy: frozenset[str] = frozenset()
+    counts: frozenset[RecordKey] = frozenset()  # of elements; they add up over several graphs of one backward
+    noisy: frozenset[str] = frozenset()  # groups with noise
     logs: bool = field(init=False, repr=False, compare=False)
+    # For each consequence of a failed check, the positions of the counts in each packed tensor.
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

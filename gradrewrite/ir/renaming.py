@@ -13,13 +13,9 @@ from gradrewrite.sites import Site
 
 
 def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
-    """Return the number of occurrences of each value name in one call of a graph.
+    """Return the number of occurrences of each value name in one call of a graph with these sites.
 
-    The graph is one with these sites.
-
-    Args:
-        sites: The sites of the graph.
-        number: How many calls of the graph came before the one that it was made for; the sites count on from there.
+    ``number`` calls of the graph came before the one that it was made for; the sites count on from there.
     """
     found: dict[str, int] = {}
     for site in sites:
@@ -32,19 +28,14 @@ def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Renaming of one region, and of its call, to another.
+    """Renaming of one region, and of its call, to another."""
 
-    Attributes:
-        old: Name of the module whose graph it is.
-        new: Name of the module that the graph stands for.
-        shift: How many calls of the module come before, in the call of the model that the graph stands for, more than
-            in the one it was made for.
-        calls: How often each name of a value occurs in one call of the graph.
-    """
-
-    old: str
-    new: str
+    old: str  # the module whose graph it is
+    new: str  # the module that the graph stands for
+    # How many calls of the module come before, in the call of the model that the graph stands for, more than in the one
+    # it was made for.
     shift: int = 0
+    # how often each name of a value occurs in one call of the graph
     calls: Mapping[str, int] = field(default_factory=dict)
 
     def name(self, text: str) -> str:
@@ -56,13 +47,12 @@ class Renaming:
     def site(self, site: Site) -> Site:
         """Rename a site; calls of values are counted on."""
         by = self.shift if site.kind in ("error", "activation") else 0
-        number = by * self.calls.get(site.name, 0)
         return replace(
             site,
             name=self.name(site.name),
             module=self.name(site.module),
             output_of=tuple(map(self.name, site.output_of)),
-            call=site.call + number,
+            call=site.call + by * self.calls.get(site.name, 0),
             addresses=tuple((self.name(name), call + by * self.calls.get(name, 0)) for name, call in site.addresses),
         )
 

@@ -32,26 +32,17 @@ def acting_bound(number: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A figure among the outputs of a traced action.
+    """A figure among the outputs of a traced action."""
 
-    Attributes:
-        number: Position of the output, behind the replacements.
-        element: Position of the figure in the output, which is flat.
-    """
-
-    number: int
-    element: int = 0
+    number: int  # position of the output, behind the replacements
+    element: int = 0  # position in the output, which is flat
 
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """A bound that the host has, and that is no output: a number, or a tensor in host memory.
+    """A bound that the host has, and that is no output."""
 
-    Attributes:
-        value: The bound; it acts as ``max(bound, 0)``.
-    """
-
-    value: float | Tensor
+    value: float | Tensor  # a number, or a tensor in host memory; it acts as ``max(bound, 0)``
 
 
 Leaf: TypeAlias = Output | HostBound
@@ -59,14 +50,9 @@ Leaf: TypeAlias = Output | HostBound
 
 @dataclass(frozen=True, slots=True)
 class Scalars(Generic[T]):
-    """Figures that mean nothing beyond their names.
+    """Figures that mean nothing beyond their names."""
 
-    Attributes:
-        names: Their names, as they were given.
-        values: The figures.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # as they were given
     values: tuple[T, ...]
 
     def map(self, f: Callable[[str, T], S]) -> Scalars[S]:
@@ -76,17 +62,11 @@ class Scalars(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class LogFigures(Generic[T]):
-    """The figures of the log line of a clip.
+    """The figures of the log line of a clip."""
 
-    Attributes:
-        max_abs: Largest absolute value before the clip.
-        mean_abs: Mean absolute value before the clip.
-        clipped: 1 if an element changed, else 0.
-    """
-
-    max_abs: T
-    mean_abs: T
-    clipped: T
+    max_abs: T  # before the clip
+    mean_abs: T  # before the clip
+    clipped: T  # 1 if an element changed, else 0
 
     def map(self, f: Callable[[str, T], S]) -> LogFigures[S]:
         """See ``Scalars.map``."""
@@ -96,32 +76,20 @@ class LogFigures(Generic[T]):
         """Return the log line of a clip at a site of this kind and name; None if the clip did not act."""
         if not self.clipped > 0:
             return None
-        if kind in ("gradient", "step"):
-            begin, what = f"parameter={name}", "grad"
-        else:
-            begin, what = f"layer={name}", "error"
-        return f"{begin} need clipping, max {what}={self.max_abs:.6g} avg {what}={self.mean_abs:.6g}"
+        owner, what = ("parameter", "grad") if kind in ("gradient", "step") else ("layer", "error")
+        return f"{owner}={name} need clipping, max {what}={self.max_abs:.6g} avg {what}={self.mean_abs:.6g}"
 
 
 @dataclass(frozen=True, slots=True)
 class NormClip(Generic[T]):
-    """A clip by the norm of a tensor or of a group.
+    """A clip by the norm of a tensor or of a group."""
 
-    Attributes:
-        name: Name of the record of the norm.
-        norm: The norm before the clip.
-        bound: Its bound.
-        is_wide: Whether the clip compares and divides in float64, not float32.
-        log: The figures of its log line, if it logs at a single site.
-        shares: The share of each member of a group in the norm, if it logs for a group.
-    """
-
-    name: str
-    norm: T
+    name: str  # of the record of the norm
+    norm: T  # before the clip
     bound: T
-    is_wide: bool
-    log: LogFigures[T] | None = None
-    shares: tuple[T, ...] | None = None
+    is_wide: bool  # it compares and divides in float64, not float32
+    log: LogFigures[T] | None = None  # if it logs at a single site
+    shares: tuple[T, ...] | None = None  # of each member of a group in the norm, if it logs for a group
 
     def map(self, f: Callable[[str, T], S]) -> NormClip[S]:
         """See ``Scalars.map``; the bound follows the norm."""
@@ -136,20 +104,12 @@ class NormClip(Generic[T]):
         return self.log is not None or self.shares is not None
 
     def factor(self: NormClip[float]) -> float:
-        """Return the factor of the clip.
-
-        It is bound / norm, in float64, if the clip acts; else 1, also for a norm of 0, inf or NaN.
-        """
+        """Return bound / norm, in float64, if the clip acts; else 1, also for a norm of 0, inf or NaN."""
         bound = self.bound if self.is_wide else ctypes.c_float(self.bound).value
         return bound / self.norm if bound < self.norm < math.inf and self.norm != 0 else 1.0
 
     def line(self: NormClip[float], kind: str, name: str) -> str | None:
-        """Return the log line of the clip, if it logs and acted.
-
-        Args:
-            kind: Kind of its site.
-            name: Name of its site, or of its group.
-        """
+        """Return the log line, if it logs and acted at a site of this kind and name, or a group of this name."""
         if self.shares is None:
             return None if self.log is None else self.log.line(kind, name)
         if self.factor() == 1.0:
@@ -159,21 +119,13 @@ class NormClip(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ValueClip(Generic[T]):
-    """A clip by value that logs.
+    """A clip by value that logs."""
 
-    Attributes:
-        before: The L2 norm before the clip; no record of a step.
-        after: The L2 norm after it; no record of a step.
-        share: The share of the elements that changed.
-        log: The figures of its log line.
-        limit: The largest absolute value that it lets pass; None where the bounds differ in size.
-    """
-
-    before: T
-    after: T
-    share: T
+    before: T  # the L2 norm; no record of a step
+    after: T  # the L2 norm; no record of a step
+    share: T  # of the elements that changed
     log: LogFigures[T]
-    limit: T | None = None
+    limit: T | None = None  # the largest absolute value that it lets pass; None where the bounds differ in size
 
     def map(self, f: Callable[[str, T], S]) -> ValueClip[S]:
         """See ``Scalars.map``; the limit follows ``clipped``."""
@@ -187,10 +139,9 @@ class ValueClip(Generic[T]):
         return True
 
     def factor(self: ValueClip[float]) -> float:
-        """Return the factor of the clip.
+        """Return after / before if an element changed and the norm was not 0; else 1.
 
-        It is after / before if an element changed and the norm was not 0; else 1. By IEEE rules: 0 where infinities
-        were bounded, NaN where an element is NaN or remains infinite.
+        By IEEE rules: 0 where infinities were bounded, NaN where an element is NaN or remains infinite.
         """
         return self.after / self.before if self.log.clipped > 0 and self.before != 0 else 1.0
 
@@ -201,16 +152,10 @@ class ValueClip(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Check(Generic[T]):
-    """A finite check.
+    """A finite check."""
 
-    Attributes:
-        name: Name of the record of its count.
-        count: The number of elements that fail it.
-        on_failure: What follows a failure.
-    """
-
-    name: str
-    count: T
+    name: str  # of the record of its count
+    count: T  # the elements that fail it
     on_failure: OnFailure
 
     def map(self, f: Callable[[str, T], S]) -> Check[S]:
@@ -220,30 +165,19 @@ class Check(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor that is kept.
+    """A tensor that is kept."""
 
-    Attributes:
-        what: The kind of tensor (``Keep.what``).
-        number: Position of its output.
-    """
-
-    what: str
-    number: int
+    what: str  # ``Keep.what``
+    number: int  # position of its output
 
 
 @dataclass(frozen=True, slots=True)
 class StateUpdate:
-    """The new value of a state.
-
-    Attributes:
-        key: Key of the state.
-        state: The state, which is written after the graph.
-        number: Position of the output with the new value.
-    """
+    """The new value of a state."""
 
     key: str
-    state: Tensor
-    number: int
+    state: Tensor  # written after the graph
+    number: int  # position of the output with the new value
 
 
 Clip: TypeAlias = NormClip[T] | ValueClip[T]

@@ -7,12 +7,9 @@ from torch import Tensor
 
 
 def scale_where(tensor: Tensor, factor: Tensor, acts: Tensor) -> Tensor:
-    """Return a scaled tensor, or its bits if the scaling does not act.
+    """Return a scaled tensor, or its bits if the scaling does not act; shape, dtype and device are kept.
 
-    Args:
-        tensor: The tensor; shape, dtype and device are kept.
-        factor: The factor, 0-d; the product is computed in the wider of both types.
-        acts: Whether the scaling acts, 0-d.
+    ``factor`` and ``acts`` are 0-d; the product is computed in the wider of both types.
     """
     wide = tensor.to(torch.promote_types(tensor.dtype, factor.dtype)) * factor.to(tensor.device)
     return torch.where(acts.to(tensor.device), wide.to(tensor.dtype), tensor)

@@ -6,6 +6,7 @@ with what makes the tensor. The second stage reads little, and is launched toget
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -17,10 +18,8 @@ _LARGE = 4096  # elements of a tensor that one stage does not reduce well
 def reduce_all(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Reduce a tensor to one element.
 
-    Args:
-        reduce: A function of a tensor and, if not all of them, its dimensions: ``torch.amax``, ``torch.sum``,
-            ``torch.any`` or ``torch.mean`` (rows have equal lengths).
-        x: The tensor.
+    ``reduce`` is a function of a tensor and, if not all of them, its dimensions: ``torch.amax``, ``torch.sum``,
+    ``torch.any`` or ``torch.mean`` (rows have equal lengths).
     """
     inner = _innermost(x)
     return reduce(reduce(x, inner)) if inner else reduce(x)
@@ -28,20 +27,12 @@ def reduce_all(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 def _innermost(x: Tensor) -> tuple[int, ...]:
     """The dimensions of the first stage; none where one stage is enough, or a size is not known."""
-    if x.device.type != "cuda" or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
-        return ()
-    if x.numel() < _LARGE:
+    is_known = all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+    if x.device.type != "cuda" or not is_known or x.numel() < _LARGE:
         return ()
     chosen: list[int] = []
     for dim in sorted(range(x.dim()), key=lambda d: (x.stride(d), x.shape[d])):
         chosen.append(dim)
-        if _size(x, chosen) >= _ENOUGH:
+        if math.prod(x.shape[d] for d in chosen) >= _ENOUGH:
             break
     return tuple(sorted(chosen)) if len(chosen) < x.dim() else ()
-
-
-def _size(x: Tensor, dims: list[int]) -> int:
-    size = 1
-    for dim in dims:
-        size *= x.shape[dim]
-    return size

@@ -78,7 +78,7 @@ def norms_of_units(tensor: Tensor) -> Tensor:
     A tensor of one dimension, or of none, is one unit: ``[1]`` or ``[]``.
     """
     size = size_of(tensor)
-    dims = tuple(range(1, tensor.dim())) if tensor.dim() > 1 else tuple(range(tensor.dim()))
+    dims = tuple(range(1 if tensor.dim() > 1 else 0, tensor.dim()))
     if size.dtype == torch.float32 and size.device.type != "mps":
         wide = size.to(torch.float64)
         return (wide * wide).sum(dims, keepdim=True).sqrt().to(torch.float32)
@@ -165,24 +165,16 @@ def _wide_norm(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A statistic of a tensor.
+    """A statistic of a tensor."""
 
-    Attributes:
-        traced: The figure by operations that a compiler fuses.
-        combination: The rule for the figure of a whole tensor from those of its parts.
-        unit: ``"value"`` of what grows with the tensor (in units of the unscaled loss where there is a loss scale),
-            ``"elements"`` of counts, which add up over the graphs of a step, ``"share"`` of numbers in [0, 1].
-        eager: The same figure by fewer operations, whose number costs where nothing is fused; None if there is none.
-        takes_complex: Whether it is defined for complex tensors.
-        is_native: Whether ``native_statistics.cpp`` has it; another one, and those measured with it, are measured by
-            operations of torch.
-    """
-
-    traced: Figure
-    combination: Combination
+    traced: Figure  # by operations that a compiler fuses
+    combination: Combination  # the rule for the figure of a whole tensor from those of its parts
+    # ``"value"`` grows with the tensor (in units of the unscaled loss where there is a loss scale), ``"elements"`` are
+    # counts, which add up over the graphs of a step, ``"share"`` is in [0, 1].
     unit: Literal["value", "elements", "share"]
-    eager: Figure | None = None
-    takes_complex: bool = True
+    eager: Figure | None = None  # the same by fewer operations, whose number costs where nothing is fused
+    takes_complex: bool = True  # defined for complex tensors
+    # ``native_statistics.cpp`` has it; another one, and those measured with it, are measured by operations of torch
     is_native: bool = True
 
 
@@ -224,15 +216,14 @@ def measure_shards(
 ) -> Tensor:
     """Statistics of global tensors, tensor after tensor, as a plain vector; one collective for all of them.
 
-    Args:
-        reports: Tensors of one shape on one mesh, each with keys of ``STATISTICS``.
-        measure: Measures a plain tensor.
+    The tensors have one shape and are on one mesh; ``measure`` measures a plain one.
     """
     first = added_up(reports[0][0])
     wholes = [added_up(tensor).redistribute(first.device_mesh, first.placements) for tensor, _ in reports]
     names = [name for _, own in reports for name in own]
     parts = [_of_shard(whole, own, measure) for whole, (_, own) in zip(wholes, reports, strict=True)]
-    found = torch.cat([part.to(_widest(parts)) for part in parts])
+    widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    found = torch.cat([part.to(widest) for part in parts])
     if _is_empty(first) or all(placement.is_replicate() for placement in first.placements):
         return found
     rows = _gather_shards(found, first)
@@ -249,15 +240,8 @@ def _of_shard(whole: DTensor, names: Sequence[str], measure: Callable[[Tensor, S
         return torch.stack([local.new_full((), value, dtype=_dtype(local)) for value in neutral])
     weight = local.numel() / whole.numel()
     figures = measure(local, names)
-    return torch.stack([_weighted(figures[n], weight, name) for n, name in enumerate(names)])
-
-
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def _weighted(figure: Tensor, weight: float, name: str) -> Tensor:
-    return figure * weight if STATISTICS[name].combination.kind == "mean" else figure
+    is_mean = [STATISTICS[name].combination.kind == "mean" for name in names]
+    return torch.stack([figures[n] * weight if mean else figures[n] for n, mean in enumerate(is_mean)])
 
 
 def _combine(name: str, figures: Tensor) -> Tensor:
@@ -276,14 +260,9 @@ def _combine(name: str, figures: Tensor) -> Tensor:
 
 
 def _gather_shards(values: Tensor, like: DTensor) -> Tensor:
-    """Gather the figures of all shards; replicas are counted once.
+    """Gather the vectors of all shards, ``[shards, N]``; replicas, which have the same, are counted once.
 
-    Args:
-        values: A vector, ``[N]``, the same in all replicas of a shard.
-        like: The sharded tensor, without partial sums.
-
-    Returns:
-        The vectors of all shards, ``[shards, N]``; by one collective for each dimension of the mesh that is sharded.
+    ``like`` has no partial sums. It takes one collective for each dimension of the mesh that is sharded.
     """
     rows = values.unsqueeze(0)
     for dim, placement in enumerate(like.placements):

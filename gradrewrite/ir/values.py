@@ -13,58 +13,34 @@ ModuleCall = tuple[str, str, str]  # a module's name, and the two strings that t
 
 @dataclass(eq=False)
 class Value:
-    """One tensor of the forward, as Dynamo's graph shows it.
+    """One tensor of the forward, as Dynamo's graph shows it."""
 
-    Attributes:
-        op: Name of the op as the user called it.
-        calls: The module calls in which it was made, outermost first.
-        source: The user's line that made it.
-        fake: Its fake tensor.
-        used_in: The module calls around each use.
-        stored_by: Those of ``calls`` that are known not to return it: they may store it.
-        taps: Names given to it by ``gr.tap``.
-        identities: Pass-through modules that returned it.
-        is_returned: Whether the graph returns it.
-        returned_through: Positions of the outputs of the graph that are this value or views of it.
-        may_be_infinite: Whether the program itself fills it with infinities.
-        is_selection: Whether it is an element of a tuple, or the result of indexing.
-        is_view: Whether it is a view of another tensor.
-        replaces: The value that the same tensor was before an in-place op.
-        is_overwritten: Whether autograd gave the tensor another history when such an op changed it.
-        same_as: The value that this one turned out to be (``x.contiguous()`` of a contiguous ``x``).
-        is_part: Whether it is a plain tensor that is a part of a global one, and nobody knows of which.
-        layout: The layout of a DTensor; None for a plain tensor.
-        error_layout: That of its error.
-        has_error: Whether its error came by while the graph was traced, used or not.
-    """
-
-    op: str
-    calls: tuple[ModuleCall, ...]
-    source: str
+    op: str  # as the user called it
+    calls: tuple[ModuleCall, ...]  # in which it was made, outermost first
+    source: str  # the user's line that made it
     fake: Tensor
-    used_in: list[tuple[ModuleCall, ...]] = field(default_factory=list)
+    used_in: list[tuple[ModuleCall, ...]] = field(default_factory=list)  # the module calls around each use
+    # those of ``calls`` that are known not to return it: they may store it
     stored_by: set[ModuleCall] = field(default_factory=set)
-    taps: list[str] = field(default_factory=list)
-    identities: list[str] = field(default_factory=list)
-    is_returned: bool = False
+    taps: list[str] = field(default_factory=list)  # names given to it by ``gr.tap``
+    identities: list[str] = field(default_factory=list)  # pass-through modules that returned it
+    is_returned: bool = False  # by the graph
+    # positions of outputs of the graph that are this value or views of it
     returned_through: set[int] = field(default_factory=set)
-    may_be_infinite: bool = False
-    is_selection: bool = False
+    may_be_infinite: bool = False  # the program itself fills it with infinities
+    is_selection: bool = False  # an element of a tuple, or the result of indexing
     is_view: bool = False
-    replaces: Value | None = None
-    is_overwritten: bool = False
-    same_as: Value | None = None
-    is_part: bool = False
-    layout: Layout | None = None
+    replaces: Value | None = None  # what the same tensor was before an in-place op
+    is_overwritten: bool = False  # autograd gave the tensor another history when such an op changed it
+    same_as: Value | None = None  # what it turned out to be (``x.contiguous()`` of a contiguous ``x``)
+    is_part: bool = False  # a plain tensor that is a part of a global one, and nobody knows of which
+    layout: Layout | None = None  # of a DTensor
     error_layout: Layout | None = None
-    has_error: bool = False
+    has_error: bool = False  # its error came by while the graph was traced, used or not
 
     @property
     def is_bypassed(self) -> bool:
-        """Return whether a part of the error goes past this value.
-
-        An in-place op on a view sends it to the base.
-        """
+        """Whether a part of the error goes past it: an in-place op on a view sends that to the base."""
         return self.is_view and self.is_overwritten
 
     @property
@@ -76,3 +52,9 @@ class Value:
 def shape_of(tensor: Tensor | Layout) -> tuple[int | None, ...]:
     """Sizes of a fake tensor, or of a global one; None where one is symbolic."""
     return tuple(size if isinstance(size, int) else None for size in tensor.shape)
+
+
+def num_bytes(tensor: Tensor) -> int | None:
+    """Size of a fake tensor in memory; None where it is symbolic."""
+    number = tensor.numel()
+    return number * tensor.element_size() if isinstance(number, int) else None
