@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -13,24 +13,18 @@ from gradrewrite.ir import ops
 from gradrewrite.ir.ops import number_of
 from gradrewrite.per_example.layouts import Batch, Const, Layout, Mixed, MixesExamplesError, Size, Sum
 from gradrewrite.per_example.linear_rules import is_linear
-from gradrewrite.per_example.op_calls import Layouts, OpCall
+from gradrewrite.per_example.op_calls import Layouts, OpCall, values_of
 from gradrewrite.per_example.rules import READ_SIZES, check_sizes, rule_of
 
 
 class ExampleAnalysis:
-    """The example layouts of a joint graph with its markers, node by node in the order of execution.
-
-    Attributes:
-        num_examples: B.
-        layouts: The layouts of the nodes.
-        splits: For each node that adds up over examples, the layouts of its arguments.
-    """
+    """The example layouts of a joint graph with its markers, node by node in the order of execution."""
 
     def __init__(self, graph: fx.Graph, inputs: Mapping[fx.Node, Layout], num_examples: Size) -> None:
         """Analyze a graph with these layouts of placeholders; others are constant."""
-        self.num_examples = num_examples
         self.layouts: dict[fx.Node, Layouts] = {}
-        self.splits: dict[fx.Node, dict[fx.Node, Batch]] = {}
+        self.splits: dict[fx.Node, dict[fx.Node, Batch]] = {}  # of nodes that add up over examples: of their arguments
+        self._num_examples = num_examples
         self._graph = graph
         self._inputs = dict(inputs)
         self._values: dict[int, Layouts] = {}  # of the marked activations
@@ -65,19 +59,19 @@ class ExampleAnalysis:
             (value, *_) = node.all_input_nodes
             self._values[number_of(node)] = self._known(value)
             return Const()
-        if not self._has_tensor(node):
+        if not any(isinstance(value, Tensor) for value in values_of(node)):
             return Const()
         layouts = {source: self._known(source) for source in node.all_input_nodes}
-        mixed = [x for layout in layouts.values() for x in _flat(layout) if isinstance(x, Mixed)]
+        flat = (own if isinstance(own, tuple) else (own,) for own in layouts.values())
+        mixed = [layout for layout in itertools.chain.from_iterable(flat) if isinstance(layout, Mixed)]
         if mixed:
-            return self._everywhere(node, min(mixed, key=lambda m: m.order))
+            return _everywhere(node, min(mixed, key=lambda m: m.order))
         if node.target is ops.mark_error:
             return self._of_error(node, layouts)
         try:
-            return self._infer(OpCall(node, layouts, self.num_examples))
+            return self._infer(OpCall(node, layouts, self._num_examples))
         except MixesExamplesError as err:
-            reason = f"{operators.name_of(node)} {err}"
-            return self._everywhere(node, Mixed(node.name, reason, self._position[node]))
+            return _everywhere(node, Mixed(node.name, f"{operators.name_of(node)} {err}", self._position[node]))
 
     def _known(self, node: fx.Node) -> Layouts:
         """Return the layout of a node; a tangent has that of its output."""
@@ -94,9 +88,9 @@ class ExampleAnalysis:
                 raise MixesExamplesError(
                     "is computed of a sum over the batch, and no rule says that it is linear in it"
                 )
-            return self._everywhere(call.node, Sum())
+            return _everywhere(call.node, Sum())
         if not call.batched:
-            return self._everywhere(call.node, Const())
+            return _everywhere(call.node, Const())
         rule = rule_of(call.node)
         if rule is None:
             raise MixesExamplesError("has no rule, so nobody knows whether it mixes examples")
@@ -110,19 +104,9 @@ class ExampleAnalysis:
         """An error has the layout of its value: a constant one is the same for all examples."""
         (found,) = layouts.values()
         value = self._values.get(number_of(node))
-        if isinstance(value, Batch) and isinstance(found, Const):
-            return value
-        return found
-
-    def _everywhere(self, node: fx.Node, layout: Layout) -> Layouts:
-        value = node.meta.get("val")
-        return tuple(layout for _ in value) if isinstance(value, tuple | list) else layout
-
-    @staticmethod
-    def _has_tensor(node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
+        return value if isinstance(value, Batch) and isinstance(found, Const) else found
 
 
-def _flat(layouts: Layouts) -> tuple[Any, ...]:
-    return layouts if isinstance(layouts, tuple) else (layouts,)
+def _everywhere(node: fx.Node, layout: Layout) -> Layouts:
+    value = node.meta.get("val")
+    return tuple(layout for _ in value) if isinstance(value, tuple | list) else layout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,18 +26,13 @@ class Const:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A value with the examples along one dimension.
+    """A value with the examples along one dimension, of size ``pre * B * post``.
 
-    Along that dimension the index of the example is ``(i // post) % B``: it is B itself, B * T flattened rows
-    (``post`` = T), T * B (``pre`` = T), or two batches one behind the other (``pre`` = 2).
-
-    Attributes:
-        dim: The dimension, from 0.
-        pre: What its size is divided by from the left.
-        post: From the right; its size is ``pre * B * post``.
+    Along that dimension the index of the example is ``(i // post) % B``: it is B itself, B * T flattened rows (``post``
+    = T), T * B (``pre`` = T), or two batches one behind the other (``pre`` = 2).
     """
 
-    dim: int
+    dim: int  # from 0
     pre: Size = 1
     post: Size = 1
 
@@ -58,17 +53,11 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A value with a mixture of examples, or with an unknown layout.
+    """A value with a mixture of examples, or with an unknown layout."""
 
-    Attributes:
-        node: Name of the node that mixed them, the first in the order of execution.
-        reason: The op, and what it does.
-        order: Position of that node.
-    """
-
-    node: str
-    reason: str
-    order: int
+    node: str  # the first in the order of execution that mixed them
+    reason: str  # the op, and what it does
+    order: int  # position of that node
 
 
 Layout: TypeAlias = Const | Batch | Sum | Mixed
@@ -101,34 +90,22 @@ def product(sizes: Sequence[Size]) -> Size:
     return as_number(math.prod(sizes))
 
 
-def agree(layouts: Sequence[Batch]) -> Batch:
-    """Return the common layout of the operands of an elementwise op.
-
-    Raises:
-        MixesExamplesError: They differ, so elements of different examples meet; or there are none.
-    """
-    if not layouts:
+def agree(layouts: Iterable[Batch | None]) -> Batch:
+    """Return the common layout of those operands of an elementwise op that have the batch."""
+    known = [layout for layout in layouts if layout is not None]
+    if not known:
         raise MixesExamplesError("has no rule for a batch in this argument alone")
-    first = layouts[0]
-    if not all(first.equals(other) for other in layouts[1:]):
+    if not all(known[0].equals(other) for other in known[1:]):
         raise MixesExamplesError("combines different examples")
-    return first
+    return known[0]
 
 
 def of_view(layout: Batch, size: Sequence[Size], result: Sequence[Size], num_examples: Size) -> Batch:
-    """Return the layout after a reshape; the order of the elements is kept.
+    """Return the layout after a reshape from one size to another; the order of the elements is kept.
 
     Dimensions are put into groups, the smallest ones with as many elements on both sides; inside of its group, the
-    batch is in the dimension that its rows divide.
-
-    Args:
-        layout: The layout before.
-        size: The sizes before.
-        result: The sizes after.
-        num_examples: B.
-
-    Raises:
-        MixesExamplesError: No dimension of the result holds whole examples in their order.
+    batch is in the dimension that its rows divide. MixesExamplesError if no dimension holds whole examples in their
+    order.
     """
     before, after = _group_of(layout.dim, size, result)
     pre = product([*(size[d] for d in before if d < layout.dim), layout.pre])
@@ -171,18 +148,7 @@ def _is_smaller(a: Size, b: Size) -> bool:
 
 
 def unflatten(tensor: Tensor, layout: Batch, num_examples: Size) -> Tensor:
-    """Return a tensor with its examples in dimension 0.
-
-    The other elements of their dimension remain at the old place.
-
-    Args:
-        tensor: ``[..., pre * B * post, ...]``.
-        layout: Its layout.
-        num_examples: B.
-
-    Returns:
-        ``[B, ..., pre * post, ...]``.
-    """
+    """Bring the examples of ``[..., pre * B * post, ...]`` to dimension 0: ``[B, ..., pre * post, ...]``."""
     dim, pre, post = layout.dim, as_number(layout.pre), as_number(layout.post)
     if same_size(pre, 1) and same_size(post, 1):
         return tensor.movedim(dim, 0).unsqueeze(dim + 1)

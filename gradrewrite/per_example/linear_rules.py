@@ -45,13 +45,10 @@ def _chooses(call: OpCall, sums: Sums) -> bool:
 
 
 def _multiplies_and_adds(call: OpCall, sums: Sums) -> bool:
-    """Return whether ``a * b + c`` is linear in its sums.
-
-    One factor is a sum and so is ``c``; either term may be 0 instead.
-    """
+    """Return whether ``a * b + c`` is linear in its sums: one factor and ``c``; either term may be 0 instead."""
     factors = [call[name] for name in ("a", "b")]
-    number = sum(factor in sums for factor in factors)
-    return (number == 1 or any(map(is_zero, factors))) and (call["c"] in sums or is_zero(call["c"]))
+    is_linear_product = sum(factor in sums for factor in factors) == 1 or any(map(is_zero, factors))
+    return is_linear_product and (call["c"] in sums or is_zero(call["c"]))
 
 
 # What moves elements, or adds them up; all other arguments are sizes.

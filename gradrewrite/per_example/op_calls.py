@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,45 +25,27 @@ PUTS = frozenset(operators.overloads(("index_put", "_unsafe_index_put", "_unsafe
 
 @dataclass(eq=False)
 class OpCall:
-    """One node that calls an op.
-
-    Attributes:
-        node: The node.
-        layouts: The layouts of the nodes before it.
-        num_examples: B.
-        split: Layouts by which the op contracts the batch, by the argument: set by a rule whose result is a ``Sum``.
-    """
+    """One node that calls an op."""
 
     node: fx.Node
-    layouts: Mapping[fx.Node, Layouts]
+    layouts: Mapping[fx.Node, Layouts]  # of the nodes before it
     num_examples: Size
+    # layouts by which the op contracts the batch, by the argument: set by a rule whose result is a ``Sum``
     split: dict[fx.Node, Batch] = field(default_factory=dict)
-    _arguments: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         """Return an argument by its name in the schema."""
         return self.arguments[name]
 
-    @property
+    @cached_property
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, defaults included."""
-        if self._arguments is None:
-            self._arguments = operators.arguments_of(self.node)
-        return self._arguments
-
-    def layout(self, name: str) -> Layout:
-        """Return the layout of an argument; constant unless it is a node."""
-        return self.layout_of(self[name])
-
-    def layout_of(self, given: Any) -> Layout:
-        """Return the layout of a node, or of a number."""
-        found = self.layouts[given] if isinstance(given, fx.Node) else Const()
-        assert not isinstance(found, tuple)
-        return found
+        return operators.arguments_of(self.node)
 
     def batch_of(self, given: Any) -> Batch | None:
-        """Return the layout of a node with the batch; None for any other."""
-        found = self.layout_of(given)
+        """Return the layout of a node with the batch; None for any other, and for a number."""
+        found = self.layouts[given] if isinstance(given, fx.Node) else None
+        assert not isinstance(found, tuple)
         return found if isinstance(found, Batch) else None
 
     def size(self, name: str) -> tuple[Size, ...]:
@@ -75,15 +58,15 @@ class OpCall:
         pairs = ((node, self.batch_of(node)) for node in self.node.all_input_nodes)
         return [(node, layout) for node, layout in pairs if layout is not None]
 
-    def dim(self, name: str = "dim", *, of: str = "self") -> int:
-        """Return a dimension argument, counted from 0."""
-        return int(self[name]) % max(len(self.size(of)), 1)
+    def dim(self, name: str = "dim") -> int:
+        """Return a dimension argument, counted from 0, of ``self`` or of ``input_sizes``."""
+        size = self.size("self") if "self" in self.arguments else self["input_sizes"]
+        return int(self[name]) % max(len(size), 1)
 
     @property
     def results(self) -> list[Tensor | None]:
         """The fake tensors of the results."""
-        value = self.node.meta["val"]
-        return list(value) if isinstance(value, tuple | list) else [value]
+        return values_of(self.node)
 
     def all_results(self, layout: Layout) -> Layouts:
         """Return the same layout for each result; results without dimensions are constant."""
@@ -97,21 +80,19 @@ class OpCall:
         return (*layouts, *[Const()] * (len(self.results) - len(layouts)))
 
     def same_places(self, *names: str) -> Batch:
-        """Return the common layout of elementwise arguments of one rank.
-
-        Raises:
-            MixesExamplesError: They have the examples at different places.
-        """
-        given = [self[name] for name in names] if names else self.node.all_input_nodes
-        return agree([layout for node in given if (layout := self.batch_of(node)) is not None])
+        """Return the common layout of elementwise arguments of one rank, of all if none are named."""
+        return agree(map(self.batch_of, [self[name] for name in names] if names else self.node.all_input_nodes))
 
     def contract(self, split: Mapping[fx.Node, Batch]) -> Sum:
-        """Note that the op adds up over the examples of these arguments.
-
-        ``split`` has their layouts.
-        """
+        """Note that the op adds up over the examples of arguments with these layouts."""
         self.split.update(split)
         return Sum()
+
+
+def values_of(node: fx.Node) -> list[Any]:
+    """Return the fake tensors of the results of a node."""
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, tuple | list) else [value]
 
 
 def size_of(node: Any) -> tuple[Size, ...]:
@@ -164,25 +145,13 @@ def is_count(node: Any) -> bool:
     return is_whole and node.target in _COUNTS and is_count(node.args[0])
 
 
-_COUNTS = frozenset(
-    (
-        *operators.overloads(("sum", "view", "_to_copy", "unsqueeze", "squeeze", "expand", "clone")),
-        torch.ops.prims.convert_element_type.default,
-    )
-)
-
-_COUNTS_UP = frozenset((*operators.overloads(("arange",)), torch.ops.prims.iota.default))
-_KEEP_ORDER = frozenset(
-    (
-        _aten.view.default,
-        _aten.unsqueeze.default,
-        _aten.expand.default,
-        _aten.alias.default,
-        _aten.clone.default,
-        _aten._to_copy.default,
-        torch.ops.prims.convert_element_type.default,
-    )
-)
+_CONVERT = torch.ops.prims.convert_element_type.default
+_COUNTS = {*operators.overloads(("sum", "view", "_to_copy", "unsqueeze", "squeeze", "expand", "clone")), _CONVERT}
+_COUNTS_UP = {*operators.overloads(("arange",)), torch.ops.prims.iota.default}
+_KEEP_ORDER = {
+    *(getattr(_aten, name).default for name in ("view", "unsqueeze", "expand", "alias", "clone", "_to_copy")),
+    _CONVERT,
+}
 
 
 def is_selection(node: fx.Node) -> bool:

@@ -7,8 +7,9 @@ have their rows one behind the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,50 +18,30 @@ from gradrewrite._compat import fake_tensors, operators
 from gradrewrite.ir import ops
 from gradrewrite.per_example.layouts import Batch, Size, unflatten
 from gradrewrite.per_example.op_calls import PUTS, size_of
-from gradrewrite.per_example.tails import Tail, TensorsFunction
+from gradrewrite.per_example.tails import FunctionOfNodes, Tail
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One side of the rows: a matrix of rows by example, or a tensor of words.
-
-    Attributes:
-        node: The node.
-        layout: Where it has the examples.
-        is_transposed: Whether its rows are in its last dimension.
-    """
+    """One side of the rows: a matrix of rows by example, or a tensor of words."""
 
     node: fx.Node
     layout: Batch
-    is_transposed: bool = False
+    is_transposed: bool = False  # its rows are in its last dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one use of a parameter.
+    """The rows of one use of a parameter."""
 
-    Attributes:
-        left: Rows of as many elements as the gradient has rows; words, if these are one-hot.
-        right: Rows of as many elements as the gradient has columns.
-        is_one_hot: Whether ``left`` are words.
-        padding: The word that does not count; None if all do.
-        size: Number of words: negative ones count from the end. None where there are no negative ones.
-        mask: Which rows count; None if all do.
-    """
-
-    left: Factor
-    right: Factor
+    left: Factor  # rows of as many elements as the gradient has rows; words, if these are one-hot
+    right: Factor  # rows of as many elements as the gradient has columns
     is_one_hot: bool = False
-    padding: int | None = None
-    size: Size | None = None
-    mask: Factor | None = None
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """The nodes of all factors."""
-        return [factor.node for factor in (self.left, self.right, self.mask) if factor is not None]
+    padding: int | None = None  # the word that does not count; None if all do
+    size: Size | None = None  # number of words: negative ones count from the end; None where there are no negative ones
+    mask: Factor | None = None  # which rows count; None if all do
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +86,7 @@ def _rows_of(tail: Tail, node: fx.Node, is_turned: bool) -> Rows | None:
     if is_turned:
         return None
     if node.target is _aten.embedding_dense_backward.default:
-        words, errors = given["indices"], given["grad_output"]
-        padding = int(given["padding_idx"])
+        words, errors, padding = given["indices"], given["grad_output"], int(given["padding_idx"])
         return Rows(Factor(words, split[words]), Factor(errors, split[errors]), True, None if padding < 0 else padding)
     if node.target in PUTS and len(given["indices"]) == 1:
         (words,), errors, mask = given["indices"], given["values"], given.get("mask")
@@ -120,13 +100,11 @@ def _rows_of(tail: Tail, node: fx.Node, is_turned: bool) -> Rows | None:
 
 
 _TURNS = frozenset(operators.overloads(("t", "permute", "transpose")))
-_KEEPS = frozenset(
-    (
-        *operators.overloads(("view", "_unsafe_view", "clone", "alias", "detach", "_to_copy")),
-        torch.ops.prims.convert_element_type.default,
-        ops.mark_error,
-    )
-)
+_KEEPS = {
+    *operators.overloads(("view", "_unsafe_view", "clone", "alias", "detach", "_to_copy")),
+    torch.ops.prims.convert_element_type.default,
+    ops.mark_error,
+}
 
 
 def _read(rows: Rows, given: dict[fx.Node, Tensor], num_examples: Size, dtype: torch.dtype) -> RowsOfExamples:
@@ -152,34 +130,19 @@ def _read(rows: Rows, given: dict[fx.Node, Tensor], num_examples: Size, dtype: t
     return RowsOfExamples(torch.where(counts, words, 0), torch.where(counts.unsqueeze(-1), right, 0), True)
 
 
-def _num_rows(rows: Rows, num_examples: Size) -> int:
-    sizes = size_of(rows.left.node)
-    number: Size = rows.left.layout.pre * rows.left.layout.post
-    if rows.is_one_hot:
-        for dim, size in enumerate(sizes):
-            number = number if dim == rows.left.layout.dim else number * size
-    return fake_tensors.hint_of(number)
-
-
-Way = Literal["gram", "direct"]
-
-
-def cheaper_way(rows: list[Rows], gradient: fx.Node, num_examples: Size) -> Way:
-    """Return the way with fewer multiplications to the norms: by Gram matrices, or by the terms themselves."""
+def has_cheap_gram(rows: list[Rows], gradient: fx.Node) -> bool:
+    """Whether Gram matrices take fewer multiplications to the norms than the terms themselves."""
     if any(own.is_one_hot for own in rows):
-        return "gram"
-    number = sum(_num_rows(own, num_examples) for own in rows)
+        return True
+    number = sum(fake_tensors.hint_of(own.left.layout.pre * own.left.layout.post) for own in rows)
     height, width = map(fake_tensors.hint_of, size_of(gradient))
-    return "gram" if number * (height + width) <= height * width else "direct"
+    return number * (height + width) <= height * width
 
 
-def square_norms_of(rows: list[Rows], num_examples: Size, dtype: torch.dtype) -> tuple[list[fx.Node], TensorsFunction]:
-    """Return nodes, and a function of their tensors: the squared norms of the terms ``[B]``, by Gram matrices."""
-    nodes = _nodes_of(rows)
+def square_norms_of(rows: list[Rows], num_examples: Size, dtype: torch.dtype) -> FunctionOfNodes:
+    """Return the squared norms of the terms ``[B]``, by Gram matrices."""
 
-    def run(*tensors: Tensor) -> Tensor:
-        given = dict(zip(nodes, tensors, strict=True))
-        merged = _merged([_read(own, given, num_examples, dtype) for own in rows])
+    def square_norms(merged: list[RowsOfExamples]) -> Tensor:
         total: Any = 0
         for n, first in enumerate(merged):
             for second in merged[n:]:
@@ -187,27 +150,28 @@ def square_norms_of(rows: list[Rows], num_examples: Size, dtype: torch.dtype) ->
         squares: Tensor = total.clamp(min=0)  # rounding
         return squares
 
-    return nodes, run
+    return _of_rows(rows, num_examples, dtype, square_norms)
 
 
-def products_of(
-    rows: list[Rows], num_examples: Size, dtype: torch.dtype
-) -> tuple[list[fx.Node], TensorsFunction] | None:
-    """Return nodes, and a function of their tensors: the terms ``[B, O, I]``; None where rows are words."""
+def products_of(rows: list[Rows], num_examples: Size, dtype: torch.dtype) -> FunctionOfNodes | None:
+    """Return the terms ``[B, O, I]``; None where rows are words."""
     if any(own.is_one_hot for own in rows):
         return None
-    nodes = _nodes_of(rows)
+    return _of_rows(rows, num_examples, dtype, lambda dense: torch.bmm(dense[0].left.transpose(1, 2), dense[0].right))
+
+
+def _of_rows(
+    rows: list[Rows], num_examples: Size, dtype: torch.dtype, compute: Callable[[list[RowsOfExamples]], Tensor]
+) -> FunctionOfNodes:
+    """Return the nodes of rows, and a function of their tensors: ``compute`` of the merged rows."""
+    factors = (factor for own in rows for factor in (own.left, own.right, own.mask))
+    nodes = list(dict.fromkeys(factor.node for factor in factors if factor is not None))
 
     def run(*tensors: Tensor) -> Tensor:
         given = dict(zip(nodes, tensors, strict=True))
-        (merged,) = _merged([_read(own, given, num_examples, dtype) for own in rows])
-        return torch.bmm(merged.left.transpose(1, 2), merged.right)
+        return compute(_merged([_read(own, given, num_examples, dtype) for own in rows]))
 
     return nodes, run
-
-
-def _nodes_of(rows: list[Rows]) -> list[fx.Node]:
-    return list(dict.fromkeys(node for own in rows for node in own.nodes))
 
 
 def _merged(known: list[RowsOfExamples]) -> list[RowsOfExamples]:
@@ -239,35 +203,26 @@ def _inner(first: RowsOfExamples, second: RowsOfExamples) -> Tensor:
 
 def sum_of_squares_of(
     rows: list[Rows], gradient: fx.Node, num_examples: Size, dtype: torch.dtype
-) -> tuple[list[fx.Node], TensorsFunction] | None:
-    """Return nodes, and a function of their tensors: the sum over examples of the squared terms, ``[O, I]``.
+) -> FunctionOfNodes | None:
+    """Return the sum over examples of the squared terms, ``[O, I]``.
 
     None where that needs the terms: several dense rows for each example, or rows of words and dense ones together.
     """
-    nodes = _nodes_of(rows)
     if all(own.is_one_hot for own in rows):
-
-        def run(*tensors: Tensor) -> Tensor:
-            given = dict(zip(nodes, tensors, strict=True))
-            (merged,) = _merged([_read(own, given, num_examples, dtype) for own in rows])
-            return _squares_of_words(merged, size_of(gradient))
-
-        return nodes, run
+        return _of_rows(rows, num_examples, dtype, lambda words: _squares_of_words(words[0], size_of(gradient)))
     if len(rows) > 1 or rows[0].left.layout.pre * rows[0].left.layout.post != 1:
         return None
 
-    def square(*tensors: Tensor) -> Tensor:
-        found = _read(rows[0], dict(zip(nodes, tensors, strict=True)), num_examples, dtype)
-        return found.left[:, 0].square().t() @ found.right[:, 0].square()
+    def squares_of_single(dense: list[RowsOfExamples]) -> Tensor:
+        return dense[0].left[:, 0].square().t() @ dense[0].right[:, 0].square()
 
-    return nodes, square
+    return _of_rows(rows, num_examples, dtype, squares_of_single)
 
 
 def _squares_of_words(rows: RowsOfExamples, size: tuple[Size, ...]) -> Tensor:
     """The sum over words: each counts once in an example, with the sum of its rows there."""
     same = rows.left.unsqueeze(2) == rows.left.unsqueeze(1)  # [B, T, T]
-    whole = torch.bmm(same.to(rows.right.dtype), rows.right)
-    number = rows.left.shape[1]
+    whole, number = torch.bmm(same.to(rows.right.dtype), rows.right), rows.left.shape[1]
     before = torch.ones(number, number, dtype=torch.bool, device=same.device).tril(-1)
     is_first = ~(same & before).any(2)
     squares = torch.where(is_first.unsqueeze(-1), whole.square(), 0)

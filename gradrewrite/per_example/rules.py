@@ -7,6 +7,7 @@ never guessed at.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,20 +51,9 @@ def _rule(*names: str, namespace: str = "aten") -> Callable[[Rule], Rule]:
 
 
 @_rule(
-    *(
-        "hardswish",
-        "where",
-        "masked_fill",
-        "bernoulli",
-        "_to_copy",
-        "to",
-        "lift_fresh_copy",
-        "detach",
-        "alias",
-        "clone",
-        "rsub",
-    ),
-    *("hardtanh_backward", "elu_backward", "softplus_backward", "leaky_relu_backward", "hardswish_backward"),
+    *("hardswish", "where", "masked_fill", "bernoulli", "_to_copy", "to", "lift_fresh_copy", "detach", "alias"),
+    *("clone", "rsub", "expand", "hardswish_backward"),
+    *("hardtanh_backward", "elu_backward", "softplus_backward", "leaky_relu_backward"),
     *("hardsigmoid_backward", "mish_backward", "softshrink_backward", "hardshrink_backward", "log_sigmoid_forward"),
     *("log_sigmoid_backward", "native_dropout", "_prelu_kernel", "_prelu_kernel_backward"),
     *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"),
@@ -88,10 +78,8 @@ def _look_up(call: OpCall) -> Layouts:
 
 @_rule("copy")
 def _copy(call: OpCall) -> Layouts:
-    layout = call.layout("src")
-    if isinstance(layout, Batch):
-        return layout.moved(layout.dim + len(call.size("self")) - len(call.size("src")))
-    return layout
+    layout = call.batch_of(call["src"])
+    return Const() if layout is None else layout.moved(layout.dim + len(call.size("self")) - len(call.size("src")))
 
 
 _READ_SIZES = (
@@ -118,12 +106,11 @@ def _nll_loss(call: OpCall) -> Layouts:
     layout = call.same_places("self", "target")
     if call["reduction"] == 0:
         return call.by_position(layout)
-    weights = call["weight"]
-    return call.by_position(Sum(), Const() if weights is None else Sum())
+    return call.by_position(Sum(), Const() if call["weight"] is None else Sum())
 
 
-@_rule("nll_loss_backward", "nll_loss2d_backward")
-def _nll_loss_backward(call: OpCall) -> Layouts:
+@_rule("nll_loss_backward", "nll_loss2d_backward", "view_as_real", "view_as_complex")
+def _of_one_rank(call: OpCall) -> Layouts:
     return call.same_places()
 
 
@@ -150,23 +137,12 @@ def _transpose(call: OpCall) -> Layouts:
     return layout.moved({first: second, second: first}.get(layout.dim, layout.dim))
 
 
-@_rule("expand")
-def _expand(call: OpCall) -> Layouts:
-    ((node, layout),) = call.batched
-    return layout.moved(layout.dim + len(size_of(call.node)) - len(size_of(node)))
-
-
 @_rule("repeat")
 def _repeat(call: OpCall) -> Layouts:
     ((node, layout),) = call.batched
     dim = layout.dim + len(call["repeats"]) - len(size_of(node))
     times = size_of(call.node)[dim] // size_of(node)[layout.dim]
     return Batch(dim, layout.pre * times, layout.post)
-
-
-@_rule("view_as_real", "view_as_complex")
-def _parts_of_complex(call: OpCall) -> Layouts:
-    return call.same_places()
 
 
 @_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
@@ -240,7 +216,7 @@ def _slice(call: OpCall) -> Layouts:
 @_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unbind", "tensor_split")
 def _split(call: OpCall) -> Layouts:
     ((node, layout),) = call.batched
-    dim, parts = call.dim(), call.results
+    dim = call.dim()
     if call.node.target is torch.ops.aten.unbind.int:
         if dim == layout.dim:
             raise MixesExamplesError(SINGLE)
@@ -249,7 +225,7 @@ def _split(call: OpCall) -> Layouts:
         return call.all_results(layout)
     found: list[Layout] = []
     start: Any = 0
-    for part in parts:
+    for part in call.results:
         assert part is not None
         found.append(_part(call, layout, size_of(node)[dim], part.shape[dim], start))
         start = start + part.shape[dim]
@@ -260,8 +236,7 @@ def _split(call: OpCall) -> Layouts:
 def _cat(call: OpCall) -> Layouts:
     tensors = [t for t in call["tensors"] if not (len(size_of(t)) == 1 and same_size(size_of(t)[0], 0))]
     dim = int(call["dim"]) % len(size_of(call.node))
-    layouts = [call.batch_of(t) for t in tensors]
-    known = [layout for layout in layouts if layout is not None]
+    known = [layout for t in tensors if (layout := call.batch_of(t)) is not None]
     if known[0].dim != dim:
         return agree(known)
     if len(known) < len(tensors):
@@ -275,57 +250,32 @@ def _cat(call: OpCall) -> Layouts:
 
 @_rule("stack")
 def _stack(call: OpCall) -> Layouts:
-    layout = agree([layout for _, layout in call.batched])
+    layout = agree(layout for _, layout in call.batched)
     dim = int(call["dim"]) % len(size_of(call.node))
     return layout.moved(layout.dim + (dim <= layout.dim))
 
 
-@_rule("select_scatter")
-def _select_scatter(call: OpCall) -> Layouts:
-    return _put_back(call, "src", call.dim())
-
-
-@_rule("select_backward")
-def _select_backward(call: OpCall) -> Layouts:
-    return _put_back(call, "grad_output", int(call["dim"]) % len(call["input_sizes"]))
-
-
-def _put_back(call: OpCall, part: str, dim: int) -> Layouts:
-    given = call.batch_of(call[part])
-    found = [] if given is None else [given.moved(given.dim + (dim <= given.dim))]
-    whole = call.layout("self") if "self" in call.arguments else Const()
-    layout = agree([*found, *([whole] if isinstance(whole, Batch) else [])])
+@_rule("select_scatter", "select_backward")
+def _put_back(call: OpCall) -> Layouts:
+    given, dim = call.batch_of(call["src" if "src" in call.arguments else "grad_output"]), call.dim()
+    moved = None if given is None else given.moved(given.dim + (dim <= given.dim))
+    layout = agree([moved, call.batch_of(call.arguments.get("self"))])
     if layout.dim == dim:
         raise MixesExamplesError(SINGLE)
     return layout
 
 
-@_rule("slice_scatter")
-def _slice_scatter(call: OpCall) -> Layouts:
-    return _slice_back(call, "src", call["self"], call.dim())
-
-
-@_rule("slice_backward")
-def _slice_backward(call: OpCall) -> Layouts:
-    return _slice_back(call, "grad_output", 0, int(call["dim"]) % len(call["input_sizes"]))
-
-
-def _slice_back(call: OpCall, part: str, whole: Any, dim: int) -> Layouts:
-    layouts = [layout for layout in (call.batch_of(call[part]), call.batch_of(whole)) if layout is not None]
-    if layouts[0].dim != dim:
-        return agree(layouts)
+@_rule("slice_scatter", "slice_backward")
+def _slice_back(call: OpCall) -> Layouts:
+    part, whole = ("src", call["self"]) if "src" in call.arguments else ("grad_output", 0)
+    given, rest, dim = call.batch_of(call[part]), call.batch_of(whole), call.dim()
     before, after = call.size(part)[dim], size_of(call.node)[dim]
-    if same_size(before, after):
-        return agree(layouts)
-    given = call.batch_of(call[part])
-    rest = call.batch_of(whole)
-    if given is None or (rest is None and not is_zero(whole)) or call["step"] != 1:
+    first = rest if given is None else given
+    if first is None or first.dim != dim or same_size(before, after):
+        return agree([given, rest])
+    if given is None or (rest is None and not is_zero(whole)):
         raise MixesExamplesError(SINGLE)
-    rows = call.num_examples * given.post
-    first, number = quotient(call["start"] or 0, rows), quotient(after, rows)
-    if first is None or number is None:
-        raise MixesExamplesError(SINGLE)
-    return agree([Batch(dim, number, given.post), *([] if rest is None else [rest])])
+    return agree([_part(call, given, before, after, call["start"] or 0, call["step"]), rest])
 
 
 @_rule("unfold", "index_fill", "index_copy", "index_add")
@@ -342,16 +292,15 @@ def _along_others(call: OpCall) -> Layouts:
 @_rule("unfold_backward")
 def _unfold_backward(call: OpCall) -> Layouts:
     layout = call.same_places("grad_in")
-    if layout.dim == int(call["dim"]) % len(call["input_sizes"]):
+    if layout.dim == call.dim():
         raise MixesExamplesError(ALONG_THE_BATCH)
     return layout
 
 
 @_rule("diagonal_backward")
 def _diagonal_backward(call: OpCall) -> Layouts:
-    layout, rank = call.same_places("grad_output"), len(call["input_sizes"])
-    taken = {int(call[name]) % rank for name in ("dim1", "dim2")}
-    others = [d for d in range(rank) if d not in taken]
+    layout = call.same_places("grad_output")
+    others = kept_dims(len(call["input_sizes"]), (call.dim("dim1"), call.dim("dim2")))
     if layout.dim >= len(others):
         raise MixesExamplesError(SINGLE)
     return layout.moved(others[layout.dim])
@@ -365,8 +314,6 @@ def _diagonal(call: OpCall) -> Layouts:
         raise MixesExamplesError(SINGLE)
     return layout.moved(layout.dim - sum(d < layout.dim for d in taken))
 
-
-# --- reductions, and ops along a dimension --------------------------------------------------------------------------
 
 _ADDS = frozenset(overloads(("sum", "mean")))
 
@@ -412,32 +359,29 @@ def _along(call: OpCall) -> Layouts:
 
 @_rule("mm", "bmm", "addmm", "baddbmm")
 def _matmul(call: OpCall) -> Layouts:
-    names = call.arguments
-    left, right = (names["self"], names["mat2"]) if "batch1" not in names else (names["batch1"], names["batch2"])
-    added = names["self"] if "mat1" in names or "batch1" in names else None
-    left, rank = names.get("mat1", left), len(size_of(call.node))
-    bias = None if added is None else call.batch_of(added)
-    found = [] if bias is None else [bias.moved(bias.dim + rank - len(size_of(added)))]
-    result = _product(call, left, right, rank - 2)
-    if added is None:
+    left = next(name for name in ("mat1", "batch1", "self") if name in call.arguments)
+    right, rank = call["batch2" if left == "batch1" else "mat2"], len(size_of(call.node))
+    result = _product(call, call[left], right, rank - 2)
+    if left == "self":
         return result
     if isinstance(result, Sum):
         raise MixesExamplesError("adds a sum over the batch to something else")
-    return agree([result, *found])
+    added = call.batch_of(call["self"])
+    return agree([result, None if added is None else added.moved(added.dim + rank - len(call.size("self")))])
 
 
 def _product(call: OpCall, left: fx.Node, right: fx.Node, lead: int) -> Batch | Sum:
     """Return the layout of a matrix product with rows in dimension ``lead``."""
     a, b = call.batch_of(left), call.batch_of(right)
     if lead and (a is None or a.dim == 0) and (b is None or b.dim == 0):
-        return agree([layout for layout in (a, b) if layout is not None])
+        return agree([a, b])
     if a is not None and b is None and a.dim == lead:
         return a
     if b is not None and a is None and b.dim == lead + 1:
         return b
     rows_a, rows_b = lead + 1, lead
     if (a is None or a.dim == rows_a) and (b is None or b.dim == rows_b):
-        rows = agree([layout.moved(0) for layout in (a, b) if layout is not None])
+        rows = agree(layout and layout.moved(0) for layout in (a, b))
         return call.contract({left: rows.moved(rows_a), right: rows.moved(rows_b)})
     raise MixesExamplesError("multiplies different examples")
 
@@ -450,7 +394,7 @@ def _vector_product(call: OpCall) -> Layouts:
     if other is None and own is not None and own.dim == rows - 1:
         return own
     if (own is None or own.dim == rows) and (other is None or other.dim == 0):
-        common = agree([layout.moved(0) for layout in (own, other) if layout is not None])
+        common = agree(layout and layout.moved(0) for layout in (own, other))
         return call.contract({a: common.moved(rows), b: common})
     raise MixesExamplesError("multiplies different examples")
 
@@ -463,7 +407,7 @@ def _trilinear(call: OpCall) -> Layouts:
         layout, node = call.batch_of(call[name]), call[name]
         if layout is not None:
             found[node] = layout.moved(kept_dims(len(size_of(node)) + len(call[expand]), call[expand])[layout.dim])
-    layout, summed = agree(list(found.values())), list(call["sumdim"])
+    layout, summed = agree(found.values()), list(call["sumdim"])
     if layout.dim in summed:
         return call.contract(dict(call.batched))
     return layout.moved(layout.dim - sum(d < layout.dim for d in summed))
@@ -485,53 +429,20 @@ def _convolution_backward(call: OpCall) -> Layouts:
     return (layout, *[call.contract({call["grad_output"]: layout, call["input"]: layout})] * 2)
 
 
-def _attention(call: OpCall, num_results: int) -> Layouts:
-    layout = call.same_places()
-    if layout.dim != 0:
-        raise MixesExamplesError("attends to different examples")
-    return call.by_position(*[layout] * num_results)
-
-
-@_rule(
+_ATTENTIONS = (
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
-def _attention_forward(call: OpCall) -> Layouts:
-    return _attention(call, 2)  # and the states of random numbers
 
 
-@_rule(
-    *("_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward"),
-    *("_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-)
-def _attention_backward(call: OpCall) -> Layouts:
-    return _attention(call, len(call.results))
-
-
-@_rule(
-    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward"),
-    *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward"),
-    *("upsample_bilinear2d", "upsample_bilinear2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward"),
-    *("reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward"),
-)
-@_rule("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices", namespace="prims")
-def _pool_2d(call: OpCall) -> Layouts:
-    return _pool(call, 2)
-
-
-@_rule("max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward")
-@_rule("_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward")
-@_rule("reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward")
-def _pool_3d(call: OpCall) -> Layouts:
-    return _pool(call, 3)
-
-
-@_rule("upsample_nearest1d", "upsample_nearest1d_backward", "upsample_linear1d", "upsample_linear1d_backward")
-@_rule("reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward")
-def _pool_1d(call: OpCall) -> Layouts:
-    return _pool(call, 1)
+@_rule(*_ATTENTIONS, *(f"{name}_backward" for name in _ATTENTIONS))
+def _attention(call: OpCall) -> Layouts:
+    layout = call.same_places()
+    if layout.dim != 0:
+        raise MixesExamplesError("attends to different examples")
+    # Behind two results of a forward come the states of random numbers.
+    return call.by_position(*[layout] * (len(call.results) if "backward" in str(call.node.target) else 2))
 
 
 def _pool(call: OpCall, num_spatial: int) -> Layouts:
@@ -539,6 +450,25 @@ def _pool(call: OpCall, num_spatial: int) -> Layouts:
     if layout.dim >= len(size_of(call.batched[0][0])) - num_spatial:
         raise MixesExamplesError(ALONG_THE_BATCH)
     return call.all_results(layout)
+
+
+_pool_1d, _pool_2d, _pool_3d = (partial(_pool, num_spatial=number) for number in (1, 2, 3))
+_rule(
+    *("upsample_nearest1d", "upsample_nearest1d_backward", "upsample_linear1d", "upsample_linear1d_backward"),
+    *("reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward"),
+)(_pool_1d)
+_rule(
+    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward"),
+    *("upsample_bilinear2d", "upsample_bilinear2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward"),
+    *("reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward"),
+)(_pool_2d)
+_rule("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices", namespace="prims")(_pool_2d)
+_rule(
+    *("max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward"),
+    *("_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward"),
+    *("reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward"),
+)(_pool_3d)
 
 
 @_rule("im2col", "col2im")
@@ -585,8 +515,7 @@ def _group_norm_backward(call: OpCall) -> Layouts:
 
 @_rule("_native_batch_norm_legit_no_training")
 def _frozen_batch_norm(call: OpCall) -> Layouts:
-    layout = call.same_places("input")
-    return call.by_position(layout)
+    return call.by_position(call.same_places("input"))
 
 
 @_rule("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_batch_norm")
@@ -638,9 +567,7 @@ def _embedding_backward(call: OpCall) -> Layouts:
 def _embedding_bag(call: OpCall) -> Layouts:
     if any(call.batch_of(call[name]) is not None for name in ("weight", "offsets")):
         raise MixesExamplesError("has bags of sizes that depend on the examples")
-    words = call.same_places("indices")
-    bags = _bags_of(call, words)
-    _, _, _, largest = call.results
+    bags, largest = _bags_of(call, call.same_places("indices")), call.results[3]
     has_largest = isinstance(largest, Tensor) and largest.dim() == 2
     return (bags, Const(), bags, bags if has_largest else Const())
 
@@ -668,24 +595,19 @@ def _bags_of(call: OpCall, words: Batch) -> Batch:
 
 @_rule("index_select")
 def _index_select(call: OpCall) -> Layouts:
-    dim, index = call.dim(), call.batch_of(call["index"])
-    layouts = [layout for layout in (call.batch_of(call["self"]),) if layout is not None]
-    if any(layout.dim == dim for layout in layouts):
+    dim, own, index = call.dim(), call.batch_of(call["self"]), call.batch_of(call["index"])
+    if own is not None and own.dim == dim:
         raise MixesExamplesError(SINGLE)
-    return agree([*layouts, *([] if index is None else [index.moved(dim)])])
+    return agree([own, index and index.moved(dim)])
 
 
 class _Indices:
-    """The indices of an indexing op: their dimensions before and after it.
-
-    Attributes:
-        present: The indices by the dimension that each takes.
-        rank: Number of dimensions of all of them together.
-        first: Where these are in the result.
-    """
+    """The indices of an indexing op: their dimensions before and after it."""
 
     def __init__(self, call: OpCall) -> None:
         self.call = call
+        # The indices by the dimension that each takes, the number of dimensions of all together, and their place in the
+        # result.
         self.present = {dim: index for dim, index in enumerate(call["indices"]) if index is not None}
         if any(index.meta["val"].dtype == torch.bool for index in self.present.values()):
             raise MixesExamplesError("has no rule for a mask as index")
@@ -700,7 +622,7 @@ class _Indices:
 
     def of_other(self, dim: int) -> int:
         """Return an unindexed dimension's place in the result."""
-        before = sum(d < dim for d in range(dim) if d not in self.present)
+        before = sum(d not in self.present for d in range(dim))
         return before if before < self.first else before + self.rank
 
     def identity(self, size: Sequence[Any]) -> tuple[int, int] | None:
@@ -746,12 +668,12 @@ def _index_put(call: OpCall) -> Layouts:
         dim = others[of_values.dim]
         if common or (own is not None and own.dim != dim):
             raise MixesExamplesError("writes into different examples")
-        return agree([of_values.moved(dim), *([] if own is None else [own])])
+        return agree([of_values.moved(dim), own])
     if of_values is not None:
         common.append(of_values.moved(of_values.dim - indices.first))
     identity = indices.identity(size_of(base))
     if identity is not None and common and agree(common).equals(Batch(identity[1])):
-        return agree([Batch(identity[0]), *([] if own is None else [own])])
+        return agree([Batch(identity[0]), own])
     mask = call.batch_of(call.arguments.get("mask"))
     if own is not None or not common or not call.arguments.get("accumulate", True):
         raise MixesExamplesError("writes into different examples")

@@ -23,25 +23,19 @@ from gradrewrite.per_example.op_calls import PUTS, Layouts, is_selection, kept_d
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims
-TensorsFunction = Callable[..., Tensor]
+FunctionOfNodes = tuple[list[fx.Node], Callable[..., Tensor]]  # nodes, and a function of their tensors
 Operand = tuple[fx.Node, Batch | None]  # an input of a tail, and where its examples are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """The tail of one gradient.
-
-    Attributes:
-        gradient: The node of the gradient.
-        nodes: Its nodes in the order of execution, the gradient last.
-        splits: For each node of the frontier, where its arguments have the examples.
-        operands: What its nodes read from outside.
-    """
+    """The tail of one gradient."""
 
     gradient: fx.Node
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]  # in the order of execution, the gradient last
+    # for each node of the frontier, where its arguments have the examples
     splits: Mapping[fx.Node, Mapping[fx.Node, Batch]]
-    operands: tuple[Operand, ...]
+    operands: tuple[Operand, ...]  # what its nodes read from outside
 
     def operand(self, node: fx.Node, argument: fx.Node) -> Operand:
         """Return the operand of an argument of one of its nodes."""
@@ -53,8 +47,7 @@ def find_tail(
 ) -> Tail:
     """Return the tail of a gradient that is a sum over examples.
 
-    Raises:
-        MixesExamplesError: A node of it adds up over examples, and its terms are not known: the value of a loss.
+    MixesExamplesError if a node of it adds up over examples, and its terms are not known: the value of a loss.
     """
     todo, seen = [gradient], set[fx.Node]()
     while todo:
@@ -75,16 +68,8 @@ def find_tail(
     return Tail(gradient, nodes, own, tuple(operands))
 
 
-def terms_of(tail: Tail, num_examples: Size) -> tuple[list[fx.Node], TensorsFunction]:
-    """Return how to compute the terms of all examples.
-
-    Args:
-        tail: The tail of a gradient of shape ``[*P]``.
-        num_examples: B.
-
-    Returns:
-        Nodes, and a function of their tensors that returns the terms, ``[B, *P]``.
-    """
+def terms_of(tail: Tail, num_examples: Size) -> FunctionOfNodes:
+    """Return how to compute the terms ``[B, *P]`` of all examples from the operands of a tail."""
     nodes = list(dict.fromkeys(node for node, _ in tail.operands))
 
     def run(*tensors: Tensor) -> Tensor:
@@ -103,17 +88,12 @@ def terms_of(tail: Tail, num_examples: Size) -> tuple[list[fx.Node], TensorsFunc
 
 
 class _Terms:
-    """The terms of all examples at the nodes of a tail, while it runs.
-
-    Attributes:
-        operands: What the tail reads from outside: ``[B, ...]``, or a value that is the same for all examples.
-        found: Terms by node, ``[B, ...]`` each.
-    """
+    """The terms of all examples at the nodes of a tail, while it runs."""
 
     def __init__(self, tail: Tail, num_examples: Size) -> None:
         self.tail, self.num_examples = tail, num_examples
-        self.operands: dict[Operand, Any] = {}
-        self.found: dict[fx.Node, Any] = {}
+        self.operands: dict[Operand, Any] = {}  # ``[B, ...]``, or the same for all examples
+        self.found: dict[fx.Node, Any] = {}  # ``[B, ...]``
 
     def at(self, node: fx.Node) -> Any:
         """Return the terms at one node, those before it being known."""
@@ -229,10 +209,7 @@ def _grouped_convolution(errors: Tensor, values: Tensor, size: Sequence[Any], na
 
 
 def _product_of_columns(errors: Tensor, values: Tensor, size: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-    """Multiply with the windows of the kernel, written as columns.
-
-    The columns are as many times larger than the images as the kernel has elements.
-    """
+    """Multiply with windows of the kernel as columns, larger than the images by the number of its elements."""
     rows, moved = (values, errors) if named["transposed"] else (errors, values)
     kernel = list(size[2:])
     settings = [kernel, *(list(named[name]) for name in ("dilation", "padding", "stride"))]
@@ -279,14 +256,11 @@ def _weight_norm(named: Mapping[str, Any], _: fx.Node) -> tuple[Tensor, Tensor]:
 
 
 def _trilinear(named: Mapping[str, Any], node: fx.Node) -> Tensor:
-    """Add up the products of three tensors along ``sumdim``, by example.
-
-    Those with examples are ``[B, ...]``.
-    """
+    """Add up the products of three tensors along ``sumdim``; those with examples are ``[B, ...]``."""
     rank = node.meta["val"].dim() + len(named["sumdim"])
     terms: list[Any] = []
-    for number in "123":
-        value, own = named[f"i{number}"], kept_dims(rank, named[f"expand{number}"])
+    for n in "123":
+        value, own = named[f"i{n}"], kept_dims(rank, named[f"expand{n}"])
         terms += [value, [rank, *own] if value.dim() > len(own) else own]
     result: Tensor = torch.einsum(*terms, [rank, *kept_dims(rank, named["sumdim"])])
     return result
@@ -298,18 +272,15 @@ def _embedding_bag(named: Mapping[str, Any], base: Tensor) -> Tensor:
     if mode == _MAX:
         largest = named["maximum_indices"]
         columns = torch.arange(errors.shape[1], device=errors.device).expand_as(largest)
-        found: Tensor = _aten.index_put.default(
-            base, [largest.clamp(min=0), columns], torch.where(largest < 0, 0, errors), True
-        )
+        indices = [largest.clamp(min=0), columns]
+        found: Tensor = _aten.index_put.default(base, indices, torch.where(largest < 0, 0, errors), True)
         return found
     if mode == _MEAN:
         errors = errors / named["bag_size"].clamp(min=1).unsqueeze(-1)
     rows = errors.unsqueeze(1).expand(-1, words.shape[0] // errors.shape[0], -1).flatten(0, 1)
     if named["per_sample_weights"] is not None:
         rows = rows * named["per_sample_weights"].unsqueeze(-1)
-    kept = torch.where((words == named["padding_idx"]).unsqueeze(-1), 0, rows)
-    found = _aten.index_put.default(base, [words], kept, True)
-    return found
+    return _embedding({"indices": words, "grad_output": rows, "padding_idx": named["padding_idx"]}, base)
 
 
 def _put(named: Mapping[str, Any], base: Tensor) -> Tensor:
@@ -354,11 +325,9 @@ _ON_ALL: dict[Any, Callable[[Mapping[str, Any], fx.Node], Any]] = {
 }
 # Ops along dimensions that are given by number; some take a list of rows, which is the same for all examples.
 _ALONG_LISTS = frozenset(operators.overloads(("index_select", "index_add")))
-_ALONG = _ALONG_LISTS | frozenset(
-    (
-        *operators.overloads(("cat", "slice_backward", "slice_scatter", "select_scatter", "gather", "scatter_add")),
-        *operators.overloads(("rev",), "prims"),
-    )
+_ALONG = _ALONG_LISTS.union(
+    operators.overloads(("cat", "slice_backward", "slice_scatter", "select_scatter", "gather", "scatter_add")),
+    operators.overloads(("rev",), "prims"),
 )
 # Ops on one example; what they write into is given.
 _ON_ONE: dict[Any, Callable[..., Any]] = {
