@@ -25,19 +25,12 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class TracedAction:
-    """A traced action: its graph returns the replacements, then the outputs of its reports.
-
-    Attributes:
-        graph: The graph.
-        reports: Its reports.
-        reads_live: Whether the graph reads live tensors.
-        has_states: Whether it reads or sets states.
-    """
+    """A traced action: its graph returns the replacements, then the outputs of its reports."""
 
     graph: fx.GraphModule
     reports: tuple[Report[Leaf], ...] = ()
-    reads_live: bool = False
-    has_states: bool = False
+    reads_live: bool = False  # the graph reads live tensors
+    has_states: bool = False  # it reads or sets states
 
     @classmethod
     def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
@@ -48,17 +41,11 @@ class TracedAction:
 
 @dataclass(frozen=True, slots=True)
 class TraceMode:
-    """The mode of tracing an action.
+    """The mode of tracing an action."""
 
-    Attributes:
-        is_opaque: Whether statistics are custom ops, which Inductor does not look into.
-        scale: The loss scale, 0-d, that gradients are divided by for the action; None if there is none.
-        states: The states of the actions at the site; None where they have none of their own.
-    """
-
-    is_opaque: bool = False
-    scale: Tensor | None = None
-    states: StateScope | None = None
+    is_opaque: bool = False  # statistics are custom ops, which Inductor does not look into
+    scale: Tensor | None = None  # 0-d; gradients are divided by it for the action
+    states: StateScope | None = None  # of the actions at the site; None where they have none of their own
 
 
 PLAIN = TraceMode()
@@ -79,20 +66,7 @@ class ActionTracer:
         further: Sequence[Tensor] = (),
         layouts: Sequence[Layout | None] = (),
     ) -> TracedAction:
-        """Trace one insertion at one site.
-
-        Args:
-            insertion: The insertion.
-            site: The site.
-            value: Its fake tensor.
-            mode: How it is traced.
-            further: The further arguments of its function.
-            layouts: Layouts of ``value`` and ``further``, if they may be parts of DTensors.
-
-        Raises:
-            UnsupportedGradientError: The value is sparse.
-            CallbackError: A tensor function breaks its contract.
-        """
+        """Trace one insertion at one site with a fake tensor; ``layouts`` as in ``trace_function``."""
         check_dense(insertion.action, site, value)
         return self.trace_part(insertion.key, insertion.run, insertion.action, site, value, mode, further, layouts)
 
@@ -107,26 +81,15 @@ class ActionTracer:
         further: Sequence[Tensor] = (),
         layouts: Sequence[Layout | None] = (),
     ) -> TracedAction:
-        """Trace a part of an action, a function of one tensor; see ``trace``.
-
-        Args:
-            name: Equal for functions that insert the same nodes.
-            run: The function; it returns the replacement.
-            action: The action, for messages.
-            site: The site.
-            value: Its fake tensor.
-            mode: How it is traced.
-            further: The further arguments of the function.
-            layouts: Layouts of ``value`` and ``further``, if they may be parts of DTensors.
-        """
+        """Trace a function of one tensor, a part of an action; equal names insert the same nodes."""
         tensors = (value, *further)
-        shapes = tuple(map(_tensor_key, tensors)) if all(map(_is_static, tensors)) else None
-        is_known = shapes is not None and all(layout is None or layout.is_static for layout in layouts)
-        key = (name, shapes, mode.is_opaque, id(mode.scale), tuple(layouts)) if is_known else None
-        if key is not None and key in self._known:
+        is_static = all(map(_is_static, tensors)) and all(layout is None or layout.is_static for layout in layouts)
+        shapes = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors] if is_static else []
+        key = (name, tuple(shapes), mode.is_opaque, id(mode.scale), tuple(layouts))
+        if is_static and key in self._known:
             return self._known[key]
         traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], action, mode, further, layouts)
-        if key is not None and not traced.has_states:
+        if is_static and not traced.has_states:
             self._known[key] = traced
         return traced
 
@@ -151,14 +114,8 @@ def trace_function(
 ) -> TracedAction:
     """Trace a function of tensors that returns their replacements; check all of it before any edit.
 
-    Args:
-        run: The function.
-        values: The tensors that are replaced.
-        sites: Their sites.
-        action: The action, for messages.
-        mode: How it is traced.
-        further: Arguments after ``values``, which are not replaced.
-        layouts: Layouts of ``values`` and ``further``, for the function works on global tensors; none if all are plain.
+    Arguments after ``values`` are in ``further``; they are not replaced. ``layouts`` are those of both, for the
+    function works on global tensors; none if all are plain.
     """
     given_scale, scale = (mode.scale, None) if has_units(action) else (None, mode.scale)
     refused, *left = _refusals(sites[0], action)
@@ -192,9 +149,10 @@ def trace_function(
                 raise type(err)(f"{line}{named}") from err
             raise
         except Exception as err:
+            first_line, *_ = str(err).strip().splitlines() or ["no message"]
             raise CallbackError(
                 f"{_line_of(err)}{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: "
-                f"{_first_line(err)}. A tensor function computes with torch operations alone, without state"
+                f"{first_line}. A tensor function computes with torch operations alone, without state"
             ) from err
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
@@ -223,20 +181,17 @@ _READS = (
 
 
 def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError, CallbackError]:
-    """Return the errors for functions that change, export or read tensors.
-
-    In order: of one that changes a tensor it closes over, takes a tensor out of torch, or reads one.
-    """
-    refused = CallbackError(
-        f"{site}: {describe(action)} changes a tensor that it closes over; report figures with gr.record instead, and "
-        "remember values in a gr.State, which state.set(...) writes"
+    """Return the errors for functions that change a tensor they close over, take one out of torch, or read one."""
+    start = f"{site}: {describe(action)}"
+    changing = (
+        f"{start} changes a tensor that it closes over; report figures with gr.record instead, and remember values in "
+        "a gr.State, which state.set(...) writes"
     )
-    leaving = CallbackError(
-        f"{site}: {describe(action)} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs "
-        "there cannot become part of the graph. Compute with torch operations"
+    leaving = (
+        f"{start} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs there cannot become "
+        "part of the graph. Compute with torch operations"
     )
-    reading = CallbackError(_READS.format(site, describe(action)))
-    return refused, leaving, reading
+    return CallbackError(changing), CallbackError(leaving), CallbackError(_READS.format(site, describe(action)))
 
 
 def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:
@@ -254,8 +209,8 @@ def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Ten
 def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
     """Return a result with the strides of the original value.
 
-    The graph downstream was traced for them. The result is contiguous where memory overlaps or has gaps. And where a
-    size depends on data: its strides cannot be compared.
+    The graph downstream was traced for them. It is contiguous where memory overlaps or has gaps, and where a size
+    depends on data: its strides cannot be compared.
     """
     if all(fake_tensors.statically_known_true(a == b) for a, b in zip(result.stride(), value.stride(), strict=True)):
         return result
@@ -277,8 +232,7 @@ def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
         )
     for what in ("shape", "dtype", "device"):
         got, wanted = getattr(result, what), getattr(value, what)
-        same = _same_shape(got, wanted) if what == "shape" else got == wanted
-        if not same:
+        if not (_same_shape(got, wanted) if what == "shape" else got == wanted):
             hint = f"; end it with .to({wanted})" if what != "shape" else ""
             raise CallbackError(
                 f"{site}: {describe(action)} changed the {what} from {_text(wanted)} to {_text(got)}; "
@@ -301,7 +255,7 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
             )
         if node.target is torch.ops.aten._local_scalar_dense.default:  # read by an operator, as the value of torch.full
             raise CallbackError(_READS.format(site, describe(action)))
-        if node.target is torch.ops.aten.copy_.default and _is_argument(node.args[0]):
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
             node.replace_all_uses_with(node.args[1])  # the argument was changed in place: what counts is returned
             graph.erase_node(node)
         elif (lost := _lost_write(node)) is not None:
@@ -312,15 +266,11 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
             )
 
 
-def _is_argument(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "placeholder"
-
-
 def _lost_write(node: fx.Node) -> str | None:
     """Return the target of a write that the trace loses; None for other nodes.
 
-    It is neither an argument of the function nor a tensor that it made. Tensors that it closes over, and what is
-    computed from them alone, are not made functional by the tracer.
+    The tracer makes writes to arguments and to tensors of the function functional, not those to tensors that it closes
+    over or that are computed from these alone.
     """
     for written in operators.written_by(node):
         if operators.memory_of(written).op == "get_attr":
@@ -340,13 +290,5 @@ def _is_static(value: Tensor) -> bool:
     return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
 
 
-def _tensor_key(value: Tensor) -> Hashable:
-    return (tuple(value.shape), value.stride(), value.dtype, value.device)
-
-
 def _text(value: Any) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
-
-
-def _first_line(err: Exception) -> str:
-    return (str(err).strip().splitlines() or ["no message"])[0]

@@ -21,18 +21,10 @@ from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 def insert_boundary_counters(
     graph: fx.Graph, inputs: Mapping[fx.Node, GraphInput], tangents: Sequence[fx.Node], numbering: RecordNumbering
 ) -> tuple[list[RecordNode], list[str]]:
-    """Count non-finite elements of inputs, outputs and incoming gradients.
+    """Count non-finite elements of arguments (in a mask NaN alone), incoming gradients, and, if there are any, outputs.
 
-    Args:
-        graph: The joint graph, changed in place.
-        inputs: Its placeholders that are inputs of the Dynamo graph; of those, arguments are counted (in a mask NaN
-            alone).
-        tangents: Its placeholders that are gradients from outside of the model; outputs are counted if there are any.
-        numbering: Makes the keys of the counts.
-
-    Returns:
-        The nodes with the counts, and the names of all new nodes. On the CPU there are none: all is counted where the
-        records are packed, but for the inputs of a graph that writes to some.
+    Returns the nodes with the counts, and the names of all new nodes. On the CPU there are none: all is counted where
+    the records are packed, but for the inputs of a graph that writes to some.
     """
     first = next(node for node in graph.nodes if node.op != "placeholder")
     writes = bool(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))

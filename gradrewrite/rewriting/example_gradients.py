@@ -14,7 +14,7 @@ from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
 from gradrewrite.errors import PolicyError
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir import editing
-from gradrewrite.ir.attribution import attribute_nodes
+from gradrewrite.ir.attribution import attribute_nodes, backward_names
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.per_example.analysis import ExampleAnalysis
@@ -22,8 +22,8 @@ from gradrewrite.per_example.layouts import Batch, Mixed, MixesExamplesError, Si
 from gradrewrite.per_example.op_calls import PUTS, is_selection, is_zero, size_of
 from gradrewrite.per_example.rows import (
     Rows,
-    cheaper_way,
     find_rows,
+    has_cheap_gram,
     products_of,
     square_norms_of,
     sum_of_squares_of,
@@ -40,11 +40,11 @@ NeededTail: TypeAlias = "Tail | None"  # None of a gradient that is 0
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The examples of a graph: the analysis, or None where there is one example alone, or none."""
+    """The examples of a graph."""
 
     name: str  # of the first input that has them
     num_examples: Size
-    analysis: ExampleAnalysis | None
+    analysis: ExampleAnalysis | None  # None where there is one example alone, or none
 
     @property
     def is_empty(self) -> bool:
@@ -52,16 +52,11 @@ class _Found:
 
 
 class ExampleGradients:
-    """The per-example gradients of one joint graph, while it is rewritten.
-
-    Attributes:
-        new: The nodes inserted since somebody took them.
-        replaced: Nodes that nothing may need any more.
-    """
+    """The per-example gradients of one joint graph, while it is rewritten."""
 
     def __init__(self, marked: MarkedJointGraph) -> None:
-        self.new: list[fx.Node] = []
-        self.replaced: list[fx.Node] = []
+        self.new: list[fx.Node] = []  # inserted since somebody took them
+        self.replaced: list[fx.Node] = []  # nothing may need them any more
         self._marked = marked
         self._graph = marked.graph
         self._found: dict[int, _Found] = {}
@@ -78,26 +73,15 @@ class ExampleGradients:
     def quantities(
         self, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
     ) -> list[fx.Node]:
-        """Return the nodes of an action's per-example quantities.
-
-        Args:
-            point: The gradient site.
-            node: Its gradient, as the actions so far have left it.
-            action: The action.
-            scale: The loss scale.
-
-        Raises:
-            PolicyError: The gradient is no sum of one term of each example, or nobody knows.
-        """
+        """Return the nodes of an action's per-example quantities of a gradient, as the actions so far have left it."""
         return [self._quantity(kind, point, node, action, scale) for kind in action.example_quantities]
 
     def _quantity(
         self, kind: ExampleQuantity, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
     ) -> fx.Node:
         tail = self._tail(point, node, action)
-        found = self._found[action.batch_dim]
         squares = self._square_norms(node, tail, action) if kind == "square_norms" else self._moment(node, tail, action)
-        number = found.num_examples
+        number = self._found[action.batch_dim].num_examples
 
         def in_units(squares: Tensor) -> Tensor:
             x: Any = squares
@@ -115,13 +99,13 @@ class ExampleGradients:
         """Return the node of the squared norms ``[B]`` of the gradients of examples, over several parameters."""
         tails = [self._tail(point, node, action) for point, node in zip(points, nodes, strict=True)]
         squares = [self._square_norms(node, tail, action) for node, tail in zip(nodes, tails, strict=True)]
-        found = self._found[action.batch_dim]
+        number = self._found[action.batch_dim].num_examples
 
         def add_up(*norms: Tensor) -> Tensor:
             widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
             total: Any = torch.stack([n.to(norms[0].device, widest) for n in norms]).sum(0)
             if action.loss_reduction == "mean":
-                total = total * found.num_examples * found.num_examples
+                total = total * number * number
             result: Tensor = total if scale is None else total / scale.to(total.device).square()
             return result
 
@@ -215,8 +199,7 @@ class ExampleGradients:
         node = next(node for node in self._graph.nodes if node.name == name)
         if found := source_of(node):
             return f", {found}"
-        backward = {n.name for n in self._graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)}
-        number = attribute_nodes(self._graph, backward).get(node)
+        number = attribute_nodes(self._graph, backward_names(self._graph)).get(node)
         return "" if number is None else f", {self._marked.values[number].source}"
 
     def _square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
@@ -228,13 +211,13 @@ class ExampleGradients:
 
     def _make_square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
         found = self._found[action.batch_dim]
-        wide, examples = _wide(value_of(node)), found.num_examples
+        wide, examples = _wide(node), found.num_examples
         if tail is None:
             if found.analysis is None and not found.is_empty:
                 return self._insert(lambda g: g.to(wide).square().sum().reshape(1), [node])
             return self._insert(lambda g: g.new_zeros(examples, dtype=wide), [node])
         rows = find_rows(tail)
-        if rows and cheaper_way(rows, node, examples) == "gram":
+        if rows and has_cheap_gram(rows, node):
             nodes, run = square_norms_of(rows, examples, wide)
             return self._insert(run, nodes)
         terms = self._terms_of(node, tail, rows, action)
@@ -242,7 +225,7 @@ class ExampleGradients:
 
     def _moment(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
         """Return the node of the sum over examples of the squared terms, in the shape of the parameter."""
-        wide, examples = _wide(value_of(node)), self._found[action.batch_dim].num_examples
+        wide, examples = _wide(node), self._found[action.batch_dim].num_examples
         if tail is None:  # a gradient that is 0, or that of one example; of none it is divided by 0
             return self._insert(lambda g: g.to(wide).square(), [node])
         rows = find_rows(tail)
@@ -258,7 +241,7 @@ class ExampleGradients:
         key = node, action.batch_dim
         if key not in self._terms:
             examples = self._found[action.batch_dim].num_examples
-            found = products_of(rows, examples, _wide(value_of(node))) if rows else None
+            found = products_of(rows, examples, _wide(node)) if rows else None
             nodes, run = terms_of(tail, examples) if found is None else found
             # Inductor cannot lay out views of a symbolic batch that the forward would save (2.13).
             in_backward = isinstance(examples, torch.SymInt)
@@ -333,8 +316,8 @@ _WAY_OUT = (
 )
 
 
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
+def _wide(node: fx.Node) -> torch.dtype:
+    return torch.promote_types(value_of(node).dtype, torch.float32)
 
 
 # The argument of each op of a frontier in which its result is linear; of the others the first one.

@@ -20,37 +20,25 @@ from gradrewrite.sites import Kind, Site
 
 @dataclass(eq=False)
 class InsertionPoint:
-    """The insertion point of one site, and the nodes that read it.
-
-    Attributes:
-        site: The site.
-        node: Its value, as the actions so far have left it.
-        before: New nodes are inserted before this one.
-        order: Position in the order of execution.
-        marker: The marker of an error.
-        output: Position of a gradient among the outputs.
-        value: What the value is the gradient of: the activation, parameter or input; None where the graph lacks it.
-        layout: The layout of the value, if the node is what this process holds of a DTensor.
-        value_layout: That of what it is the gradient of.
-        is_part: Whether the value is a plain part of a global tensor.
-    """
+    """The insertion point of one site, and the nodes that read it."""
 
     site: Site
-    node: fx.Node
-    before: fx.Node
-    order: int
-    marker: fx.Node | None = None
-    output: int | None = None
+    node: fx.Node  # its value, as the actions so far have left it
+    before: fx.Node  # new nodes are inserted before this one
+    order: int  # position in the order of execution
+    marker: fx.Node | None = None  # of an error
+    output: int | None = None  # position of a gradient among the outputs
+    # The activation, parameter or input that the value is the gradient of; None where the graph lacks it.
     value: fx.Node | None = None
-    layout: Layout | None = None
-    value_layout: Layout | None = None
-    is_part: bool = False
+    layout: Layout | None = None  # of the value, if the node is what this process holds of a DTensor
+    value_layout: Layout | None = None  # that of what it is the gradient of
+    is_part: bool = False  # the value is a plain part of a global tensor
 
 
 def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint], list[Site]]:
-    """Return the insertion points, and the sites with errors outside of the graph.
+    """Return the insertion points, and the sites with errors that are outside of the graph, if only in part.
 
-    An error is outside if a part of it is. Values come in execution order, then parameters, then inputs.
+    Values come in execution order, then parameters, then inputs.
     """
     graph = marked.graph
     outputs = aot_autograd.gradient_outputs(graph)
@@ -78,55 +66,39 @@ def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint
             if not isinstance(node, fx.Node) or given is None or not given.has_site:
                 continue
             if (given.role == "parameter") == of_parameters:
-                layout, before = marked.layouts.gradients.get(input_position), graph.output_node()
-                points.append(
-                    InsertionPoint(
-                        _site_of_gradient(node, given, layout),
-                        node,
-                        before,
-                        order[node],
-                        output=position,
-                        value=placeholders.get(input_position),
-                        layout=layout,
-                        value_layout=marked.layouts.values.get(input_position),
-                    )
-                )
+                layout = marked.layouts.gradients.get(input_position)
+                site, before = _site_of_gradient(node, given, layout), graph.output_node()
+                point = InsertionPoint(site, node, before, order[node], output=position, layout=layout)
+                point.value = placeholders.get(input_position)
+                point.value_layout = marked.layouts.values.get(input_position)
+                points.append(point)
     return points, outside
 
 
 def _points_of_activation(
-    markers: Markers, order: Mapping[fx.Node, int], number: int, site: Callable[[Kind], Site], named: Value
+    markers: Markers, order: Mapping[fx.Node, int], number: int, site_at: Callable[[Kind], Site], value: Value
 ) -> list[InsertionPoint]:
     marker = markers.activations.get(number)
     if marker is None:
         return []
-    activation = site("activation")
-    if not (activation.dtype.is_floating_point or activation.dtype.is_complex):
+    site = site_at("activation")
+    if not (site.dtype.is_floating_point or site.dtype.is_complex):
         return []
-    node = _marked(marker)
-    return [InsertionPoint(activation, node, marker, order[marker], layout=named.layout, is_part=named.is_part)]
+    point = InsertionPoint(site, _marked(marker), marker, order[marker], layout=value.layout, is_part=value.is_part)
+    return [point]
 
 
 def _points_of_error(
-    markers: Markers, order: Mapping[fx.Node, int], number: int, site: Callable[[Kind], Site], named: Value
+    markers: Markers, order: Mapping[fx.Node, int], number: int, site_at: Callable[[Kind], Site], value: Value
 ) -> list[InsertionPoint]:
     marker = markers.errors.get(number)
     if marker is None:
         return []
     forward = markers.activations.get(number)
-    return [
-        InsertionPoint(
-            site("error"),
-            _marked(marker),
-            marker,
-            order[marker],
-            marker=marker,
-            value=None if forward is None else _marked(forward),
-            layout=named.error_layout,
-            value_layout=named.layout,
-            is_part=named.is_part,
-        )
-    ]
+    point = InsertionPoint(site_at("error"), _marked(marker), marker, order[marker], marker, is_part=value.is_part)
+    point.value = None if forward is None else _marked(forward)
+    point.layout, point.value_layout = value.error_layout, value.layout
+    return [point]
 
 
 def _site_of_gradient(node: fx.Node, given: GraphInput, layout: Layout | None) -> Site:

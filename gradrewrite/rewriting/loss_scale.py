@@ -12,12 +12,6 @@ class LossScale:
     """The factor of the loss, read at every backward on the device."""
 
     def __init__(self, source: torch.amp.GradScaler | Tensor) -> None:
-        """Follow a GradScaler or a tensor.
-
-        Raises:
-            TypeError: ``source`` is neither.
-            ValueError: The tensor has not exactly one real element, or it is not > 0 now.
-        """
         if isinstance(source, Tensor):
             if source.numel() != 1 or source.is_complex():
                 raise ValueError(f"loss_scale as a tensor has one real element, got shape {tuple(source.shape)}")

@@ -35,43 +35,25 @@ from gradrewrite.sites import Site
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replace:
-    """The replacement of one value by a function of it.
+    """The replacement of one value by a function of it."""
 
-    Attributes:
-        action: The action, as the policy answered it.
-        key: Equal for actions that insert the same nodes.
-        run: The function.
-        takes_value: Whether its second argument is the value that the gradient is of.
-        examples: The per-example figures that are its further arguments; None if there are none.
-        rule: The rule that the answer is of; see ``Answered``.
-    """
-
-    action: Any
-    key: Hashable
+    action: Any  # as the policy answered it
+    key: Hashable  # equal for actions that insert the same nodes
     run: Callable[..., Tensor]
-    takes_value: bool
-    examples: ExampleAction | None
-    rule: str
+    takes_value: bool  # ``run``'s second argument is the value that the gradient is of
+    examples: ExampleAction | None  # the action, if its further arguments are per-example figures
+    rule: str  # the rule that the answer is of; see ``Answered``
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measure:
-    """The measurement of one value, without a change of it.
-
-    Attributes:
-        action: The action, as the policy answered it.
-        key: Equal for actions that insert the same nodes.
-        run: The measurement as a function; it returns its argument.
-        statistics: Keys of ``statistics.STATISTICS``, by the names of the records.
-        fails: The consequence of a last statistic that is not 0; None if there is none.
-        rule: The rule that the answer is of; see ``Answered``.
-    """
+    """The measurement of one value, without a change of it; see ``Replace``."""
 
     action: Any
     key: Hashable
-    run: Callable[..., Tensor]
-    statistics: Mapping[str, str]
-    fails: OnFailure | None
+    run: Callable[..., Tensor]  # returns its argument
+    statistics: Mapping[str, str]  # keys of ``statistics.STATISTICS``, by the names of the records
+    fails: OnFailure | None  # the consequence of a last statistic that is not 0
     rule: str
 
 
@@ -122,15 +104,10 @@ GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InsertionPlan:
-    """The insertions of one graph.
+    """The insertions of one graph."""
 
-    Attributes:
-        single: Those at single sites, by insertion point, in the order of the sites.
-        groups: Those of groups, which follow, in the order in which the policy list names them; those of one callback
-            in the order of its sites.
-    """
-
-    single: Mapping[InsertionPoint, tuple[Insertion, ...]]
+    single: Mapping[InsertionPoint, tuple[Insertion, ...]]  # in the order of the sites
+    # They follow, in the order in which the policy list names them; those of one callback in the order of its sites.
     groups: tuple[GroupInsertion, ...]
 
     def changed(self) -> set[InsertionPoint]:
@@ -142,8 +119,7 @@ class InsertionPlan:
 def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> InsertionPlan:
     """Return the insertion plan for a policy's answers.
 
-    Raises:
-        PolicyError: Two actions of one group differ; or two groups have one name in records and states.
+    PolicyError if two actions of one group differ, or two groups have one name in records and states.
     """
     single: dict[InsertionPoint, tuple[Insertion, ...]] = {}
     grouped: list[tuple[InsertionPoint, Answered]] = []
@@ -173,10 +149,7 @@ def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
 
 
 def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
-    """Return whether an insertion needs the unscaled gradient.
-
-    A group's factor takes the scale itself.
-    """
+    """Return whether an insertion needs the unscaled gradient; a group's factor takes the scale itself."""
     if isinstance(insertion, Measure):
         return not IN_UNITS.isdisjoint(insertion.statistics.values())
     return not isinstance(insertion, ScaleGroup | ScaleParameter)
@@ -186,11 +159,10 @@ def _groups(members: Sequence[tuple[InsertionPoint, Answered]]) -> list[GroupIns
     groups: dict[tuple[type, Hashable], dict[InsertionPoint, Answered]] = defaultdict(dict)
     named_at: dict[tuple[type, Hashable], tuple[int, ...]] = {}
     for point, answered in members:
-        action = answered.action
-        key = (type(action), action.group)
+        key = (type(answered.action), answered.action.group)
         groups[key].setdefault(point, answered)
         first, known = next(iter(groups[key].items()))
-        _check_same((first, known.action), (point, action))
+        _check_same((first, known.action), (point, answered.action))
         named_at[key] = min(named_at.get(key, answered.position), answered.position)
     _check_names([group for _, group in groups])
     ordered = sorted(groups, key=named_at.__getitem__)  # stable: equal positions stay in the order of sites

@@ -16,33 +16,22 @@ from gradrewrite.ir.statistics import COUNTS
 
 @dataclass(frozen=True, slots=True)
 class RecordNode:
-    """A node with one or more records.
-
-    Attributes:
-        keys: Their keys.
-        node: The node, flat: one element a record; or what is measured where the records are packed.
-        is_forward: Whether the records are of activations.
-        skips: Whether all of them are counts of checks that skip.
-        statistics: What is measured of the node there, a key of ``statistics.STATISTICS`` for each record.
-    """
+    """A node with one or more records."""
 
     keys: tuple[RecordKey, ...]
-    node: fx.Node
-    is_forward: bool
-    skips: bool = False
+    node: fx.Node  # flat: one element a record; or what is measured where the records are packed
+    is_forward: bool  # the records are of activations
+    skips: bool = False  # all of them are counts of checks that skip
+    # what is measured of the node there, a key of ``statistics.STATISTICS`` for each record
     statistics: tuple[str, ...] = ()
 
 
 class RecordNumbering:
-    """The keys of the records of a graph; the only place that numbers occurrences.
-
-    Attributes:
-        counts: Keys of counts of elements.
-    """
+    """The keys of the records of a graph; the only place that numbers occurrences."""
 
     def __init__(self) -> None:
         self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
-        self.counts: set[RecordKey] = set()
+        self.counts: set[RecordKey] = set()  # of elements
 
     def new(self, names: Iterable[str], where: str, *, occurrence: int = 1) -> list[RecordKey]:
         """Make the keys of new records: each with this occurrence if it is free, else with the first that is."""
@@ -59,18 +48,11 @@ class RecordNumbering:
     def of_action(
         self, reports: Sequence[Figures[Leaf]], where: str, members: Sequence[str] = ()
     ) -> list[tuple[Figures[RecordKey], RecordKey | None]]:
-        """Make the keys of the reports of one action.
+        """Make the keys of the reports of one action, each with the key of the factor of a clip.
 
         A bound has the occurrence of the norm of its clip, a limit that of ``clipped``, and a factor that of the norm.
         Of the records of a tensor function ``bound`` has the occurrence of the first other one, ``limit`` of the last.
-
-        Args:
-            reports: The reports.
-            where: The site of their records.
-            members: The sites of the members, if the action is of a group.
-
-        Returns:
-            Each report with its keys, and the key of the factor of a clip.
+        ``members`` are the sites of a group.
         """
         placed: dict[int, tuple[Figures[RecordKey], RecordKey | None]] = {}
         sites = iter(members)
@@ -78,19 +60,17 @@ class RecordNumbering:
 
         def key(name: str, _: Leaf) -> RecordKey:
             if name in BOUNDS:
-                is_of_function = _is_bound(report)
-                number = (numbers[0] if is_of_function and name == "bound" else numbers[-1]) if numbers else 1
-                return self.new([name], where, occurrence=number)[0]
+                position = 0 if _is_bound(report) and name == "bound" else -1
+                return self.new([name], where, occurrence=numbers[position] if numbers else 1)[0]
             (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where)
             if name != SHARE_OF_MEMBER:
                 numbers.append(self._number[found])
             return found
 
-        for position in sorted(range(len(reports)), key=lambda n: _is_bound(reports[n])):
-            report = reports[position]
+        for number, report in sorted(enumerate(reports), key=lambda numbered: _is_bound(numbered[1])):
             keyed: Figures[RecordKey] = report.map(key)
-            placed[position] = keyed, self._factor_of(keyed, where)
-        return [placed[position] for position in range(len(reports))]
+            placed[number] = keyed, self._factor_of(keyed, where)
+        return [placed[number] for number in range(len(reports))]
 
     def _factor_of(self, report: Figures[RecordKey], where: str) -> RecordKey | None:
         match report:

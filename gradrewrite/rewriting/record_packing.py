@@ -33,6 +33,7 @@ from gradrewrite.ir.reports import (
     ValueClip,
     leaves,
 )
+from gradrewrite.ir.values import num_bytes
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.lowering import GroupInsertion, Insertion, Replace, ReplaceGroup, ScaleGroup, WeighExamples
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
@@ -45,31 +46,19 @@ BATCH = 1 << 20
 
 @dataclass
 class RecordPacking:
-    """The nodes for the auxiliary outputs of the backward.
-
-    Attributes:
-        records: Nodes of records.
-        checks: The finite checks.
-        kept: Nodes that ``Keep`` keeps, by their site.
-        kept_as: What each of them is.
-        groups: Names of the groups that are clipped together.
-        clips: The clips of which a factor is known.
-        shown: The keys of a step that come in the place of a key, where it is not that key alone.
-        bounds: Bounds of clips that the host has.
-        states: What actions remember, by key, with the nodes of the new values.
-        numbering: Makes the keys of records.
-    """
+    """The nodes for the auxiliary outputs of the backward."""
 
     records: list[RecordNode] = field(default_factory=list)
     checks: list[FiniteCheck] = field(default_factory=list)
-    kept: list[tuple[Site, fx.Node]] = field(default_factory=list)
-    kept_as: list[str] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
+    kept: list[tuple[Site, fx.Node]] = field(default_factory=list)  # what ``Keep`` keeps
+    kept_as: list[str] = field(default_factory=list)  # what each of them is
+    groups: list[str] = field(default_factory=list)  # that are clipped together
     noisy: set[str] = field(default_factory=set)
-    clips: list[ClipRecords] = field(default_factory=list)
+    clips: list[ClipRecords] = field(default_factory=list)  # of which a factor is known
+    # the keys of a step in the place of a key
     shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
-    bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)
-    states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)
+    bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)  # that the host has
+    states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)  # with new values
     numbering: RecordNumbering = field(default_factory=RecordNumbering)
 
     def add(
@@ -81,18 +70,9 @@ class RecordPacking:
         outputs: Sequence[fx.Node],
         members: Sequence[Site] = (),
     ) -> tuple[list[RecordKey], list[Check[RecordKey]]]:
-        """Take the reports of a traced action.
+        """Take the reports of a traced action; return the keys of its records, at ``where``, and its finite checks.
 
-        Args:
-            insertion: The insertion.
-            where: The site of its records.
-            site: Its site, or the first.
-            reports: The reports.
-            outputs: The nodes of their outputs.
-            members: The sites of the members of a group.
-
-        Returns:
-            The keys of its records, and its finite checks.
+        ``site`` is that of the insertion, or the first of a group, ``members`` are the sites of a group.
         """
         figures: list[Figures[Leaf]] = []
         for report in reports:
@@ -152,13 +132,9 @@ class RecordPacking:
         self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
 
     def pack_into(self, graph: fx.Graph, forward: ForwardValues) -> tuple[BackwardOutputs, list[fx.Node]]:
-        """Pack the records, hold the auxiliary outputs, and return their layout.
-
-        All new nodes are returned too.
-        """
+        """Pack the records and hold the auxiliary outputs; return their layout and all new nodes."""
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
-        keys = [key for record in self.records for key in record.keys]
-        order = tuple(shown for key in keys for shown in self.shown.get(key, (key,)))
+        order = [shown for record in self.records for key in record.keys for shown in self.shown.get(key, (key,))]
         for record in sorted(self.records, key=_comes_later):
             # Those of the forward are packed in the forward: one tensor is carried into the backward.
             groups[value_of(record.node).device, record.is_forward].append(record)
@@ -182,10 +158,10 @@ class RecordPacking:
             new.append(editing.hold(graph, held, early))
         return self._layout(list(groups.values()), order), new
 
-    def _layout(self, packs: Sequence[Sequence[RecordNode]], order: tuple[RecordKey, ...]) -> BackwardOutputs:
+    def _layout(self, packs: Sequence[Sequence[RecordNode]], order: Sequence[RecordKey]) -> BackwardOutputs:
         return BackwardOutputs(
             packs=tuple(tuple(key for record in records for key in record.keys) for records in packs),
-            keys=order,
+            keys=tuple(order),
             num_skips=tuple(map(_num_skips, packs)),
             verdicts=tuple(
                 _num_skips(records) > 0 and value_of(records[0].node).device.type != "cuda" for records in packs
@@ -238,15 +214,12 @@ def _insert_pack(
     graph: fx.Graph, records: Sequence[RecordNode], checks: Sequence[int], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Insert the pack of records; returns its node, and all new ones."""
-    nodes = [record.node for record in records]
-    statistics = [record.statistics for record in records]
-    tag = _tag_of(records)
-    if value_of(nodes[0]).device.type != "cuda":
+    nodes, statistics = [record.node for record in records], [record.statistics for record in records]
+    tag, values = _tag_of(records), [value_of(node) for node in nodes]
+    if values[0].device.type != "cuda":
         node = editing.insert_call(graph, OP_PACK, (nodes, text_of(statistics), list(checks)), before, tag)
         return node, [node]
-    traced = make_fx.trace(
-        lambda *values: [pack(list(zip(values, statistics, strict=True)), checks)], [value_of(n) for n in nodes]
-    )
+    traced = make_fx.trace(lambda *xs: [pack(list(zip(xs, statistics, strict=True)), checks)], values)
     (result,), new = editing.splice(traced, graph, nodes, before, tag)
     return result, new
 
@@ -258,12 +231,8 @@ def _tag_of(records: Sequence[RecordNode]) -> str:
 def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple[list[RecordNode], list[fx.Node]]:
     """Measure values soon after they are made, while they are in a cache, several by one operation.
 
-    Args:
-        graph: The joint graph, changed in place.
-        records: The records that are packed together.
-
-    Returns:
-        The records, those of the last batch still to be measured; and the new nodes.
+    Of the records that are packed together, those of the last batch are still to be measured. New nodes are returned
+    too.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     done = [record for record in records if not record.statistics]
@@ -279,8 +248,7 @@ def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple
                 before = last.next
                 while before.op == "placeholder":
                     before = before.next
-                text = text_of([record.statistics for record in members])
-                args = ([record.node for record in members], text)
+                args = ([record.node for record in members], text_of([record.statistics for record in members]))
                 figures = editing.insert_call(graph, OP_MEASURE, args, before, _tag_of(members))
                 keys = tuple(key for record in members for key in record.keys)
                 done.append(RecordNode(keys, figures, members[0].is_forward, skips))
@@ -288,7 +256,8 @@ def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple
         batch.clear()
 
     for record in sorted((r for r in records if r.statistics), key=lambda r: position[r.node]):
-        own = _bytes_of(value_of(record.node))
+        own = num_bytes(value_of(record.node))
+        own = BATCH if own is None else own
         if batch and size + own > BATCH:
             measure()
             size = 0
@@ -298,9 +267,3 @@ def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple
     if size > BATCH or (writes and records[0].is_forward):  # which may change at the end what was computed before
         measure()
     return [*done, *batch], new
-
-
-def _bytes_of(value: Tensor) -> int:
-    """Size of a tensor in bytes; that of a batch where it is not known before the graph runs."""
-    number = value.numel()
-    return number * value.element_size() if isinstance(number, int) else BATCH

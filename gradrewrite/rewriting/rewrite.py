@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +14,13 @@ from typing_extensions import assert_never
 
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
 from gradrewrite._utils.progress import current_progress
+from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.distributed.layouts import Layout
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing, ops
-from gradrewrite.ir.attribution import read_provenance, with_edits
+from gradrewrite.ir.attribution import backward_names, read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
@@ -31,8 +32,8 @@ from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.reports import Check
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
-from gradrewrite.ir.values import shape_of
-from gradrewrite.policy.actions import BucketedAction, GroupAction, NormScaling, describe
+from gradrewrite.ir.values import num_bytes, shape_of
+from gradrewrite.policy.actions import BucketedAction, GroupAction, NormScaling, action_key, describe
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.scope import Context, refuse
@@ -45,7 +46,6 @@ from gradrewrite.rewriting.action_tracing import (
     trace_function,
 )
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
-from gradrewrite.rewriting.bucketed_actions import buckets_of, rounds_of
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
@@ -65,7 +65,6 @@ from gradrewrite.rewriting.lowering import (
     lower,
     lower_action,
 )
-from gradrewrite.rewriting.node_shares import share_nodes
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Kind, Site
@@ -78,33 +77,21 @@ MEASURED_APART = frozenset(("cpu",))
 
 @dataclass(frozen=True, slots=True)
 class RewriteResult:
-    """The result of the rewrite of a joint graph.
-
-    Attributes:
-        sites: All sites.
-        answers: The answers of the policy, site by site.
-        edits: What was inserted.
-        record_nodes: Names of the nodes that carry records out of the graph.
-        anchors: The nodes of the sites.
-        outputs: The auxiliary outputs of the backward.
-        live: The tensors that the graph reads at every backward, by name.
-        out_of_reach: Sites at which the policy answered but which are outside the graph, with the answers.
-        replay_graph: What a replay of a failed step needs; None where nothing is checked.
-        assumes: Whether an action assumes something of a size that depends on data. Such an assumption becomes part of
-            the code of the forward and the backward, but not of the key under which Inductor stores that code.
-        of_parts: Edits that reduce the plain part of a global tensor, of which each process knows its own alone.
-    """
+    """The result of the rewrite of a joint graph."""
 
     sites: tuple[Site, ...]
-    answers: tuple[tuple[Answered, ...], ...]
+    answers: tuple[tuple[Answered, ...], ...]  # of the policy, site by site
     edits: tuple[Edit, ...]
-    record_nodes: tuple[str, ...]
+    record_nodes: tuple[str, ...]  # names of the nodes that carry records out of the graph
     anchors: Mapping[Site, Anchor]
     outputs: BackwardOutputs
-    live: Mapping[str, Tensor]
-    out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]
-    replay_graph: ReplayGraph | None
+    live: Mapping[str, Tensor]  # what the graph reads at every backward, by name
+    out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]  # answered, but outside of the graph
+    replay_graph: ReplayGraph | None  # None where nothing is checked
+    # Whether an action assumes something of a size that depends on data. Such an assumption becomes part of the code of
+    # the forward and the backward, but not of the key under which Inductor stores that code.
     assumes: bool
+    # Edits that reduce the plain part of a global tensor, of which each process knows its own alone.
     of_parts: tuple[Edit, ...] = ()
 
 
@@ -113,17 +100,7 @@ def rewrite_joint_graph(
 ) -> RewriteResult:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
-    Args:
-        marked: The joint graph; changed in place.
-        config: The policy, and the loss scale.
-        asked: Sites at which the policy was asked already, with its answers.
-
-    Returns:
-        The sites, the edits, and the auxiliary outputs of the backward.
-
-    Raises:
-        PolicyError: An answer is nonsense or not allowed where it was given.
-        CallbackError: A tensor function breaks its contract.
+    The graph is changed in place. Where the policy was asked already, its answers are in ``asked``.
     """
     graph = marked.graph
     rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
@@ -197,18 +174,7 @@ def rewrite_and_compare(marked: MarkedJointGraph, config: RewriteConfig) -> tupl
 
 
 class Rewriter:
-    """The edits of one rewrite, as they are made.
-
-    Attributes:
-        graph: The graph.
-        num_measured: Number of errors and activations that are measured.
-        edits: The edits so far.
-        packing: What leaves the graph beside the gradients.
-        forward: The values of the forward that inserted nodes read in the backward.
-        counters: Names of the nodes of boundary counters.
-        changed: Markers of errors that actions change.
-        examples: The per-example gradients; None of a graph whose inputs are not known.
-    """
+    """The edits of one rewrite, as they are made."""
 
     def __init__(
         self,
@@ -218,15 +184,15 @@ class Rewriter:
         marked: MarkedJointGraph | None = None,
     ) -> None:
         self.graph = graph
-        self.examples = None if marked is None else ExampleGradients(marked)
-        self.num_measured = 0
+        self.examples = None if marked is None else ExampleGradients(marked)  # None where the inputs are not known
+        self.num_measured = 0  # errors and activations
         self._is_whole = marked is None or marked.is_whole
         self._scale = scale
         self.edits: list[Edit] = []
         self.packing = RecordPacking()
         self.forward = ForwardValues(graph)
-        self.counters: list[str] = []
-        self.changed: set[fx.Node] = set()
+        self.counters: list[str] = []  # names of the nodes of boundary counters
+        self.changed: set[fx.Node] = set()  # markers of errors that actions change
         self._averaged: set[str] = set()  # names of nodes
         self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
         self._tracer = ActionTracer()
@@ -235,7 +201,8 @@ class Rewriter:
 
     def follow(self, plan: InsertionPlan) -> None:
         """Take note of the measurements and changes to come."""
-        self.num_measured = sum(point.output is None and _is_measured(own) for point, own in plan.single.items())
+        measured = [p for p, own in plan.single.items() if any(isinstance(one, Measure) for one in own)]
+        self.num_measured = sum(point.output is None for point in measured)
         self.changed = {point.marker for point in plan.changed() if point.marker is not None}
 
     def insert(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> None:
@@ -251,15 +218,9 @@ class Rewriter:
                     (_, *extras), new = self._splice(traced, [base], point)
                 case Measure() | Replace():
                     further = self._further_arguments(point, insertion, current)
-                    values = [value_of(node) for node in further]
-                    traced = self._tracer.trace(
-                        insertion,
-                        point.site,
-                        value_of(current),
-                        self._mode(point.site),
-                        values,
-                        _layouts_of(point, further),
-                    )
+                    value, *values = map(value_of, (current, *further))
+                    mode, layouts = self._mode(point.site), _layouts_of(point, further)
+                    traced = self._tracer.trace(insertion, point.site, value, mode, values, layouts)
                     (current, *extras), new = self._splice(traced, [current, *further], point)
                 case ScaleParameter(action):
                     check_dense(action, point.site, value_of(current))
@@ -284,18 +245,15 @@ class Rewriter:
         self, point: InsertionPoint, insertion: Replace | Measure, current: fx.Node
     ) -> list[fx.Node]:
         """Return the further arguments of an insertion: the value, or per-example quantities."""
-        if isinstance(insertion, Measure):
-            return []
-        if insertion.examples is not None:
+        if isinstance(insertion, Replace) and insertion.examples is not None:
             assert self.examples is not None
             return self.examples.quantities(point, current, insertion.examples, self._scale_on(point.site.device))
-        if not insertion.takes_value:
+        if isinstance(insertion, Measure) or not insertion.takes_value:
             return []
         if point.value is None:
-            action = describe(insertion.action)
             raise CallbackError(
-                f"{point.site}: {action} has two required parameters, the gradient and what it is the "
-                "gradient of, which this graph does not have; give the second one a default"
+                f"{point.site}: {describe(insertion.action)} has two required parameters, the gradient and what it is "
+                "the gradient of, which this graph does not have; give the second one a default"
             )
         return [self.forward.for_backward(point.value)]
 
@@ -318,7 +276,6 @@ class Rewriter:
         return self._mode(point.site).scale is None or IN_UNITS.isdisjoint(measure.statistics.values())
 
     def _measure(self, point: InsertionPoint, measurement: Measure) -> None:
-        """Let a value be measured beside others."""
         if not measurement.statistics:
             return
         keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site)))
@@ -330,8 +287,7 @@ class Rewriter:
 
     def check(self, point: InsertionPoint, check: Check[RecordKey], seen: fx.Node) -> None:
         """Let the count of a check decide whether the value of a node is finite at a site."""
-        found = FiniteCheck(point.site, check.on_failure, check.count, point.order, seen.name)
-        self.packing.checks.append(found)
+        self.packing.checks.append(FiniteCheck(point.site, check.on_failure, check.count, point.order, seen.name))
 
     def states_at(self, where: str) -> StateScope | None:
         """Return the states of the actions at a site, or of a group."""
@@ -343,17 +299,14 @@ class Rewriter:
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
         is_apart = site.device.type in MEASURED_APART or site.kind in ("gradient", "input", "step")
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
-        has_scale = self._scale is not None and site.kind != "activation"
-        scale = self._scale.on(site.device) if has_scale and self._scale is not None else None
+        scale = None if site.kind == "activation" else self._scale_on(site.device)
         return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
 
     def _scale_on(self, device: torch.device) -> Tensor | None:
         return None if self._scale is None else self._scale.on(device)
 
     def insert_bucketed(
-        self,
-        members: Mapping[InsertionPoint, Sequence[Insertion]],
-        early: Sequence[WeighExamples] = (),
+        self, members: Mapping[InsertionPoint, Sequence[Insertion]], early: Sequence[WeighExamples]
     ) -> None:
         """Insert at single sites that have averages among their insertions.
 
@@ -362,7 +315,7 @@ class Rewriter:
         groups, which act on the gradients of this process.
         """
         at_end = {point: point.before for point in members}
-        rounds = {point: rounds_of(insertions) for point, insertions in members.items()}
+        rounds = {point: _rounds_of(insertions) for point, insertions in members.items()}
         while rounds:
             begun: list[tuple[InsertionPoint, BucketedAction]] = []
             for point, left in list(rounds.items()):
@@ -381,7 +334,7 @@ class Rewriter:
                 self.insert_group(group)
             early = ()
             nodes = {point: self.current(point.node) for point, _ in begun}
-            for action, points in buckets_of(begun, nodes) if begun else ():
+            for action, points in _buckets_of(begun, nodes) if begun else ():
                 self._insert_bucket(action, points)
 
     def _insert_bucket(self, action: BucketedAction, points: Sequence[InsertionPoint]) -> None:
@@ -395,39 +348,33 @@ class Rewriter:
         end = make_fx.trace(lambda begun, *tensors: list(action.end(begun, tensors)), [value_of(begun), *values])
         end.graph.eliminate_dead_code()
         results, added = editing.splice(end, self.graph, [begun, *nodes], self.graph.output_node(), "is_backward")
-        for point, names in zip(points, share_nodes([*new, *added], nodes, results), strict=True):
+        for point, names in zip(points, _share_nodes([*new, *added], nodes, results), strict=True):
             self.edits.append(Edit(point.site, action, names))
             self._averaged.update(names)
         for point, result in zip(points, results, strict=True):
             self._replace(point, result)
 
     def _behind(self, nodes: Sequence[fx.Node]) -> fx.Node:
-        """Return the insertion position right behind these nodes and all inputs."""
+        """Return the node right behind these nodes and all inputs."""
         last_input = self.graph.find_nodes(op="placeholder")[-1]
         last: fx.Node = max([last_input, *nodes])  # nodes compare by their position
         return last.next
 
     def insert_group(self, group: GroupInsertion, where: str = "") -> None:
-        """Insert one group action; its sites are treated together.
-
-        Args:
-            group: The action and the insertion points of its sites.
-            where: The site of its records; ``group:<name>`` if empty.
-        """
+        """Insert one group action, its sites together. Its records are at ``where``, or at ``group:<name>``."""
         action, points = group.action, group.points
-        nodes = [self.current(p.node) for p in points]
+        nodes = [self.current(point.node) for point in points]
         for point in points:
             check_dense(action, point.site, value_of(point.node))
         where = where or f"group:{action.group}"
+        mode = self._mode(points[0].site, where)
         match group:
             case WeighExamples():
-                self._insert_example_clip(group, nodes)
+                self._insert_example_clip(group, where, nodes, mode)
             case ScaleGroup() if all(point.layout is None for point in points):
-                found = self._scale_group(group.action, points, nodes, self._mode(points[0].site, where))
-                self._finish_group(group, where, nodes, *found)
+                self._finish_group(group, where, nodes, *self._scale_group(group.action, points, nodes, mode))
             case ScaleGroup() | ReplaceGroup():
-                found = self._replace_group(action, points, nodes, self._mode(points[0].site, where))
-                self._finish_group(group, where, nodes, *found)
+                self._finish_group(group, where, nodes, *self._replace_group(group.action, points, nodes, mode))
             case _:
                 assert_never(group)
 
@@ -435,8 +382,8 @@ class Rewriter:
         self, action: GroupAction, points: Sequence[InsertionPoint], nodes: list[fx.Node], mode: TraceMode
     ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Insert the action as one function of all values; see ``_scale_group``."""
-        values, layouts = [value_of(n) for n in nodes], [point.layout for point in points]
-        sites = [point.site for point in points]
+        values, sites = [value_of(n) for n in nodes], [point.site for point in points]
+        layouts = [point.layout for point in points]
         traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
         outputs, new = self._splice(traced, nodes, points[0])
         return traced, outputs[: len(points)], outputs[len(points) :], new
@@ -455,7 +402,7 @@ class Rewriter:
         action, points, sites = group.action, group.points, [point.site for point in group.points]
         refuse(action, Context(sites[0], is_part=not self._is_whole, has_states=traced.has_states))
         keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras, sites)
-        for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
+        for point, names in zip(points, _share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
             self.edits.append(Edit(point.site, action, names, own))
         self.packing.groups.append(str(action.group))
@@ -467,14 +414,14 @@ class Rewriter:
     ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Insert the action as the norm of each gradient, one factor, and its product with each gradient.
 
-        Gradients of one shape are traced once.
-
-        Returns:
-            The trace of the factor, the scaled gradients, the outputs of the reports, and all new nodes.
+        Gradients of one shape are traced once. Returns the trace of the factor, the scaled gradients, the outputs of
+        the reports, and all new nodes.
         """
         first, alone = points[0], replace(mode, states=None)
         norms: list[fx.Node] = []
+        results: list[fx.Node] = []
         made: list[fx.Node] = []
+        at: list[int] = []
 
         def norm(gradient: Tensor) -> Tensor:
             _recording().output(norm_of(gradient, action.norm_type))
@@ -486,45 +433,40 @@ class Rewriter:
             (_, found), new = self._splice(traced, [node], first)
             norms.append(found)
             made += new
-        at: list[int] = []
 
         def factor(*found: Tensor) -> Sequence[Tensor]:
             bound, total = action.bound_and_total(found)
             at[:] = [_recording().output(bound / total), _recording().output(bound < total)]
             return found[:1]
 
-        values = [value_of(node) for node in norms]
-        unscaled = replace(mode, scale=None)
-        middle = trace_function(factor, values[:1], [first.site], action, unscaled, values[1:])
+        value, *values = map(value_of, norms)
+        middle = trace_function(factor, [value], [first.site], action, replace(mode, scale=None), values)
         (_, *extras), new = self._splice(middle, norms, first)
         made += new
         scales = [extras[number] for number in at]
-        results: list[fx.Node] = []
+        further = [value_of(scale) for scale in scales]
         for point, node in zip(points, nodes, strict=True):
-            further = [value_of(scale) for scale in scales]
             traced = self._tracer.trace_part("scale", scale_where, action, point.site, value_of(node), alone, further)
             (result,), new = self._splice(traced, [node, *scales], first)
             results.append(result)
             made += new
         return middle, results, extras, made
 
-    def _insert_example_clip(self, group: WeighExamples, nodes: Sequence[fx.Node]) -> None:
+    def _insert_example_clip(self, group: WeighExamples, where: str, nodes: Sequence[fx.Node], mode: TraceMode) -> None:
         """Insert an action that weighs the examples of a batch in the gradients of a group."""
         assert self.examples is not None
-        action, points = group.action, group.points
-        sites, scale = [point.site for point in points], self._scale_on(points[0].site.device)
+        action, points, site = group.action, group.points, group.points[0].site
+        scale, mode = mode.scale, replace(mode, scale=None)
         squares = self.examples.total_square_norms(points, nodes, action, scale)
-        where = f"group:{action.group}"
-        mode = replace(self._mode(sites[0], where), scale=None)
-        traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], sites[:1], action, mode)
+        traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], [site], action, mode)
         (weights, *extras), new = self._splice(traced, [squares], points[0])
-        keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras)
+        keys, _ = self.packing.add(group, where, site, traced.reports, extras)
         shared = (*self.examples.take_new(), *new)
         for point, node in zip(points, nodes, strict=True):
             with recording(point.site.device, states=mode.states):
                 result = self.examples.weighted_gradient(point, node, weights, action, scale)
-            made = [n.name for n in (*shared, *self.examples.take_new())]
-            self.edits.append(Edit(point.site, action, tuple(made), tuple(keys)))
+            made = tuple(n.name for n in (*shared, *self.examples.take_new()))
+            self.edits.append(Edit(point.site, action, made, tuple(keys)))
             self._replace(point, result)
             shared = ()
         if action.has_noise:  # without it, clips of several backwards add up to that of all their examples
@@ -535,10 +477,8 @@ class Rewriter:
     def _splice(
         self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        if point.site.kind == "activation":
-            tag = "is_forward"
-        else:
-            tag = "must_be_in_backward" if traced.reads_live else "is_backward"
+        tag = "must_be_in_backward" if traced.reads_live else "is_backward"
+        tag = "is_forward" if point.site.kind == "activation" else tag
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
 
     def current(self, node: fx.Node) -> fx.Node:
@@ -567,8 +507,8 @@ class Rewriter:
         sites = {point.site for point in points}
 
         def reduces(edit: Edit) -> bool:
-            others = (shapes.get(name, edit.site.shape) != edit.site.shape for name in edit.nodes)
-            return isinstance(lower_action(edit.action, edit.site), Measure) or any(others)
+            changes_shape = any(shapes.get(name, edit.site.shape) != edit.site.shape for name in edit.nodes)
+            return changes_shape or isinstance(lower_action(edit.action, edit.site), Measure)
 
         return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
 
@@ -582,7 +522,9 @@ class Rewriter:
             if position in marked.inputs and isinstance(node.meta.get("val"), Tensor)
         }
         tangents = aot_autograd.tangents(self.graph)
-        self._count_at_boundary(inputs, tangents if marked.is_last else [])
+        outside, numbering = tangents if marked.is_last else [], self.packing.numbering
+        records, self.counters = insert_boundary_counters(self.graph, inputs, outside, numbering)
+        self.packing.records += records
         if any(collectives.is_collective(node) and node.name not in self._averaged for node in self.graph.nodes):
             return None  # the model computes with other processes, which may not replay this step
         return ReplayGraph(
@@ -593,21 +535,13 @@ class Rewriter:
             actions={name: e for e in self.edits for name in e.nodes},
             inputs={node.name: given for node, given in inputs.items()},
             tangents=tuple(node.name for node in tangents),
-            backward=frozenset(
-                n.name for n in self.graph.nodes if n.op == "call_function" and aot_autograd.is_backward(n)
-            ),
+            backward=backward_names(self.graph),
             is_random=any(operators.is_random(node) for node in self.graph.nodes),
         )
 
-    def _count_at_boundary(self, inputs: Mapping[fx.Node, GraphInput], tangents: Sequence[fx.Node]) -> None:
-        records, names = insert_boundary_counters(self.graph, inputs, tangents, self.packing.numbering)
-        self.packing.records += records
-        self.counters += names
-
 
 def _sites_by_value(points: Sequence[InsertionPoint], kind: Kind) -> dict[int, Site]:
-    numbers = {p.before: p.site for p in points if p.site.kind == kind}
-    return {number_of(node): site for node, site in numbers.items()}
+    return {number_of(point.before): point.site for point in points if point.site.kind == kind}
 
 
 def _recording() -> Recording:
@@ -626,10 +560,6 @@ def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[L
     return layouts if any(layout is not None for layout in layouts) else ()
 
 
-def _is_measured(insertions: Sequence[Insertion]) -> bool:
-    return any(isinstance(insertion, Measure) for insertion in insertions)
-
-
 def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
     """Return the nodes of the sites, behind markers of unchanged errors."""
     made_by: dict[fx.Node, fx.Node] = {}  # by marker; each chain is followed once
@@ -644,3 +574,62 @@ def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
         marker = point.marker or (point.before if point.site.kind == "activation" else None)
         anchors[point.site] = Anchor(node.name, -1 if marker is None else number_of(marker))
     return anchors
+
+
+def _rounds_of(insertions: Sequence[Insertion]) -> list[tuple[list[Insertion], BucketedAction | None]]:
+    """Split the insertions of a site: those before each average, with its action; then the others, with None."""
+    rounds: list[tuple[list[Insertion], BucketedAction | None]] = []
+    before: list[Insertion] = []
+    for insertion in insertions:
+        if isinstance(insertion, Average):
+            rounds.append((before, insertion.action))
+            before = []
+        else:
+            before.append(insertion)
+    return [*rounds, (before, None)]
+
+
+def _buckets_of(
+    members: Sequence[tuple[InsertionPoint, BucketedAction]], nodes: Mapping[InsertionPoint, fx.Node]
+) -> list[tuple[BucketedAction, list[InsertionPoint]]]:
+    """Sort gradients into buckets; these come in the order of completion by the graph, members likewise."""
+    alike: dict[Any, list[tuple[InsertionPoint, BucketedAction]]] = defaultdict(list)
+    for point, action in sorted(members, key=lambda member: nodes[member[0]]):  # nodes compare by their position
+        alike[action_key(action)].append((point, action))
+    buckets = []
+    for found in alike.values():
+        points, action = [point for point, _ in found], found[0][1]
+        values = [value_of(nodes[point]) for point in points]
+        kinds = [(value.dtype, value.device) for value in values]
+        for positions in bucket_order(kinds, list(map(num_bytes, values)), action.bucket_bytes):
+            buckets.append((action, [points[n] for n in positions]))
+    return sorted(buckets, key=lambda bucket: nodes[bucket[1][-1]])
+
+
+_SHARED = -1
+
+
+def _share_nodes(
+    new: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> list[tuple[str, ...]]:
+    """Return new nodes' names by member of a group; shared ones belong to the first."""
+    reads: dict[fx.Node, int | None] = {node: i for i, node in enumerate(inputs)}
+    for node in new:
+        reads[node] = _common(reads.get(a) for a in node.all_input_nodes)
+    feeds: dict[fx.Node, int | None] = {node: i for i, node in enumerate(results)}
+    for node in reversed(new):
+        feeds[node] = _common([feeds.get(node), *(feeds.get(u) for u in node.users)])
+    member: dict[fx.Node, int | None] = {}
+    for node in reversed(new):
+        known = [number for number in (feeds[node], reads[node]) if number not in (None, _SHARED)]
+        member[node] = known[0] if known else (reads[node] or _common(member.get(u) for u in node.users))
+    shares: list[list[str]] = [[] for _ in inputs]
+    for node in new:
+        shares[max(member[node] or 0, 0)].append(node.name)
+    return [tuple(names) for names in shares]
+
+
+def _common(members: Iterable[int | None]) -> int | None:
+    """The one member among these; None if there is none (a constant)."""
+    known = {member for member in members if member is not None}
+    return known.pop() if len(known) == 1 else (_SHARED if known else None)
