@@ -138,9 +138,9 @@ def visible_outputs(
 
 
 def hidden_nodes(graph_view: GraphView, *, reshapes: bool = False, records: bool = False) -> set[str]:
-    """Return the nodes left out of drawings; ``reshapes`` and ``records`` say what is shown.
+    """Return the nodes left out of drawings, unless ``reshapes`` and nodes for ``records`` alone are shown.
 
-    For records alone are the nodes that pack them, and the part of an edit that computes them.
+    The latter are the nodes that pack records, and the part of an edit that computes them.
     """
     hidden: set[str] = set()
     if not reshapes:

@@ -260,7 +260,7 @@ def _combine(name: str, figures: Tensor) -> Tensor:
 
 
 def _gather_shards(values: Tensor, like: DTensor) -> Tensor:
-    """Gather the vectors of all shards, ``[shards, N]``; replicas, which have the same, are counted once.
+    """Gather the vectors of all shards, ``[shards, N]``; replicas, equal to each other, are counted once.
 
     ``like`` has no partial sums. It takes one collective for each dimension of the mesh that is sharded.
     """
