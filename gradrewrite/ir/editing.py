@@ -164,19 +164,12 @@ def nodes_for_forward(graph: fx.Graph) -> list[fx.Node]:
 
 def insert_outputs(graph: fx.Graph, position: int, nodes: Sequence[fx.Node]) -> None:
     """Return further nodes, before the output at a position."""
-    output = graph.output_node()
-    outputs, descs = outputs_of(output), _descs(output)
-    outputs[position:position] = nodes
-    descs[position:position] = ["gradrewrite"] * len(nodes)
-    _set_outputs(output, outputs, descs)
+    _replace_outputs(graph, slice(position, position), nodes)
 
 
 def drop_outputs(graph: fx.Graph, position: int, count: int) -> None:
     """Do not return ``count`` outputs from a position on; the inverse of ``insert_outputs``."""
-    output = graph.output_node()
-    outputs, descs = outputs_of(output), _descs(output)
-    del outputs[position : position + count], descs[position : position + count]
-    _set_outputs(output, outputs, descs)
+    _replace_outputs(graph, slice(position, position + count), [])
 
 
 def insert_saved_copy(node: fx.Node) -> fx.Node:
@@ -272,11 +265,11 @@ def outputs_of(output: fx.Node) -> list[Any]:
     return list(returned)
 
 
-def _descs(output: fx.Node) -> list[Any]:
-    return list(output.meta.get("desc") or [None] * len(outputs_of(output)))
-
-
-def _set_outputs(output: fx.Node, outputs: list[Any], descs: list[Any]) -> None:
+def _replace_outputs(graph: fx.Graph, at: slice, nodes: Sequence[fx.Node]) -> None:
+    output = graph.output_node()
+    outputs = outputs_of(output)
+    descs = list(output.meta.get("desc") or [None] * len(outputs))
+    outputs[at], descs[at] = nodes, ["gradrewrite"] * len(nodes)
     output.args = (tuple(outputs),)
     if "desc" in output.meta:
         output.meta["desc"] = descs
