@@ -31,41 +31,28 @@ ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
 
 @runtime_checkable
 class Action(Protocol):
-    """An action at one site: a frozen value (internal until 1.0).
-
-    Attributes:
-        kinds: The kinds of site at which the action is allowed.
-        has_units: Whether it means something else for a gradient that a loss scale multiplied; it is then
-            given the unscaled gradient.
-    """
+    """An action at one site: a frozen value (internal until 1.0)."""
 
     @property
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
-        ...
 
     @property
     def has_units(self) -> bool:
-        """Whether it is given the unscaled gradient."""
-        ...
+        """Whether it means something else for a gradient that a loss scale multiplied; it is then unscaled."""
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Compute the replacement with torch operations; traced once, on fake tensors."""
-        ...
 
 
 class ValueAction(Protocol):
-    """An action that also reads the gradient's value (internal until 1.0).
-
-    It reads the parameter or the activation. At run time it is an ``Action``.
-    """
+    """An action that also reads the parameter or the activation (internal until 1.0); at run time an ``Action``."""
 
     kinds: ClassVar[frozenset[Kind]]
     has_units: ClassVar[bool]
 
     def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
         """Compute the replacement of a gradient from it and from its parameter or activation."""
-        ...
 
 
 @runtime_checkable
@@ -78,21 +65,17 @@ class ExampleAction(Protocol):
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:
         """The required figures; none for the gradient alone."""
-        ...
 
     @property
     def loss_reduction(self) -> LossReduction:
         """The way from the losses of the examples to that of the batch."""
-        ...
 
     @property
     def batch_dim(self) -> int:
         """The batch dimension of the model's inputs."""
-        ...
 
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
         """Compute the replacement of a gradient; ``quantities`` are in units of the unscaled loss."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +84,6 @@ class SpecializingAction(Action, Protocol):
 
     def specialize(self, site: Site) -> Action:
         """The action for one site."""
-        ...
 
 
 @runtime_checkable
@@ -111,12 +93,10 @@ class Measurement(Action, Protocol):
     @property
     def statistics(self) -> Mapping[str, str]:
         """Keys of ``statistics.STATISTICS``, by the names of the records."""
-        ...
 
     @property
     def fails(self) -> OnFailure | None:
         """The consequence of a last statistic that is not 0 (``CheckFinite.on_failure``); None if there is none."""
-        ...
 
 
 @runtime_checkable
@@ -130,42 +110,30 @@ class BucketedAction(Action, Protocol):
     @property
     def bucket_bytes(self) -> float:
         """Largest size of a bucket."""
-        ...
 
     def processes(self) -> ProcessGroup:
         """Return the group of processes that it reduces over; of one process nothing is inserted."""
-        ...
 
     def begin(self, tensors: Sequence[Tensor]) -> Tensor:
         """Start the operation on gradients of one dtype and device."""
-        ...
 
     def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute all replacements from ``begin``'s result; read no elements of ``tensors``."""
-        ...
 
 
 @runtime_checkable
 class GroupAction(Protocol):
-    """An action at several sites at once, after the actions of the single sites (internal until 1.0).
-
-    Attributes:
-        kinds: The kinds of site at which the action is allowed.
-        has_units: As for an ``Action``.
-        group: Sites whose actions have the same group are treated together.
-    """
+    """An action at several sites at once, after the actions of the single sites (internal until 1.0)."""
 
     kinds: ClassVar[frozenset[Kind]]
     has_units: ClassVar[bool]
 
     @property
     def group(self) -> Hashable:
-        """Name of the group."""
-        ...
+        """Name of the group; sites are treated together if their actions have the same one."""
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute all replacements, in the order of ``tensors``."""
-        ...
 
 
 @runtime_checkable
@@ -179,21 +147,17 @@ class ExampleClip(GroupAction, Protocol):
     @property
     def loss_reduction(self) -> LossReduction:
         """The way from the losses of the examples to that of the batch."""
-        ...
 
     @property
     def batch_dim(self) -> int:
         """The batch dimension of the model's inputs."""
-        ...
 
     @property
     def has_noise(self) -> bool:
         """Whether noise is added to the sum of the weighted gradients."""
-        ...
 
     def noise(self, tensor: Tensor) -> Tensor:
         """Return the noise for a sum of gradients of examples, of this shape."""
-        ...
 
 
 @runtime_checkable
@@ -203,29 +167,20 @@ class NormScaling(GroupAction, Protocol):
     @property
     def norm_type(self) -> float:
         """Order of the norms."""
-        ...
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return two 0-d tensors with the factor as their quotient.
+        """Return two 0-d tensors with the factor as their quotient: exactly 1 where the action does not act.
 
-        The quotient is exactly 1 where the action does not act.
-
-        Args:
-            norms: The norms of all gradients, in tensors of any shape.
+        ``norms`` are those of all gradients, in tensors of any shape.
         """
-        ...
 
 
 @runtime_checkable
 class LiveBounds(Protocol):
-    """An action with bounds that may be tensors (internal until 1.0).
-
-    They are read where a policy is given.
-    """
+    """An action with bounds that may be tensors, read where a policy is given (internal until 1.0)."""
 
     def check_bounds(self) -> None:
         """Raise ValueError if a bound cannot be one now."""
-        ...
 
 
 @runtime_checkable
@@ -235,7 +190,6 @@ class ParameterScaling(Action, Protocol):
     @property
     def parameter_factor(self) -> float | Tensor:
         """The factor: a number, or a tensor with one element, read at every step."""
-        ...
 
 
 def is_action(value: Any) -> bool:
@@ -244,10 +198,7 @@ def is_action(value: Any) -> bool:
 
 
 def takes_value(action: Any) -> bool:
-    """Return whether a function has two required parameters.
-
-    They are the gradient, and the value that it is the gradient of. Parameters with defaults do not count.
-    """
+    """Return whether a function has two required parameters: the gradient, and the value that it is the gradient of."""
     if isinstance(action, GroupAction):
         return False
     function = action.apply if isinstance(action, Action) else action

@@ -48,23 +48,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Recording:
-    """The reports of one action while it is traced.
-
-    Attributes:
-        reports: What was reported.
-        outputs: The tensors of its leaves.
-        device: Where numbers become tensors.
-        is_opaque: Whether statistics are one opaque operation.
-        scale: The loss scale that the action sees through, if any.
-        states: The states of the actions here; None where they have none of their own.
-    """
+    """The reports of one action while it is traced."""
 
     reports: list[Report[Leaf]] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    is_opaque: bool = False
-    scale: Tensor | None = None
-    states: StateScope | None = None
+    outputs: list[Tensor] = field(default_factory=list)  # the tensors of the leaves
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))  # where numbers become tensors
+    is_opaque: bool = False  # statistics are one opaque operation
+    scale: Tensor | None = None  # that the action sees through
+    states: StateScope | None = None  # of the actions here; None where they have none of their own
 
     def clear(self) -> None:
         """Remove all reports: a tracer may run a function more than once."""
@@ -125,11 +116,9 @@ def record(name: str, value: Tensor | float) -> None:
     recording = _recording.get()
     if recording is None:
         return
-    tensor = (
-        value
-        if isinstance(value, Tensor)
-        else torch.full((), float(value), dtype=torch.float64, device=recording.device)
-    )
+    tensor = value
+    if not isinstance(tensor, Tensor):
+        tensor = torch.full((), float(tensor), dtype=torch.float64, device=recording.device)
     if tensor.numel() != 1 or tensor.is_complex():
         raise CallbackError(
             f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
@@ -138,8 +127,8 @@ def record(name: str, value: Tensor | float) -> None:
         raise CallbackError(
             f"gr.record({name!r}, ...): the name of a record has no '@', which separates it from its site"
         )
-    value = tensor.reshape(()) if tensor.dim() else tensor
-    recording.reports.append(Scalars((str(name),), (recording.figure(value),)))
+    figure = recording.figure(tensor.reshape(()) if tensor.dim() else tensor)
+    recording.reports.append(Scalars((str(name),), (figure,)))
 
 
 def record_norm_clip(
@@ -151,18 +140,11 @@ def record_norm_clip(
     log: tuple[Tensor, Tensor] | None = None,
     shares: tuple[Tensor, float] | None = None,
 ) -> None:
-    """Report a clip by norm.
+    """Report a clip by norm; its factor follows from the norm and the bound, and is computed where they are read.
 
-    The factor follows from the norm and the bound, and is computed where they are read.
-
-    Args:
-        name: Name of the record of the norm.
-        norm: The norm before the clip.
-        bound: The bound: an output of the graph if it is a tensor on a device.
-        is_computed: Whether the graph computes the bound.
-        log: The tensor before and after the clip, if it has a log line.
-        shares: The norms of the members of a group, ``[members]``, and their order, if the group has a log line; see
-            ``statistics.shares_of``.
+    A bound is an output of the graph if it is a tensor on a device, or ``is_computed`` in the graph. ``log`` is the
+    tensor before and after the clip, if it has a log line; ``shares`` the norms of the members of a group,
+    ``[members]``, and their order, if the group has one; see ``statistics.shares_of``.
     """
     recording = _recording.get()
     if recording is None:
@@ -181,14 +163,9 @@ def record_norm_clip(
 
 
 def record_value_clip(before: Tensor, after: Tensor, limit: float | Tensor | None) -> None:
-    """Report a clip by value.
+    """Report a clip by value; ``limit`` is the largest absolute value that passes, None if the bounds differ in size.
 
     It acted if an element changed; NaN is no change. Empty tensors: not acted, largest and mean value NaN.
-
-    Args:
-        before: The tensor.
-        after: The tensor after the clip.
-        limit: The largest absolute value that the clip lets pass; None if the bounds differ in size.
     """
     recording = _recording.get()
     if recording is None:
@@ -220,10 +197,9 @@ def _clip_figures(recording: Recording, before: Tensor, after: Tensor, *, with_s
     changed = _changed(before, after)
     strength: tuple[Leaf, ...] = ()
     if with_strength:
-        norms = recording.figure(norm_of(before)), recording.figure(norm_of(after))
-        share = share_of(changed)
-        strength = (*norms, recording.figure(share))
-        acted = share > 0
+        figures = norm_of(before), norm_of(after), share_of(changed)
+        strength = tuple(map(recording.figure, figures))
+        acted = figures[2] > 0
     else:
         acted = reduce_all(torch.any, changed)
     largest, mean = recording.figure(largest_of(size)), recording.figure(mean_of(size))
@@ -240,11 +216,8 @@ def _clip_figures_of_shards(
 ) -> _ClipFigures:
     """Return the figures of ``_clip_figures`` of a global tensor; one collective for all of them."""
     unchanged = _changed(before, after).logical_not().to(torch.float32)
-    reports: list[tuple[Tensor, tuple[str, ...]]] = [
-        (before, ("max_abs", "mean_abs", "norm")),
-        (after, ("norm",)),
-        (unchanged, ("zeros",)),
-    ]
+    reports: list[tuple[Tensor, tuple[str, ...]]]
+    reports = [(before, ("max_abs", "mean_abs", "norm")), (after, ("norm",)), (unchanged, ("zeros",))]
     figures = measure_shards(
         [(tensor, names) for tensor, names in reports if dtensors.is_dtensor(tensor)],
         lambda part, names: measure(part, names, is_opaque=recording.is_opaque),
@@ -256,22 +229,16 @@ def _clip_figures_of_shards(
 
 
 def keep(tensor: Tensor, what: str = "tensor") -> None:
-    """Keep a tensor as an output of the graph, for ``monitor.kept``.
-
-    It is copied where it leaves, at run time.
-    """
+    """Keep a tensor as an output of the graph, for ``monitor.kept``; it is copied where it leaves, at run time."""
     recording = _recording.get()
     if recording is not None:
         recording.reports.append(Kept(what, recording.output(tensor)))
 
 
 def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: OnFailure | None = None) -> None:
-    """Report statistics of a tensor, by the names of the records; in units of the unscaled loss.
+    """Report statistics of a tensor in units of the unscaled loss: keys of ``STATISTICS``, by the names of the records.
 
-    Args:
-        tensor: What is measured.
-        statistics: For each name of a record, a key of ``statistics.STATISTICS``.
-        fails: What follows if the last figure is not 0.
+    ``fails`` says what follows if the last figure is not 0.
     """
     recording = _recording.get()
     if recording is None:
@@ -299,11 +266,7 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
 
 @contextlib.contextmanager
 def recording(
-    device: torch.device,
-    *,
-    is_opaque: bool = False,
-    scale: Tensor | None = None,
-    states: StateScope | None = None,
+    device: torch.device, *, is_opaque: bool = False, scale: Tensor | None = None, states: StateScope | None = None
 ) -> Iterator[Recording]:
     """Collect the reports inside the block; numbers become tensors on ``device``."""
     current = Recording(device=device, is_opaque=is_opaque, scale=scale, states=states)

@@ -17,14 +17,7 @@ from gradrewrite.sites import Pattern, Site
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A policy with one action for every site that matches a pattern.
-
-    ``on`` makes it.
-
-    Attributes:
-        pattern: Text of the pattern.
-        action: The answer.
-    """
+    """A policy with one action for every site that matches a pattern, as ``on`` makes it."""
 
     pattern: str
     action: Answer
@@ -72,12 +65,7 @@ def on(pattern: str, action: Answer) -> Rule:
 
 
 def check_policy(policy: Any) -> None:
-    """Look at a policy where it is given.
-
-    Raises:
-        PolicyError: It is none: neither a callable, nor nested sequences of them.
-        ValueError: A tensor in a rule is no bound now: it is negative.
-    """
+    """Look at a policy where it is given: PolicyError for none, ValueError for a tensor in a rule that is no bound."""
     if is_action(policy):
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('error:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
@@ -103,25 +91,18 @@ def check_bounds(policy: Policy) -> None:
 def ask(policy: Policy, site: Site) -> tuple[Any, ...]:
     """Ask a policy about one site: all answers, flat, in list order.
 
-    Raises:
-        PolicyError: An answer is no action, or not allowed at this kind of site; or the policy itself raised.
+    PolicyError if an answer is no action, or not allowed at this kind of site; or if the policy itself raised.
     """
     return tuple(answered.action for answered in ask_in_order(policy, site))
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An action from a policy's answer.
+    """An action from a policy's answer."""
 
-    Attributes:
-        position: Position of the callback in the nested lists of the policy.
-        action: The action.
-        rule: Pattern of the rule; of another callback its name.
-    """
-
-    position: tuple[int, ...]
+    position: tuple[int, ...]  # of the callback in the nested lists of the policy
     action: Any
-    rule: str
+    rule: str  # pattern of the rule; of another callback its name
 
 
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
@@ -141,9 +122,8 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     except Exception as err:
         raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}") from err
     actions = actions_of(answer, where=str(site))
-    context = Context(site)
     for action in actions:
-        refuse(action, context)
+        refuse(action, Context(site))
     return actions
 
 
@@ -188,14 +168,8 @@ def first_step_site(policy: Policy, parameters: Mapping[str, Tensor]) -> Site | 
 
 def step_site(name: str, parameter: Tensor) -> Site:
     """Return the step site of a parameter."""
-    return Site(
-        kind="step",
-        name=name,
-        module=name.rpartition(".")[0],
-        shape=tuple(parameter.shape),
-        dtype=parameter.dtype,
-        device=parameter.device,
-    )
+    module, shape = name.rpartition(".")[0], tuple(parameter.shape)
+    return Site(kind="step", name=name, module=module, shape=shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _flat(answer: Any) -> tuple[Any, ...]:

@@ -58,15 +58,7 @@ class Schedule:
         return cls(_Between("cosine", start, end, steps))
 
     def at(self, step: int, least: float = -math.inf) -> float:
-        """Evaluate the function.
-
-        Args:
-            step: The step.
-            least: The smallest number that it may return.
-
-        Raises:
-            PolicyError: It returned no such number.
-        """
+        """Evaluate the function; PolicyError if it returns no number of at least ``least``."""
         number = python_number(self.fn(step))
         if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number) or number < least:
             wanted = "a number" if least == -math.inf else f"a number >= {least:g}"
@@ -88,7 +80,6 @@ class _Between:
     steps: int
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are none."""
         for name in ("start", "end", "steps"):
             object.__setattr__(self, name, python_number(getattr(self, name)))
         for number in (self.start, self.end):

@@ -50,50 +50,28 @@ def skips(action: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The surroundings of an action.
-
-    Attributes:
-        site: Its site.
-        tensor_type: Class name of the gradient.
-        is_part: Whether the graph computes only a part of the model's gradients.
-        has_states: Whether the action keeps states from step to step.
-        elsewhere: The graphs that have gradients of its group, as text, if they are several; ``""`` for one.
-        outside: Names of parameters that are used outside of all regions; ``""`` for a site of a graph.
-        around: Name of the data parallelism around the model; ``""`` if there is none.
-        num_ranks: Number of its ranks; for a gradient that is spread over ranks the number of those.
-        is_averaged: Whether another action at the site averages its gradient over processes.
-        needs_whole: The reason why it needs a whole gradient, where that is spread over ranks; ``""`` if there is none.
-    """
+    """The surroundings of an action."""
 
     site: Site
-    tensor_type: str = "Tensor"
-    is_part: bool = False
-    has_states: bool = False
-    elsewhere: str = ""
-    outside: str = ""
-    around: str = ""
-    num_ranks: int = 1
-    is_averaged: bool = False
-    needs_whole: str = ""
+    tensor_type: str = "Tensor"  # class name of the gradient
+    is_part: bool = False  # the graph computes only a part of the model's gradients
+    has_states: bool = False  # the action keeps states from step to step
+    elsewhere: str = ""  # the graphs that have gradients of its group, as text, if they are several
+    outside: str = ""  # parameters that are used outside of all regions; ``""`` for a site of a graph
+    around: str = ""  # name of the data parallelism around the model
+    num_ranks: int = 1  # of ``around``; for a gradient that is spread over ranks the number of those
+    is_averaged: bool = False  # another action at the site averages its gradient over processes
+    needs_whole: str = ""  # the reason why it needs a whole gradient, where that is spread over ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        holds: Whether it holds for an action in a context.
-        text: The message; ``{action}``, ``{group}``, ``{allowed}`` (kinds of site) and the fields of ``{at}`` (the
-            context) are filled in.
-    """
-
-    holds: Callable[[Any, Context], bool]
+    holds: Callable[[Any, Context], bool]  # for an action in a context
+    # The message; ``{action}``, ``{group}``, ``{allowed}`` (kinds of site) and the fields of ``{at}`` (the context) are
+    # filled in.
     text: str
-
-    def message(self, action: Any, context: Context) -> str:
-        """Return the message for an action in a context."""
-        allowed, group = ", ".join(sorted(kinds_of(action))), getattr(action, "group", None)
-        return self.text.format(action=describe(action), group=group, allowed=allowed, at=context)
 
 
 _SPANS = (
@@ -133,10 +111,7 @@ REFUSALS = (
         '(gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break (fullgraph=True '
         "finds it) or regions=",
     ),
-    Limit(
-        lambda action, at: group_of(action) is not None and bool(at.elsewhere),
-        _SPANS % "{at.elsewhere}",
-    ),
+    Limit(lambda action, at: group_of(action) is not None and bool(at.elsewhere), _SPANS % "{at.elsewhere}"),
     Limit(
         lambda action, at: group_of(action) is not None and bool(at.outside),
         _SPANS % "a region and {at.outside!r}, which is used outside of all regions",
@@ -192,7 +167,8 @@ def refuse(action: Any, context: Context) -> None:
     """Raise PolicyError where an action may not act."""
     for limit in REFUSALS:
         if limit.holds(action, context):
-            raise PolicyError(limit.message(action, context))
+            allowed, group = ", ".join(sorted(kinds_of(action))), getattr(action, "group", None)
+            raise PolicyError(limit.text.format(action=describe(action), group=group, allowed=allowed, at=context))
 
 
 def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: int) -> None:
@@ -204,14 +180,7 @@ def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: in
 
 
 def refuse_group_in_regions(known: dict[Hashable, str], action: Any, site: Site, region: str) -> None:
-    """Raise PolicyError for a group with gradients in two regions.
-
-    Args:
-        known: The region of each group so far; this one is added.
-        action: The action.
-        site: Its site.
-        region: The region of the site.
-    """
+    """Raise PolicyError for a group with gradients in two regions; ``known``, by group, gets the first one."""
     group = group_of(action)
     if group is None:
         return
@@ -222,12 +191,9 @@ def refuse_group_in_regions(known: dict[Hashable, str], action: Any, site: Site,
 def warnings_in_parts(
     cause: Literal["accumulated", "again"], groups: Sequence[str], noisy: Collection[str]
 ) -> dict[str, str]:
-    """Return the warnings for groups that act on a part of a step, by a key for each.
+    """Return the warnings for groups that act on a part of a step, by a key for each; noisy ones add noise.
 
-    Args:
-        cause: Gradients of an earlier backward, or several calls of the model in one.
-        groups: Names of the groups.
-        noisy: Those that add noise.
+    The cause: gradients of an earlier backward, or several calls of the model in one.
     """
     clips, noises = ([group for group in groups if (group in noisy) == is_noisy] for is_noisy in (False, True))
     texts = ((clips, _CLIP_IN_PARTS[cause]), (noises, _NOISE_IN_PARTS[cause]))

@@ -59,12 +59,7 @@ class State:
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...] = (),
-        init: float = 0.0,
-        dtype: torch.dtype = torch.float32,
-        *,
-        name: str = "",
+        self, shape: tuple[int, ...] = (), init: float = 0.0, dtype: torch.dtype = torch.float32, *, name: str = ""
     ) -> None:
         init, shape = python_number(init), python_number(shape)
         shape = shape if isinstance(shape, int) else tuple(map(python_number, shape))

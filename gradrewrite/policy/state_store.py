@@ -20,19 +20,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateKind:
-    """The form of a state; each is another one, whatever it has.
-
-    Attributes:
-        shape: Its shape.
-        init: What every element is at first.
-        dtype: Its dtype.
-        name: Its name; empty if it is numbered.
-    """
+    """The form of a state; each is another one, whatever it has."""
 
     shape: torch.Size
-    init: float
+    init: float  # of every element at first
     dtype: torch.dtype
-    name: str
+    name: str  # empty if it is numbered
 
     def make(self, device: torch.device | None = None) -> Tensor:
         """Return the first value."""
@@ -40,17 +33,13 @@ class StateKind:
 
 
 class StateScope:
-    """The states of the actions at one site, or of one group, while they are traced.
-
-    Attributes:
-        updates: What was set by the action that is traced: the key of each state, its tensor, and the new value.
-    """
+    """The states of the actions at one site, or of one group, while they are traced."""
 
     def __init__(self, store: StateStore, where: str) -> None:
         self._store = store
         self._where = where
         self._keys: dict[StateKind, str] = {}  # which also keeps them alive, so that none takes another's identity
-        self.updates: dict[str, tuple[Tensor, Tensor]] = {}
+        self.updates: dict[str, tuple[Tensor, Tensor]] = {}  # by the traced action: tensors and new values, by key
         self.is_used = False
 
     def begin(self) -> None:
@@ -76,8 +65,7 @@ class StateScope:
 
     def write(self) -> None:
         """Write the updates of an action outside of a graph."""
-        targets, values = zip(*self.updates.values(), strict=True) if self.updates else ((), ())
-        write_states(targets, values)
+        write_states([target for target, _ in self.updates.values()], [value for _, value in self.updates.values()])
 
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
         """Return the tensor that follows a schedule."""
@@ -91,11 +79,7 @@ class StateScope:
 
 
 class StateStore:
-    """All states of one model, and the step of its schedules.
-
-    Attributes:
-        step: The number of optimizer steps with a guard, or of backwards without one.
-    """
+    """All states of one model, and the step of its schedules."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -111,7 +95,7 @@ class StateStore:
 
     @property
     def step(self) -> int:
-        """The number of the next backward's step."""
+        """The number of the next backward's step: of optimizer steps with a guard, or of backwards without one."""
         return self._first_step + max(self._steps.values(), default=self._backwards)
 
     @property
@@ -126,12 +110,9 @@ class StateStore:
     def tensor(self, key: str, state: StateKind, device: torch.device) -> Tensor:
         """Return the tensor of a state, made if it is not there.
 
-        Raises:
-            PolicyError: What was loaded, or another state of this name, has another shape or dtype.
+        PolicyError if what was loaded, or another state of this name, has another shape or dtype.
         """
-        known = self._tensors.get(key)
-        if known is None:
-            known = self._loaded.get(key)
+        known = self._tensors.get(key, self._loaded.get(key))
         if known is not None and (known.shape != state.shape or known.dtype != state.dtype):
             raise PolicyError(
                 f"{key}: the state is {tuple(state.shape)}, {state.dtype}, and what is there or was loaded is "
@@ -140,10 +121,7 @@ class StateStore:
         if key in self._tensors and known is not None and known.device == device:
             return known
         with fake_tensors.outside_of_transforms():
-            if known is None:
-                made = state.make(device)
-            else:
-                made = known.to(device, copy=True)
+            made = state.make(device) if known is None else known.to(device, copy=True)
         self._tensors[key], self._first[key] = made, state.init
         self._loaded.pop(key, None)
         return made
@@ -160,10 +138,7 @@ class StateStore:
         return source
 
     def add_noise(self, adds: bool) -> None:
-        """Set whether this process draws the noise.
-
-        Otherwise another process does, and gradients are averaged with it.
-        """
+        """Set whether this process draws the noise; otherwise another does, and gradients are averaged with it."""
         self._adds_noise = adds
         for source in self._noise.values():
             source.is_silent = not adds
@@ -188,13 +163,9 @@ class StateStore:
         return found.tensor
 
     def note_backward(self, number: int) -> None:
-        """A graph runs backward: the first of a backward brings schedules up to date.
-
-        Args:
-            number: The number of the backward.
-        """
+        """A graph runs the backward of this number: the first of a backward brings schedules up to date."""
         if number != self._backward or number == -1:
-            self._update()
+            self.begin_step()
             self._backward = number
             self._backwards += 1
 
@@ -218,7 +189,8 @@ class StateStore:
             self.add_guard(guard)
         self._steps[guard] += 1
 
-    def _update(self) -> None:
+    def begin_step(self) -> None:
+        """Bring schedules up to date: a backward begins, or the actions at step sites run."""
         step = self.step
         for (schedule, _), scheduled in self._schedules.items():
             if scheduled.step != step:
@@ -227,10 +199,6 @@ class StateStore:
                 if number != scheduled.number:
                     scheduled.number = number
                     scheduled.tensor.fill_(number)
-
-    def begin_step(self) -> None:
-        """The actions at step sites run: bring schedules up to date, if no backward has."""
-        self._update()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all states and the step."""
@@ -244,11 +212,7 @@ class StateStore:
         return {"version": _VERSION, "step": self.step, "states": dict(sorted(states.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of ``state_dict``, in place.
-
-        Raises:
-            ValueError: It is none, or of another version; or a state has another shape or dtype.
-        """
+        """Load the result of ``state_dict``, in place; ValueError for another version, shape or dtype."""
         if state.keys() != {"version", "step", "states"} or state["version"] != _VERSION:
             raise ValueError(
                 f"gr.load_state_dict takes what gr.state_dict returned (version {_VERSION}), got {list(state)}"
@@ -261,16 +225,14 @@ class StateStore:
                     f"{tuple(tensor.shape)}, {tensor.dtype}; was the policy another one when it was saved?"
                 )
         self._first_step, self._backwards, self._steps = int(state["step"]), 0, dict.fromkeys(self._steps, 0)
-        self._loaded = {}
         with torch.no_grad():
             for key, tensor in self._tensors.items():
                 if key in state["states"]:
                     tensor.copy_(state["states"][key])
                 else:
                     tensor.fill_(self._first[key])
-            for key, tensor in state["states"].items():
-                if key not in self._tensors:
-                    self._loaded[key] = tensor.detach().clone()
+        new = {key: tensor for key, tensor in state["states"].items() if key not in self._tensors}
+        self._loaded = {key: tensor.detach().clone() for key, tensor in new.items()}
         for key, source in self._noise.items():
             self._load_noise(key, source)
 
@@ -284,14 +246,14 @@ class StateStore:
         self.load_state_dict(state)
 
 
+@dataclass(slots=True)
 class _Scheduled:
     """The tensor of a schedule: its number, and the step of that number."""
 
-    __slots__ = ("least", "number", "step", "tensor")
-
-    def __init__(self, tensor: Tensor, number: float, step: int) -> None:
-        self.tensor, self.number, self.step = tensor, number, step
-        self.least = -math.inf
+    tensor: Tensor
+    number: float
+    step: int
+    least: float = -math.inf
 
 
 def write_states(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
