@@ -60,11 +60,9 @@ class AdaptiveClip:
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
     has_units: ClassVar[bool] = True
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are not positive."""
         store_python_numbers(self)
         check_positive("AdaptiveClip", "clipping", self.clipping)
         if isinstance(self.eps, Tensor | Schedule):

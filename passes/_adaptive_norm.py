@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.statistics import norm_of
-from gradrewrite.passes._clip_by_norm import bound_and_verdict, flat, scale_group
+from gradrewrite.passes._clip_by_norm import GroupNormClip
 from gradrewrite.passes._settings import check_number, short_repr, store_python_numbers
 from gradrewrite.policy.recording import record_norm_clip
 from gradrewrite.policy.state import State
-from gradrewrite.sites import Kind
 
 
-class _ClipByFollowedNorm(ABC):
+class _ClipByFollowedNorm(GroupNormClip):
     """A clip of a group by its total L2 norm, with a bound from earlier norms."""
 
     __slots__ = ()
 
-    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
-    has_units: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0
 
-    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Clip; see the class."""
-        return scale_group(tensors, self.norm_type, self.bound_and_total)
-
-    def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
-        total = norm_of(flat(norms))
+    def record_bound(self, total: Tensor, norms: Tensor) -> Tensor:
+        """Follow the total norm, and record the clip."""
         max_norm = self.follow(total)
         record_norm_clip("total_norm", total, max_norm, is_computed=True)
-        bound, acts = bound_and_verdict(total, max_norm)
-        return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
+        return max_norm
 
     @abstractmethod
     def follow(self, total: Tensor) -> Tensor:
@@ -83,7 +73,6 @@ class AutoClip(_ClipByFollowedNorm):
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse settings out of range."""
         store_python_numbers(self)
         if isinstance(self.percentile, bool) or not isinstance(self.percentile, int | float):
             raise TypeError(f"AutoClip: percentile is a number, got {self.percentile!r}")
@@ -159,7 +148,6 @@ class ZClip(_ClipByFollowedNorm):
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse settings out of range."""
         store_python_numbers(self)
         for name in ("z", "alpha", "warmup"):
             if isinstance(getattr(self, name), Tensor):

@@ -72,11 +72,9 @@ class AllReduce:
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
     has_units: ClassVar[bool] = False
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not positive, and objects other than process groups."""
         store_python_numbers(self)
         if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float):
             raise TypeError(f"AllReduce: bucket_mb is a number, got {self.bucket_mb!r}")

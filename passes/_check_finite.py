@@ -45,11 +45,9 @@ class CheckFinite:
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
     has_units: ClassVar[bool] = False
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse unknown answers to a failure."""
         if self.on_failure not in get_args(OnFailure):
             known = ", ".join(repr(name) for name in get_args(OnFailure))
             raise ValueError(f"CheckFinite: on_failure is one of {known}, got {self.on_failure!r}")

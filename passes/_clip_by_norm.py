@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -59,11 +60,9 @@ class ClipByNorm:
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
     has_units: ClassVar[bool] = True
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are not positive."""
         store_python_numbers(self)
         check_norm("ClipByNorm", self.max_norm, self.norm_type)
 
@@ -79,8 +78,40 @@ class ClipByNorm:
         return clipped
 
 
+class GroupNormClip(ABC):
+    """A clip of a group by its total norm."""
+
+    __slots__ = ()
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
+    has_units: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def norm_type(self) -> float:
+        """Order of the norm."""
+
+    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Clip; see the class."""
+        bound, total = self.bound_and_total(norms_of(tensors, self.norm_type))
+        factor, acts = bound / total, bound < total
+        return [scale_where(tensor, factor, acts) for tensor in tensors]
+
+    def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
+        wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+        flat = torch.cat([n.to(norms[0].device, wide).reshape(-1) for n in norms])
+        total = norm_of(flat, self.norm_type)
+        bound, acts = bound_and_verdict(total, self.record_bound(total, flat))
+        return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
+
+    @abstractmethod
+    def record_bound(self, total: Tensor, norms: Tensor) -> float | Tensor:
+        """Return the bound of a total norm, and record both; ``norms`` are those of the members, ``[members]``."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class ClipByGlobalNorm:
+class ClipByGlobalNorm(GroupNormClip):
     """Scale all gradients of a group by one factor, to a total norm of at most ``max_norm``.
 
     The total norm is the norm of all gradients of the group as one vector, after the actions of the single
@@ -116,13 +147,9 @@ class ClipByGlobalNorm:
     group: Hashable = "default"
     log: bool = False
 
-    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
-    has_units: ClassVar[bool] = True
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are not positive."""
         store_python_numbers(self)
         check_norm("ClipByGlobalNorm", self.max_norm, self.norm_type)
 
@@ -130,35 +157,11 @@ class ClipByGlobalNorm:
         """Raise ValueError if the bound is a tensor, and negative now."""
         check_not_negative("ClipByGlobalNorm", "max_norm", self.max_norm)
 
-    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Clip; see the class."""
-        return scale_group(tensors, self.norm_type, self.bound_and_total)
-
-    def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
-        total, max_norm = self._total_and_bound(flat(norms))
-        bound, acts = bound_and_verdict(total, max_norm)
-        return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
-
-    def _total_and_bound(self, norms: Tensor) -> tuple[Tensor, float | Tensor]:
-        total, bound = norm_of(norms, self.norm_type), now(self.max_norm, norms.device, least=0.0)
+    def record_bound(self, total: Tensor, norms: Tensor) -> float | Tensor:
+        """Record the clip; return its bound."""
+        bound = now(self.max_norm, norms.device, least=0.0)
         record_norm_clip("total_norm", total, bound, shares=(norms, self.norm_type) if self.log else None)
-        return total, bound_of(bound, total)
-
-
-def flat(norms: Sequence[Tensor]) -> Tensor:
-    """Return norms as one vector, in the widest of their types, on the device of the first."""
-    wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    return torch.cat([n.to(norms[0].device, wide).reshape(-1) for n in norms])
-
-
-def scale_group(
-    tensors: Sequence[Tensor], norm_type: float, bound_and_total: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
-) -> list[Tensor]:
-    """Scale tensors by the factor that follows from their norms; see ``policy.actions.NormScaling``."""
-    bound, total = bound_and_total(norms_of(tensors, norm_type))
-    factor, acts = bound / total, bound < total
-    return [scale_where(tensor, factor, acts) for tensor in tensors]
+        return bound_of(bound, total)
 
 
 def scale_down(tensor: Tensor, norm: Tensor, max_norm: float | Tensor) -> Tensor:

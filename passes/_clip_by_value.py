@@ -60,11 +60,9 @@ class ClipByValue:
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
     has_units: ClassVar[bool] = True
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse bounds that bound nothing."""
         store_python_numbers(self)
         check_number("ClipByValue", "max", self.max)
         if self.min is not None:

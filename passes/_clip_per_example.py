@@ -86,11 +86,9 @@ class ClipPerExample:
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
     has_units: ClassVar[bool] = True
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse invalid settings."""
         store_python_numbers(self)
         check_norm("ClipPerExample", self.max_norm, 2.0)
         if isinstance(self.noise_multiplier, Tensor):

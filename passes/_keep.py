@@ -61,7 +61,6 @@ class Keep:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse unknown quantities."""
         store_python_numbers(self)
         if self.what not in _QUANTITIES:
             raise ValueError(f"Keep(what) is one of {', '.join(map(repr, _QUANTITIES))}, got {self.what!r}")

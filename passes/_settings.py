@@ -22,10 +22,7 @@ def store_python_numbers(action: Any) -> None:
 
 
 def check_number(action: str, name: str, value: float | Tensor | Schedule) -> None:
-    """A setting is a real number other than NaN, a real tensor with one element (read at every backward) or a schedule.
-
-    A schedule is evaluated at step 0.
-    """
+    """A setting is a real number other than NaN, a real tensor with one element, or a schedule."""
     if isinstance(value, Schedule):
         value.at(0)
     elif isinstance(value, Tensor):
@@ -57,7 +54,7 @@ def check_not_negative(action: str, name: str, value: float | Tensor | Schedule)
 
 
 def check_norm(action: str, max_norm: float | Tensor | Schedule, norm_type: float) -> None:
-    """Bounds and orders that a norm clip takes: both > 0, infinity included."""
+    """Bounds and orders of a norm clip are > 0, infinity included."""
     check_positive(action, "max_norm", max_norm)
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):
         raise TypeError(f"{action}: norm_type is a number, got {norm_type!r}")
@@ -92,12 +89,8 @@ def short_repr(action: Any) -> str:
 def now(value: float | Tensor | Schedule, device: torch.device, least: float = -math.inf) -> float | Tensor:
     """A setting as it is when the graph runs: of a schedule the tensor on a device that follows it.
 
-    Outside of a rewrite, where an action is applied by hand, the value of a schedule at step 0.
-
-    Args:
-        value: The setting.
-        device: Where it is read.
-        least: The smallest number that a schedule may return.
+    Outside of a rewrite, where an action is applied by hand, the value of a schedule at step 0. It may not return less
+    than ``least``.
     """
     if not isinstance(value, Schedule):
         return value

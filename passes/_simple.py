@@ -38,11 +38,9 @@ class Scale:
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
     has_units: ClassVar[bool] = False
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse factors that are not finite."""
         store_python_numbers(self)
         check_number("Scale", "factor", self.factor)
         if not isinstance(self.factor, Tensor) and math.isinf(self.factor):

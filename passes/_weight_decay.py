@@ -37,11 +37,9 @@ class DecayWeights:
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("step",))
     has_units: ClassVar[bool] = False
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse invalid rates."""
         store_python_numbers(self)
         check_number("DecayWeights", "rate", self.rate)
         if not isinstance(self.rate, Tensor) and not 0 <= self.rate <= 1:
@@ -82,11 +80,9 @@ class L2:
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
     has_units: ClassVar[bool] = True
-
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Refuse rates that are not finite."""
         store_python_numbers(self)
         check_number("L2", "rate", self.rate)
         if not isinstance(self.rate, Tensor) and math.isinf(self.rate):
