@@ -38,13 +38,7 @@ from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateScope, StateStore
-from gradrewrite.rewriting.action_tracing import (
-    ActionTracer,
-    TracedAction,
-    TraceMode,
-    check_dense,
-    trace_function,
-)
+from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
