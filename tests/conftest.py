@@ -44,6 +44,16 @@ settings.register_profile("nightly", max_examples=200, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file in which the expression of ``-m`` selects nothing: torch's databases alone take seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    expression = config.getoption("markexpr")
+    if expression == "pure":
+        return "mark.pure" not in collection_path.read_text() or None
+    return ("not slow" in expression and collection_path.is_relative_to(TESTS / "conformance")) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Add the markers of the folder; a test that says nothing else is ``aot_eager``, and one of Inductor is slow."""
     known: set[str] = set()

@@ -107,7 +107,7 @@ def judge(
     loss: Loss | None,
     baseline: Loss | None = None,
 ) -> Verdict:
-    """Return the verdict on a run, from the figures of its sites and what the doctor found, the gravest first."""
+    """Return the verdict on a run, from the figures of its sites and the doctor's findings, the gravest first."""
     if loss is not None and loss.bad_step >= 0 and not any(one.kind in _NON_FINITE for one in findings):
         return _of_loss(loss)
     if not findings and not any(row.measure for row in sites):

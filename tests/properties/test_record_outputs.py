@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +18,6 @@ from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.lowering import lower_action
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Site
-
-pytestmark = pytest.mark.pure
 
 NAMES = st.sampled_from(["norm", "max_abs", "nonfinite", "bound", "limit", "largest", "norm.2", "x"])
 SITES = [Site("error", "a"), Site("error", "a", call=1), Site("gradient", "a"), Site("activation", "a")]

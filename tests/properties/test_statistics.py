@@ -17,8 +17,6 @@ from torch import Tensor
 from gradrewrite.ir import native_statistics, ops
 from gradrewrite.ir.statistics import COUNTS, STATISTICS
 
-pytestmark = pytest.mark.pure
-
 NAMES = tuple(STATISTICS)
 ALL = ",".join(NAMES)
 SHARES = ("zeros", "saturated_tanh", "saturated_sigmoid")
@@ -37,6 +35,7 @@ def measured(x: Tensor) -> list[tuple[str, Tensor]]:
     ]
 
 
+@pytest.mark.pure
 def test_numbers_of_the_compiled_function_are_those_of_the_table() -> None:
     source = Path(native_statistics.__file__).with_suffix(".cpp").read_text()
     (found,) = re.findall(r"enum Statistic : int64_t \{(.*?)\};", source, re.DOTALL)

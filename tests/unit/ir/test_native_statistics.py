@@ -42,7 +42,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.pure
 def test_a_library_is_built_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = cpp_library.build_cpp(source)
     assert built is not None
@@ -56,7 +55,6 @@ def test_a_library_is_built_once(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert other not in (None, built)
 
 
-@pytest.mark.pure
 def test_an_unfinished_build_is_not_taken_for_a_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(builder: Any) -> None:
         Path(builder.get_target_file_path()).write_bytes(b"half")
@@ -72,7 +70,6 @@ def test_an_unfinished_build_is_not_taken_for_a_library(source: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.pure
 def test_processes_build_at_the_same_time(source: Path) -> None:
     program = f"""
 import ctypes
@@ -105,7 +102,6 @@ def test_without_a_compiler_the_figures_are_the_same(fresh: None) -> None:
     assert got == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.pure
 def test_a_build_that_fails_warns_once(
     fresh: None, source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -118,7 +114,7 @@ def test_a_build_that_fails_warns_once(
     assert "could not be built" in str(warning.message)
 
 
-@pytest.mark.pure
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_there_is_one_openmp_library() -> None:
     program = (  # in a process of its own: scikit-learn has one too
@@ -131,7 +127,6 @@ def test_there_is_one_openmp_library() -> None:
     assert len(loaded) == 1, loaded
 
 
-@pytest.mark.pure
 def test_types_that_it_does_not_know_are_measured_op_by_op() -> None:
     counts, turned = torch.tensor([0, 3, -4]), torch.tensor([3 + 4j, 0j])
     assert native_statistics.figures_of([counts], "max_abs") is None
@@ -139,7 +134,6 @@ def test_types_that_it_does_not_know_are_measured_op_by_op() -> None:
     assert torch.ops.gradrewrite.pack([turned, counts], "norm,max_abs; ", []).tolist() == [5.0, 5.0, 0.0, 3.0, -4.0]
 
 
-@pytest.mark.pure
 def test_a_statistic_without_a_native_form_is_measured_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.tensor([-1.0, 2.0, 0.0, -3.0])
     assert native_statistics.figures_of([x], "negative,norm") is None

@@ -824,7 +824,6 @@ def test_a_model_that_is_gone_is_told() -> None:
     optimizer.step()
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("stranger", [False, True])
 def test_a_group_of_some_gradients_of_a_fused_optimizer(stranger: bool) -> None:
     """The kernel would divide all gradients, so those of the group are multiplied."""
@@ -842,7 +841,6 @@ def test_a_group_of_some_gradients_of_a_fused_optimizer(stranger: bool) -> None:
         torch.testing.assert_close(p.grad, torch.full_like(p, factor if is_member else 1.0))
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("fused", [False, True])
 def test_groups_that_share_members_act_one_after_the_other(fused: bool) -> None:
     net = TwoLayers(bias=False)
@@ -860,7 +858,6 @@ def test_groups_that_share_members_act_one_after_the_other(fused: bool) -> None:
     assert latest["total_norm@step:group:one"] == pytest.approx(0.5 * math.sqrt(ones / number))
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_leaves_gradients_as_they_are(bad: float, fused: bool) -> None:
@@ -876,7 +873,6 @@ def test_a_norm_that_is_not_finite_leaves_gradients_as_they_are(bad: float, fuse
         torch.testing.assert_close(p.grad, g, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.pure
 def test_figures_that_are_measured_with_the_norms_keep_their_names() -> None:
     net = TwoLayers(bias=False)
     actions = [Observe("max_abs", "zeros"), CheckFinite("record"), CheckFinite("skip"), Observe("min")]

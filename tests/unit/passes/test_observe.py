@@ -61,7 +61,6 @@ VALUES = {
 @pytest.mark.parametrize("is_opaque", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.pure
 def test_statistics_are_those_of_torch(name: str, dtype: torch.dtype, is_opaque: bool) -> None:
     x = torch.tensor(VALUES[name], dtype=dtype)
     got = ops.measure(x, KNOWN, is_opaque=is_opaque)
@@ -70,7 +69,6 @@ def test_statistics_are_those_of_torch(name: str, dtype: torch.dtype, is_opaque:
     assert got.tolist() == pytest.approx(list(reference(x).values()), rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.pure
 def test_norm_does_not_overflow() -> None:
     x = torch.full((4,), 2e38)
     assert ops.measure(x, ["norm"], is_opaque=True).item() == math.inf  # 4e38 is none of float32
