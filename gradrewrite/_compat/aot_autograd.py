@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -30,24 +31,24 @@ with needed_for("the partitioner that Inductor uses can be called around a joint
 with needed_for("a graph can take its inputs in one list and free them early"):
     from torch.fx.graph import _BoxedCodeGen
 
+Runnable = Callable[..., Any]
+
 min_cut_partition = min_cut_rematerialization_partition
 
 
-def refuse_compiled_autograd(backward: fx.GraphModule, make_error: Callable[[], Exception]) -> None:
-    """Raise an error where compiled autograd would copy the nodes of a backward graph, instead of running its code.
+def refuse_compiled_autograd(backward: fx.GraphModule, refuse: Callable[[], Any]) -> None:
+    """Let ``refuse`` raise where compiled autograd would copy the nodes of a backward graph, not run its code.
 
-    Compiled autograd reads the graph that the partitioner returned, and nothing of what was compiled. Each
-    fx.GraphModule has a class of its own, which its copies do not share, so no other graph is touched.
+    It reads the graph that the partitioner returned, and nothing of what was compiled. Each fx.GraphModule has a class
+    of its own, which its copies do not share, so no other graph is touched.
     """
     kind = type(backward)
     plain = cast(property, kind.graph)
 
     def read(gm: fx.GraphModule) -> Any:
-        readers = [
-            frame.f_globals.get("__name__") for frame in (sys._getframe(1), sys._getframe(2))
-        ]  # one is disable's
-        if "torch._dynamo.compiled_autograd" in readers:
-            raise make_error()
+        frames = sys._getframe(1), sys._getframe(2)  # one is disable's
+        if any(frame.f_globals.get("__name__") == "torch._dynamo.compiled_autograd" for frame in frames):
+            refuse()
         return plain.__get__(gm)
 
     untraced = torch.compiler.disable(read)  # the tracer may be on while compiled autograd is at work
@@ -55,17 +56,15 @@ def refuse_compiled_autograd(backward: fx.GraphModule, make_error: Callable[[], 
 
 
 def refuse_cached(backward: fx.GraphModule, refuse: Callable[[], fx.GraphModule]) -> None:
-    """Let AOTAutograd's cache store a call of ``refuse`` in place of a backward graph, for compiled autograd alone.
+    """Let AOTAutograd's cache store a call of ``refuse``, for compiled autograd, in place of a compiled backward graph.
 
-    Args:
-        backward: The graph that the partitioner returned; it is compiled already.
-        refuse: A function of a module; raises an error.
+    ``refuse`` is a function of a module, by whose name it is pickled.
     """
     type(backward).__reduce__ = lambda self: (refuse, ())  # type: ignore[method-assign]
 
 
 def always_save(nodes: Sequence[fx.Node]) -> None:
-    """Let the partitioner save values that the forward computes, and never compute them again in the backward."""
+    """Let the partitioner save values of the forward, and never compute them again in the backward."""
     for node in nodes:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -88,10 +87,9 @@ def refuses_shared_memory(err: AssertionError) -> bool:
 def regenerated_outputs(graph: fx.Graph) -> set[int]:
     """Return positions of Dynamo outputs without gradients in the joint graph.
 
-    Those that need no gradient, and views that AOTAutograd makes outside of the graph, from a base that it returns.
+    They need none, or are views that AOTAutograd makes outside of the graph, from a base that it returns.
     """
-    descs = map(_described, graph.output_node().meta.get("desc") or ())
-    returned = {desc.idx for desc in descs if isinstance(desc, PlainAOTOutput)}
+    returned = {desc.idx for desc in _output_descriptors(graph) if isinstance(desc, PlainAOTOutput)}
     known = (_described(node.meta["desc"]).output for node in tangents(graph))
     inside = {output.idx for output in known if isinstance(output, PlainAOTOutput)}
     return returned - inside
@@ -99,24 +97,26 @@ def regenerated_outputs(graph: fx.Graph) -> set[int]:
 
 def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
     """Return ``(output position, Dynamo input position)`` of each gradient of a joint graph."""
-    output = graph.output_node()
-    descs = output.meta.get("desc")
-    found = []
-    for position, desc in enumerate(map(_described, descs or ())):
-        if isinstance(desc, GradAOTOutput):
-            of = _described(desc.grad_of)
-            if isinstance(of, PlainAOTInput):
-                found.append((position, of.idx))
-    return found
+    outputs = enumerate(_output_descriptors(graph))
+    inputs = [(position, _described(desc.grad_of)) for position, desc in outputs if isinstance(desc, GradAOTOutput)]
+    return [(position, of.idx) for position, of in inputs if isinstance(of, PlainAOTInput)]
 
 
-_LOCAL = "_local_tensor"
+def _output_descriptors(graph: fx.Graph) -> list[Any]:
+    return [_described(desc) for desc in graph.output_node().meta.get("desc") or ()]
+
+
+def _described_outputs(graph: fx.Graph) -> list[tuple[Any, Any]]:
+    """Return the outputs of a joint graph, with their descriptors."""
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    return list(zip(returned, _output_descriptors(graph), strict=False))
 
 
 def _described(desc: Any) -> Any:
     """Return the descriptor of an input or output: that of the DTensor for its local tensor, None for its mesh."""
     while isinstance(desc, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
-        if desc.attr != _LOCAL:
+        if desc.attr != "_local_tensor":
             return None
         desc = desc.base
     return desc
@@ -131,16 +131,13 @@ def plain_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
     """Return the joint graph's outputs for the model's caller."""
-    output = graph.output_node()
-    returned = output.args[0]
-    assert isinstance(returned, list | tuple)
-    pairs = zip(returned, map(_described, output.meta.get("desc") or ()), strict=False)
+    pairs = _described_outputs(graph)
     return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
 
 
 def output_positions(graph: fx.Graph) -> list[int]:
     """Return the positions of the model's outputs among those of a joint graph."""
-    descs = map(_described, graph.output_node().meta.get("desc") or ())
+    descs = _output_descriptors(graph)
     return [position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)]
 
 
@@ -152,22 +149,14 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
 
 def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return the outputs of a joint graph, by tangent placeholder."""
-    output = graph.output_node()
-    returned = output.args[0]
-    assert isinstance(returned, list | tuple)
-    pairs = zip(map(_described, output.meta.get("desc") or ()), returned, strict=False)
-    by_desc = {desc: node for desc, node in pairs if isinstance(node, fx.Node)}
+    by_desc = {desc: node for node, desc in _described_outputs(graph) if isinstance(node, fx.Node)}
     of = {node: _described(node.meta["desc"]).output for node in tangents(graph)}
     return {node: by_desc[desc] for node, desc in of.items() if desc in by_desc}
 
 
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """Turn AOTAutograd's cache off around a compilation.
-
-    On a hit of that cache no pass runs.
-    """
-    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(enable_autograd_cache=False)
-    return patch
+    """Turn AOTAutograd's cache off around a compilation; on a hit of that cache no pass runs."""
+    return cast(contextlib.AbstractContextManager[None], functorch_config.patch(enable_autograd_cache=False))
 
 
 def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -196,28 +185,22 @@ class CodeStore(Protocol):
     @property
     def identity(self) -> str:
         """The policy's part of the cache key."""
-        ...
 
     @property
     def probes(self) -> Sequence[str]:
         """Names of the functions of ours in the Dynamo graph."""
-        ...
 
     def forward_payload(self) -> Any:
         """Return the payload for ``restore_forward``; None if the graph is not stored."""
-        ...
 
     def backward_payload(self) -> Any:
         """Return the payload for ``restore_backward``; None if the graph is not stored."""
-        ...
 
     def restore_forward(self, compiled: Callable[[list[Any]], Any], payload: Any) -> Callable[[list[Any]], Any]:
         """Wrap a forward that comes out of the cache; an error if it was not made for this compilation."""
-        ...
 
     def restore_backward(self, compiled: Callable[[list[Any]], Any], payload: Any) -> Callable[[list[Any]], Any]:
         """Wrap the backward that comes out of the cache beside it."""
-        ...
 
 
 class CompilationHooks(Protocol):
@@ -226,42 +209,32 @@ class CompilationHooks(Protocol):
     @property
     def is_cacheable(self) -> bool:
         """Whether the compiler may store the code of this graph in its caches."""
-        ...
 
     @property
     def store(self) -> CodeStore | None:
         """The store for AOTAutograd's cache; None to bypass that cache."""
-        ...
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite a joint graph, or a graph without gradients, in place."""
-        ...
 
     def partition(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Callable[..., Any], **kwargs: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut a joint graph into forward and backward, by another partitioner."""
-        ...
 
-    def compile_forward(
-        self, compile_graph: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile a forward graph, by another compiler."""
-        ...
 
-    def compile_backward(
-        self, compile_graph: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile a backward graph, by another compiler."""
-        ...
 
 
-def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
     """AOTAutograd without a compiler (torch's ``aot_eager``)."""
     return _compile(gm, inputs, forward=_run_eagerly, backward=_run_eagerly, inference=_run_eagerly)
 
 
-def compile_rewritten(gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Callable[..., Any]:
+def compile_rewritten(gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
     """AOTAutograd without a compiler, with our hooks."""
 
     def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -274,16 +247,12 @@ def compile_rewritten(gm: fx.GraphModule, inputs: Sequence[Any], hooks: Compilat
         hooks.rewrite(graph.graph)
         return box(graph)
 
-    def forward(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return hooks.compile_forward(_run_eagerly, graph, example_inputs)
-
-    def backward(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return hooks.compile_backward(_run_eagerly, graph, example_inputs)
-
+    forward = functools.partial(hooks.compile_forward, _run_eagerly)
+    backward = functools.partial(hooks.compile_backward, _run_eagerly)
     return _compile(gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition)
 
 
-def _run_eagerly(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def _run_eagerly(gm: fx.GraphModule, _: Sequence[Any]) -> Runnable:
     return box(gm)
 
 
@@ -291,11 +260,11 @@ def _compile(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    inference: Callable[..., Any],
-    partition: Callable[..., Any] = min_cut_partition,
-) -> Callable[..., Any]:
+    forward: Runnable,
+    backward: Runnable,
+    inference: Runnable,
+    partition: Runnable = min_cut_partition,
+) -> Runnable:
     with needed_for("AOTAutograd can be called with compilers and a partitioner of ours"):
         from torch._dynamo.backends.common import aot_autograd
 

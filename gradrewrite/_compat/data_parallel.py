@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import distributed, fx, nn
 from torch.nn.parallel import DistributedDataParallel as DistributedDataParallel
@@ -16,13 +16,6 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("Dynamo's settings say how DistributedDataParallel is compiled"):
     from torch._dynamo import config as dynamo_config
-
-_SPLITS = (True, "ddp_optimizer")
-
-
-def is_inside_ddp() -> bool:
-    """Whether this runs in the forward of a DistributedDataParallel."""
-    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def is_inside_data_parallel() -> bool:
@@ -34,15 +27,14 @@ def is_inside_data_parallel() -> bool:
 
 
 def whole_graphs() -> contextlib.AbstractContextManager[None]:
-    """Keep DistributedDataParallel from splitting graphs into its buckets.
+    """Keep a DistributedDataParallel around this call from splitting graphs into its buckets.
 
-    It is entered in the forward of that module. Outside of such a forward it is not to be used: up to 2.11 torch's
-    settings are process-wide.
+    Outside of the forward of one nothing is patched: up to 2.11 torch's settings are process-wide.
     """
-    if dynamo_config.optimize_ddp not in _SPLITS:
+    is_inside = DistributedDataParallel._get_active_ddp_module() is not None
+    if not is_inside or dynamo_config.optimize_ddp not in (True, "ddp_optimizer"):
         return contextlib.nullcontext()
-    patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(optimize_ddp=False)
-    return patch
+    return cast(contextlib.AbstractContextManager[None], dynamo_config.patch(optimize_ddp=False))
 
 
 def lets_ranks_join(module: DistributedDataParallel) -> bool:
@@ -60,45 +52,32 @@ def is_ddp_split(gm: fx.GraphModule) -> bool:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to a module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """Return the parameters of optimizers in place of those that FSDP2 gives to a forward, by the identity of these."""
-    found = {}
-    for module in modules:
-        if is_sharded(module):
-            for group in fully_shard_groups(module):
-                for parameter in group.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param"):
-                        found[id(parameter._unsharded_param)] = parameter.sharded_param
-    return found
+    groups = (group for module in modules if is_sharded(module) for group in _fully_shard_groups(module))
+    parameters = (parameter for group in groups for parameter in group.fsdp_params)
+    return {id(p._unsharded_param): p.sharded_param for p in parameters if hasattr(p, "_unsharded_param")}
 
 
-def fully_shard_groups(module: Any) -> list[Any]:
-    """Return the groups of parameters that one ``fully_shard`` manages; up to torch 2.11 there is one at most."""
+def _fully_shard_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # up to torch 2.11
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallelism:
-    """The data parallelism around a model.
-
-    Attributes:
-        name: Its name; ``""`` if there is none.
-        size: Number of its ranks.
-        group: Their process group; None where the parameters tell (FSDP2), or there is none.
-        module: The DistributedDataParallel, if torch tells which.
-    """
+    """The data parallelism around a model; by default none."""
 
     name: str = ""
-    size: int = 1
-    group: distributed.ProcessGroup | None = None
-    module: weakref.ref[DistributedDataParallel] | None = None
+    size: int = 1  # number of ranks
+    group: distributed.ProcessGroup | None = None  # None also where the parameters tell (FSDP2)
+    module: weakref.ref[DistributedDataParallel] | None = None  # if torch tells which
 
 
 def parallelism_around(modules: Iterable[nn.Module]) -> DataParallelism:
@@ -111,7 +90,6 @@ def parallelism_around(modules: Iterable[nn.Module]) -> DataParallelism:
     number = distributed.get_world_size()
     if str(dynamo_config.optimize_ddp).startswith("python_reducer"):  # then torch does not say whose forward runs
         return DataParallelism("DistributedDataParallel (python_reducer)", number, distributed.group.WORLD)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
-    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in modules):
+    if any(map(is_sharded, modules)):
         return DataParallelism("FSDP2 (fully_shard)", number)
     return DataParallelism()

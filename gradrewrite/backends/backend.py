@@ -27,17 +27,9 @@ class Backend:
     """A torch.compile backend with a policy; made by ``gr.backend``."""
 
     def __init__(self, session: Session, engine: Engine, monitor: Monitor, *, is_silent: bool = False) -> None:
-        """Compile for a session.
-
-        Args:
-            session: The policy, and what was compiled for it.
-            engine: What compiles graphs.
-            monitor: Reads what the session records.
-            is_silent: Whether no backward follows, so that what is skipped does not matter.
-        """
         self.session = session
         self.engine = engine
-        self.is_silent = is_silent
+        self.is_silent = is_silent  # no backward follows, so that what is skipped does not matter
         self._monitor = monitor
         # By what torch.compile made of this object.
         self._compiled: MutableMapping[Any, dynamo_cache.CompiledCode] = WeakIdKeyDictionary()
@@ -56,9 +48,7 @@ class Backend:
     def _watch(self, module: nn.Module) -> None:
         """Watch the parameters of a module.
 
-        Raises:
-            PolicyError: It is a second one: torch.compile runs equal modules with what was compiled for the first, and
-                all of them would have the names of the first.
+        A second one is refused: torch.compile runs equal modules with what was compiled for the first, by its names.
         """
         other = next((known for known in self._given if known is not module), None)
         if other is not None:
@@ -73,14 +63,10 @@ class Backend:
             self._watches.append(ParameterWatch(module, self.session.warn_outside))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the policy; compiled code and records stay behind."""
-        return make_backend, (self.session.config.policy, None, type(self.engine)())
+        return make_backend, (self.session.config.policy, None, type(self.engine)())  # without code and records
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        """Return a backend with the same policy and monitor.
-
-        Lightning compiles copies; the policy has the thresholds that you change.
-        """
+        """Share policy, with thresholds that you change, and monitor; Lightning compiles copies."""
         return make_backend(self.session.config.policy, self._monitor, type(self.engine)())
 
     @property
@@ -111,16 +97,12 @@ class Backend:
         return run
 
     def _live_with_modules(self) -> None:
-        """Free the compiled code of a module when the module is freed.
+        """Free the compiled code of a module when the module is freed, as ``torch.compile(module)`` does.
 
-        ``torch.compile(module)`` does so too. What is compiled for a function that is given modules stays: it may be
-        given others.
+        What is compiled for a function that is given modules stays: it may be given others.
         """
-        used = dynamo.backend_in_use()
-        if used is None:
-            return
-        asked, code, owner = used
-        if not any(owner is root for root in self.session.names.roots):
+        asked, code, owner = dynamo.backend_in_use() or (None, None, None)
+        if code is None or not any(owner is root for root in self.session.names.roots):
             return
         if asked not in self._compiled:
             self._compiled[asked] = dynamo_cache.CompiledCode(asked)
@@ -195,13 +177,11 @@ def registered_backend(
     Without a policy it compiles the plain backward.
     """
     rest = dict(options or {})
+    has_policy, used = "policy" in rest, dynamo.backend_in_use()
     policy, monitor = rest.pop("policy", []), rest.pop("monitor", None)
-    if "policy" not in (options or {}):
-        return backend([], monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
-    used = dynamo.backend_in_use()
-    if used is None:
-        return backend(policy, monitor=monitor)(gm, example_inputs, mode=mode, options=rest)
-    asked, *_ = used
-    if asked not in _registered:
-        _registered[asked] = backend(policy, monitor=monitor)
-    return _registered[asked](gm, example_inputs, mode=mode, options=rest)
+    found = _registered.get(used[0]) if has_policy and used is not None else None
+    if found is None:
+        found = backend(policy, monitor=monitor)
+        if has_policy and used is not None:
+            _registered[used[0]] = found
+    return found(gm, example_inputs, mode=mode, options=rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,9 @@ class CaptureComplete(BaseException):  # not an Exception: torch wraps those
 def capture_joint_graph(
     model: nn.Module, config: RewriteConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> JointGraph:
-    """Return the rewritten joint graph of a model for these inputs; nothing runs and nothing changes.
-
-    Raises:
-        GraphBreakError: The tracer cannot see the whole model.
-        TraceError: Nothing needs a gradient.
-        PolicyError, CallbackError, NoSuchSiteError: The policy cannot be followed.
-    """
+    """Return the rewritten joint graph of a model for these inputs; nothing runs and nothing changes."""
     session = Session(replace(config, fullgraph=True), StepRecorder(1), model)
-    backend = _CaptureBackend(session)
+    backend = partial(_capture, session)
     entry_point = EntryPoint(session, backend, backend, model, {})
     try:
         with torch.enable_grad(), kept_random_state():
@@ -55,26 +50,17 @@ def capture_joint_graph(
     raise GraphBreakError("the model runs no tensor operation that the tracer can see; model.explain() says more")
 
 
-@dataclass(eq=False)
-class _CaptureBackend:
-    """A torch.compile backend that never returns."""
-
-    session: Session
-
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Runnable:
-        if not needs_gradients(inputs):
-            raise CaptureComplete(
-                TraceError("nothing here needs a gradient: no parameter and no input has requires_grad")
-            )
-        try:
-            engine = Inductor().configured(None, None)
-            with marking(self.session, gm, inputs, engine) as compilation:
-                engine.compile_rewritten(gm, inputs, _CaptureHooks(compilation))
-        except RewriteError as err:
-            raise CaptureComplete(err) from None
-        raise CaptureComplete(
-            TraceError("no output of the model depends on a parameter or an input that needs a gradient")
-        )
+def _capture(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Runnable:
+    """Stop at the joint graph of a Dynamo graph; a torch.compile backend that never returns."""
+    if not needs_gradients(inputs):
+        raise CaptureComplete(TraceError("nothing here needs a gradient: no parameter and no input has requires_grad"))
+    try:
+        engine = Inductor().configured(None, None)
+        with marking(session, gm, inputs, engine) as compilation:
+            engine.compile_rewritten(gm, inputs, _CaptureHooks(compilation))
+    except RewriteError as err:
+        raise CaptureComplete(err) from None
+    raise CaptureComplete(TraceError("no output of the model depends on a parameter or an input that needs a gradient"))
 
 
 @dataclass

@@ -16,15 +16,15 @@ import pickle
 import platform
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors
+from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.record_layout import BackwardOutputs
@@ -37,61 +37,32 @@ from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")
 
-Runnable = Callable[..., Any]
-
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRewrite:
-    """A rewrite, as an entry of the cache holds it.
-
-    Attributes:
-        sites: All sites.
-        answers: Hash of the policy's answers at the sites.
-        edits: What was inserted.
-        record_nodes: Names of the nodes that carry records.
-        outputs: The auxiliary outputs of the backward.
-        out_of_reach: Sites out of reach at which the policy answered.
-        replay_graph: The replay graph without its graph; None where nothing is checked, or it cannot be replayed.
-        replay_code: That graph, as bytes.
-        names: Names of the outputs of the forward.
-    """
+    """A rewrite, as an entry of the cache holds it."""
 
     sites: tuple[Site, ...]
-    answers: str
+    answers: str  # hash of the policy's answers at the sites
     edits: tuple[Edit, ...]
     record_nodes: tuple[str, ...]
     outputs: BackwardOutputs
-    out_of_reach: tuple[Site, ...]
-    replay_graph: ReplayGraph | None
-    replay_code: bytes
-    names: tuple[str, ...]
+    out_of_reach: tuple[Site, ...]  # sites out of reach at which the policy answered
+    replay_graph: ReplayGraph | None  # without its graph; None where nothing is checked, or it cannot be replayed
+    replay_code: bytes  # that graph
+    names: tuple[str, ...]  # of the outputs of the forward
 
 
 class CacheKey:
-    """The key of one compilation, and the policy's answers at cached sites.
-
-    Attributes:
-        identity: Becomes a part of AOTAutograd's key.
-        answers: The answers of the policy, by site.
-        sites: The known sites; empty where there is no file yet.
-    """
+    """The key of one compilation, and the policy's answers at cached sites."""
 
     def __init__(self, path: Path, policy: Policy) -> None:
-        """Read the file, and ask the policy.
-
-        Args:
-            path: The file that the first level of the key leads to.
-            policy: The policy.
-
-        Raises:
-            PolicyError: The policy gives no valid answer.
-        """
-        self._path = path
+        self._path = path  # the file that the first level of the key leads to
         self._identities: dict[str, str] = {}
-        self.sites: tuple[Site, ...] = ()
-        self.identity = secrets.token_hex(16)
+        self.sites: tuple[Site, ...] = ()  # empty where there is no file yet
+        self.identity = secrets.token_hex(16)  # becomes a part of AOTAutograd's key
         if path.exists():
             try:
                 self.sites, self._identities = pickle.loads(path.read_bytes())
@@ -103,10 +74,7 @@ class CacheKey:
             self.identity = self._identities.get(self.hash, self.identity)
 
     def save(self, sites: tuple[Site, ...], answers: str) -> None:
-        """Write the sites of a rewrite, and the identity of its answers.
-
-        Other processes may write the file too.
-        """
+        """Write the sites of a rewrite, and the identity of its answers; other processes may write the file too."""
         known = self._identities if sites == self.sites else {}
         if known.get(answers) == self.identity:
             return
@@ -121,108 +89,6 @@ class CacheKey:
             logger.warning("%s cannot be written: %s", self._path, err)
 
 
-class Compilation(Protocol):
-    """The compilation of a graph; the store's view of it."""
-
-    def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
-        """Return the cache entry of the rewrite; None if it may not be stored.
-
-        Args:
-            names: Names of the outputs of the forward.
-        """
-        ...
-
-    def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
-        """Restore a rewrite from the cache.
-
-        ``answers`` are those of the policy now, and equal to the stored ones.
-        """
-        ...
-
-    def report(self) -> None:
-        """List the graph."""
-        ...
-
-    def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
-        """Wrap a compiled forward."""
-        ...
-
-    def wrap_backward(self, compiled: Runnable, names: Sequence[str], num_outputs: int) -> Runnable:
-        """Wrap a compiled backward."""
-        ...
-
-
-class StoredCompilation:
-    """The side of AOTAutograd's cache of one compilation; a ``CodeStore``.
-
-    Attributes:
-        probes: Names of the functions of ours in a Dynamo graph.
-        forward_names: Names of the outputs of the forward; set when that is compiled.
-        backward_interface: Names of the inputs of the backward, and the number of its auxiliary outputs; set likewise.
-        backward: The graph of the backward; set when it is cut off the joint graph.
-    """
-
-    probes = ("gradrewrite.instrumentation.probes._probe", "gradrewrite.instrumentation.probes._probe_outputs")
-
-    def __init__(self, key: CacheKey, compilation: Compilation, refuse: Callable[[], fx.GraphModule]) -> None:
-        """Store and restore a compilation.
-
-        Args:
-            key: Its key.
-            compilation: The compilation.
-            refuse: Called in place of what compiled autograd would copy; a function of a module.
-        """
-        self._key = key
-        self._compilation = compilation
-        self._refuse = refuse
-        self._stored: CachedRewrite | None = None
-        self.forward_names: tuple[str, ...] = ()
-        self.backward_interface: tuple[tuple[str, ...], int] = ((), 0)
-        self.backward: fx.GraphModule | None = None
-
-    @property
-    def identity(self) -> str:
-        """See ``CodeStore``."""
-        return self._key.identity
-
-    @property
-    def answers(self) -> Mapping[Site, tuple[Answered, ...]]:
-        """The answers of the policy, by site, where it was asked already."""
-        return self._key.answers
-
-    def save_key(self) -> None:
-        """Write the key of a stored rewrite; do nothing without one."""
-        if self._stored is not None:
-            self._key.save(self._stored.sites, self._stored.answers)
-
-    def forward_payload(self) -> CachedRewrite | None:
-        """See ``CodeStore``; the rewrite."""
-        self._stored = self._compilation.to_cache(self.forward_names)
-        return self._stored
-
-    def backward_payload(self) -> tuple[tuple[str, ...], int] | None:
-        """See ``CodeStore``; the names of its inputs, and the number of its auxiliary outputs."""
-        assert self.backward is not None
-        aot_autograd.refuse_cached(self.backward, self._refuse)
-        return self.backward_interface if self._stored is not None else None
-
-    def restore_forward(self, compiled: Runnable, payload: CachedRewrite) -> Runnable:
-        """See ``CodeStore``.
-
-        Raises:
-            LookupError: The entry was made for other sites, or for other answers of the policy.
-        """
-        if (payload.sites, payload.answers) != (self._key.sites, self._key.hash):
-            raise LookupError("the entry was made for another policy")
-        self._compilation.restore(payload, self.answers)
-        return self._compilation.wrap_forward(compiled, payload.names)
-
-    def restore_backward(self, compiled: Runnable, payload: tuple[tuple[str, ...], int]) -> Runnable:
-        """See ``CodeStore``."""
-        self._compilation.report()
-        return self._compilation.wrap_backward(compiled, *payload)
-
-
 def find_key(
     folder: str,
     gm: fx.GraphModule,
@@ -233,17 +99,9 @@ def find_key(
     policy: Policy,
     *further: object,
 ) -> CacheKey | None:
-    """Return the key of a compilation; None if a part of it cannot be hashed.
+    """Return the key of the compilation of a graph with probes; None if a part of it cannot be hashed.
 
-    Args:
-        folder: The folder of Inductor's caches.
-        gm: The Dynamo graph, with probes.
-        inputs: Its inputs.
-        values: The values of the probes.
-        given: The tensor inputs, by position.
-        settings: Inductor's settings.
-        policy: The policy.
-        *further: What else decides the rewrite; as text it is the same in every process.
+    ``further`` is what else decides the rewrite; as text it is the same in every process.
     """
     if not all(_is_plain(value) for value in settings.values()):
         return None
@@ -262,9 +120,7 @@ def find_key(
 
 
 def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:
-    """Return the hash of a policy's answers by site.
-
-    It is None if an answer is not an action of ours with plain settings.
+    """Return the hash of a policy's answers by site; None if one is not an action of ours with plain settings.
 
     Code of the user's, and tensors, which are read at every backward, have no hash that would hold in other processes.
     """
@@ -305,19 +161,16 @@ def _described(value: Any) -> object:
         return (type(value).__qualname__, repr(value)) if _is_plain(value) else None
     if fake_tensors.is_wrapper(value):  # the processes of a mesh are in the code
         return None
-    if type(value.layout) is not torch.layout or value.layout is not torch.strided:
-        sizes: list[Any] = list(value.shape)
-    else:
-        sizes = [*value.shape, *value.stride()]
+    sizes = [*value.shape, *(value.stride() if value.layout is torch.strided else ())]
     if not all(isinstance(size, int) for size in sizes):
         return None
     return (sizes, str(value.layout), str(value.dtype), str(value.device), value.requires_grad, value.is_leaf)
 
 
 def _text_of(values: Sequence[Value]) -> list[Any]:
-    """Return everything that is known of the values, without addresses in memory."""
+    """Return all fields of the values, without addresses in memory."""
     numbers = {id(value): number for number, value in enumerate(values)}
-    calls: dict[str, int] = {}
+    modules: dict[str, int] = {}  # by identity
 
     def plain(item: Any) -> Any:
         if isinstance(item, Value):
@@ -327,8 +180,11 @@ def _text_of(values: Sequence[Value]) -> list[Any]:
         if isinstance(item, list):
             return [plain(one) for one in item]
         if isinstance(item, tuple):
-            return tuple(_numbered(one, calls) if _is_call(one) else plain(one) for one in item)
+            return tuple(plain_call(one) if _is_call(one) else plain(one) for one in item)
         return item
+
+    def plain_call(call: ModuleCall) -> tuple[str, int, str]:
+        return call[0], modules.setdefault(call[1], len(modules)), call[2]
 
     return [[plain(getattr(value, f.name)) for f in fields(Value) if f.name != "fake"] for value in values]
 
@@ -337,14 +193,8 @@ def _is_call(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 3 and all(isinstance(part, str) for part in item)
 
 
-def _numbered(call: ModuleCall, calls: dict[str, int]) -> tuple[str, int, str]:
-    """A module call with a number in place of the identity of the module."""
-    return call[0], calls.setdefault(call[1], len(calls)), call[2]
-
-
 @functools.cache
 def _source_hash() -> str:
-    """Return the hash of the source of this package and of its actions."""
     digest = hashlib.sha256()
     for name in ("gradrewrite", "gradrewrite.passes"):
         spec = importlib.util.find_spec(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
-from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, StoredCompilation, find_key, hash_of_answers
+from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, find_key, hash_of_answers
+from gradrewrite.backends.compiled_graphs import listed
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.graph_uses import GraphUses, grouped
@@ -39,12 +41,11 @@ from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")
 
+_Role = Literal["input", "value"]  # behind a graph break, and in a region, inputs are values of the model
+
 
 def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
-    """Compile one Dynamo graph.
-
-    A policy's error becomes a callable that raises it when the graph runs.
-    """
+    """Compile one Dynamo graph; an error of the policy becomes a callable that raises it when the graph runs."""
     if not needs_gradients(inputs):
         erase_notes(gm)
         return engine.compile_plain(gm, inputs)
@@ -65,11 +66,12 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
             key = _cache_key(compilation, gm, inputs)
             compilation.asked = {} if key is None else key.answers
             if key is not None and key.hash is not None:
-                compilation.store = StoredCompilation(key, compilation, refuse_cached_backward)
+                compilation.store = _StoredCompilation(key, compilation)
             with in_place_named():
                 run = engine.compile_rewritten(gm, inputs, compilation)
-            if compilation.store is not None:
-                compilation.store.save_key()
+            stored = compilation.store.stored if compilation.store is not None else None
+            if key is not None and stored is not None:
+                key.save(stored.sites, stored.answers)
         if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
         return run
@@ -93,7 +95,7 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
     region = current_region()
     if region is not None:
         session.inputs.add(region[0].name, region[1].forward)
-    is_inner = region is not None or _is_resumed(frame)  # its inputs are values of the model
+    role: _Role = "value" if region is not None or _is_resumed(frame) else "input"
     try:
         compilation = GraphCompilation(
             session,
@@ -101,12 +103,7 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
             frame,
             is_whole,
             is_last=broken is None,
-            inputs=_inputs_of(
-                *(session, gm, inputs),
-                is_whole=is_whole,
-                is_region=region is not None,
-                role="value" if is_inner else "input",
-            ),
+            inputs=_inputs_of(session, gm, inputs, is_whole=is_whole, is_region=region is not None, role=role),
             returned=returned_inputs(gm.graph),
             parallelism=data_parallel.parallelism_around(session.names.all_modules()),
             region=None if region is None else region[0],
@@ -130,46 +127,27 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
 
 @dataclass(eq=False, repr=False)
 class GraphCompilation:
-    """The hooks of one graph's compilation, and the state of that compilation.
-
-    Attributes:
-        session: Whose policy it follows.
-        engine: What compiles it.
-        frame: Name of its Python frame.
-        is_whole: Whether it holds all that one call of the model does.
-        is_last: Whether no graph break ended it.
-        inputs: The tensor inputs of the Dynamo graph, by position.
-        returned: Positions of the inputs that it returns.
-        parallelism: The data parallelism around the model.
-        region: The region whose graph it is; None for one of the model.
-        values: The values of the probes, by their number.
-        layouts: The layouts of the inputs that are DTensors, and of their gradients.
-        result: The rewrite; None before it, and for a graph without gradients.
-        forwards: The pending calls of the forward; None where nothing is checked.
-        asked: Sites at which the policy was asked already, with its answers.
-        store: Its side of AOTAutograd's cache; None if that is not used.
-    """
+    """The hooks of one graph's compilation, and the state of that compilation."""
 
     session: Session
     engine: Engine
-    frame: str
-    is_whole: bool
-    is_last: bool
-    inputs: Mapping[int, GraphInput]
-    returned: Collection[int]
+    frame: str  # name of the Python frame
+    is_whole: bool  # it holds all that one call of the model does
+    is_last: bool  # no graph break ended it
+    inputs: Mapping[int, GraphInput]  # the tensor inputs of the Dynamo graph, by position
+    returned: Collection[int]  # positions of the inputs that it returns
     parallelism: data_parallel.DataParallelism
-    region: RegionCall | None = None
-    values: Sequence[Value] = ()
-    layouts: InputLayouts = field(default_factory=InputLayouts, repr=False)
-    result: RewriteResult | None = None
-    forwards: PendingForwards | None = field(default=None, repr=False)
-    asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)
-    store: StoredCompilation | None = None
-    _uses: GraphUses | None = field(default=None, repr=False)
+    region: RegionCall | None = None  # None for a graph of the model
+    values: Sequence[Value] = ()  # of the probes, by their number
+    layouts: InputLayouts = field(default_factory=InputLayouts)  # of DTensors, and of their gradients
+    result: RewriteResult | None = None  # None before the rewrite, and for a graph without gradients
+    forwards: PendingForwards | None = None  # None where nothing is checked
+    asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
+    store: _StoredCompilation | None = None  # None where AOTAutograd's cache is not used
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether Inductor may store the code: not where an action assumes something of data-dependent sizes."""
+        """Whether Inductor may store the code: no action assumes something of data-dependent sizes."""
         return self.result is None or not self.result.assumes
 
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
@@ -257,15 +235,12 @@ class GraphCompilation:
         self.session.graphs.note(self._graph_report())
         self._note_warnings(self.result)
 
-    @property
+    @functools.cached_property
     def uses(self) -> GraphUses:
-        """The uses of the graph, by the model or by each region that shares it; once the graph is rewritten."""
-        if self._uses is None:
-            assert self.result is not None
-            answers, outputs = self.result.answers, self.result.outputs
-            given = self.session, self.region, self._graph_report(), answers, outputs, self.inputs, self.forwards
-            self._uses = GraphUses(*given)
-        return self._uses
+        """The uses of the rewritten graph, by the model or by each region that shares it."""
+        assert self.result is not None
+        answers, outputs = self.result.answers, self.result.outputs
+        return GraphUses(self.session, self.region, self._graph_report(), answers, outputs, self.inputs, self.forwards)
 
     def _graph_report(self) -> GraphReport:
         assert self.result is not None
@@ -298,8 +273,8 @@ class GraphCompilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition the joint graph, with held nodes as outputs.
 
-        What the forward has to compute is an output of the forward meanwhile: else the partitioner may save another
-        value and compute it in the backward, even an output of the model, which the caller may change in place.
+        Else the partitioner may compute in the backward what the forward has to, even from an output of the model,
+        which the caller may change in place.
         """
         early, position = editing.nodes_for_forward(gm.graph), kwargs["num_fwd_outputs"]
         count = editing.release(gm.graph)
@@ -313,7 +288,7 @@ class GraphCompilation:
             forward.recompile()
         if count:
             editing.hold_last(backward.graph, count)  # recompiled by compile_backward
-        aot_autograd.refuse_compiled_autograd(backward, _compiled_autograd)
+        aot_autograd.refuse_compiled_autograd(backward, refuse_compiled_autograd)
         if self.store is not None:
             self.store.backward = backward
         return forward, backward
@@ -362,17 +337,55 @@ class GraphCompilation:
         """Take the auxiliary outputs off a compiled backward with inputs of these names, and add its live inputs."""
         assert self.result is not None
         self.uses.note_saved(names)
-        run = RewrittenBackward(
-            self.session,
-            compiled,
-            live,
-            self.uses.of_backward,
-            num_outputs,
-            self.is_whole,
-            self.engine.overwrites_outputs,
-            self.parallelism,
+        return aot_autograd.boxed(
+            RewrittenBackward(
+                self.session,
+                compiled,
+                live,
+                self.uses.of_backward,
+                num_outputs,
+                self.is_whole,
+                self.engine.overwrites_outputs,
+                self.parallelism,
+            )
         )
-        return aot_autograd.boxed(run)
+
+
+@dataclass(eq=False, repr=False)
+class _StoredCompilation:
+    """The side of AOTAutograd's cache of one compilation; a ``CodeStore``."""
+
+    key: CacheKey
+    compilation: GraphCompilation
+    forward_names: tuple[str, ...] = ()  # of its outputs; set when it is compiled
+    backward_interface: tuple[tuple[str, ...], int] = ((), 0)  # names of inputs, number of auxiliary outputs; likewise
+    backward: fx.GraphModule | None = None  # set when it is cut off the joint graph
+    stored: CachedRewrite | None = None
+
+    probes = ("gradrewrite.instrumentation.probes._probe", "gradrewrite.instrumentation.probes._probe_outputs")
+
+    @property
+    def identity(self) -> str:
+        return self.key.identity
+
+    def forward_payload(self) -> CachedRewrite | None:
+        self.stored = self.compilation.to_cache(self.forward_names)
+        return self.stored
+
+    def backward_payload(self) -> tuple[tuple[str, ...], int] | None:
+        assert self.backward is not None
+        aot_autograd.refuse_cached(self.backward, refuse_compiled_autograd)
+        return self.backward_interface if self.stored is not None else None
+
+    def restore_forward(self, compiled: Runnable, payload: CachedRewrite) -> Runnable:
+        if (payload.sites, payload.answers) != (self.key.sites, self.key.hash):
+            raise LookupError("the entry was made for another policy")
+        self.compilation.restore(payload, self.key.answers)
+        return self.compilation.wrap_forward(compiled, payload.names)
+
+    def restore_backward(self, compiled: Runnable, payload: tuple[tuple[str, ...], int]) -> Runnable:
+        self.compilation.report()
+        return self.compilation.wrap_backward(compiled, *payload)
 
 
 def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> CacheKey | None:
@@ -381,31 +394,22 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
     folder = engine.cache_folder() if torch.is_grad_enabled() and config.loss_scale is None else ""
     if not folder:
         return None
-    further = (compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region)
-    return find_key(
-        *(folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy), *further
-    )
-
-
-def refuse_cached_backward() -> fx.GraphModule:
-    """Raise NotRewrittenError in place of the backward graph that compiled autograd asks AOTAutograd's cache for."""
-    raise _compiled_autograd()
+    given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
+    further = compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region
+    return find_key(*given, *further)
 
 
 def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:
     """Warn once of nested regions: single ops of the graph, without inner sites."""
-    hidden: dict[str, None] = {}
-    for node in gm.graph.nodes:
-        stack = node.meta.get("nn_module_stack", {}) if is_nested_region(node) else {}
-        if stack:
-            key, (path, _) = list(stack.items())[-1]
-            hidden[session.names.module(key, path)] = None
+    stacks = [node.meta.get("nn_module_stack") for node in gm.graph.nodes if is_nested_region(node)]
+    innermost = [list(stack.items())[-1] for stack in stacks if stack]
+    hidden = dict.fromkeys(repr(session.names.module(key, path)) for key, (path, _) in innermost)
     if hidden:
-        shown = ", ".join(map(repr, list(hidden)[:3])) + (f" and {len(hidden) - 3} more" if len(hidden) > 3 else "")
         session.warnings.warn_once(
             "nested regions",
-            f"torch.compiler.nested_compile_region hides the inside of {shown}: there are no sites but its output, and "
-            'no policy acts inside. Remove it, and compile the modules with gr.transform(model, policy, regions="...")',
+            f"torch.compiler.nested_compile_region hides the inside of {listed(list(hidden))}: there are no sites but "
+            "its output, and no policy acts inside. Remove it, and compile the modules with "
+            'gr.transform(model, policy, regions="...")',
         )
 
 
@@ -420,8 +424,9 @@ def _raising(error: RewriteError) -> Runnable:
     return run
 
 
-def _compiled_autograd() -> NotRewrittenError:
-    return NotRewrittenError(
+def refuse_compiled_autograd() -> fx.GraphModule:
+    """Refuse to give compiled autograd a backward graph."""
+    raise NotRewrittenError(
         "compiled autograd takes the backward graph apart and compiles it again: checks, guards, records and live "
         "thresholds of the policy would be lost. Switch it off for this backward: torch._dynamo.config."
         "compiled_autograd = False, or call backward() outside of torch._dynamo.compiled_autograd's context manager"
@@ -468,15 +473,8 @@ def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any])
 
 
 def _inputs_of(
-    session: Session,
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    *,
-    is_whole: bool,
-    is_region: bool,
-    role: Literal["input", "value"],
+    session: Session, gm: fx.GraphModule, inputs: Sequence[Any], *, is_whole: bool, is_region: bool, role: _Role
 ) -> dict[int, GraphInput]:
-    """Return the tensor inputs of a Dynamo graph by position; behind a graph break they are values of another."""
     found = {}
     sharded = data_parallel.sharded_parameters(session.names.all_modules())
     for position, (node, tensor) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
@@ -488,7 +486,7 @@ def _inputs_of(
             ref = weakref.ref(sharded.get(id(tensor), tensor)) if has_site else None
             found[position] = GraphInput("parameter", parameter, has_site=has_site, parameter=ref)
             continue
-        is_mask = not tensor.requires_grad and fake_tensors.is_mask(tensor)
+        is_mask = not has_site and fake_tensors.is_mask(tensor)
         # Behind a graph break, values of the graph before are no inputs; in a region, none is one of the model.
         has_site &= (is_whole or tensor.is_leaf) and not is_region
         if buffer is not None:

@@ -29,28 +29,20 @@ from gradrewrite.sites import Site
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_MANY = 3  # names that a warning lists
+MANY = 3  # names that a warning lists
 
 
 class CompiledGraphs:
     """The compiled graphs of one policy, in order.
 
-    Attributes:
-        skipped: Lines of regions that the tracer skipped, in order.
+    ``recorder`` is told of the processes that skip updates together, ``outside`` are the outermost modules outside of
+    all regions.
     """
 
     def __init__(
         self, config: RewriteConfig, recorder: StepRecorder, warnings: PendingWarnings, outside: Sequence[str]
     ) -> None:
-        """Begin without graphs.
-
-        Args:
-            config: The configuration.
-            recorder: Told of the processes whose ranks skip updates together.
-            warnings: Warnings that wait for a safe moment.
-            outside: Names of the outermost modules outside of all regions.
-        """
-        self.skipped: dict[str, None] = {}
+        self.skipped: dict[str, None] = {}  # lines of regions that the tracer skipped, in order
         self._config, self._recorder, self._warnings, self._outside = config, recorder, warnings, tuple(outside)
         self._reports: list[GraphReport] = []
         self._region_of_group: dict[Hashable, str] = {}
@@ -58,11 +50,9 @@ class CompiledGraphs:
         self._checked_outside = False
 
     def __iter__(self) -> Iterator[GraphReport]:
-        """Iterate over the graphs."""
         return iter(self._reports)
 
     def __len__(self) -> int:
-        """Return the number of graphs."""
         return len(self._reports)
 
     def explanation(self) -> Explanation:
@@ -70,36 +60,25 @@ class CompiledGraphs:
         return Explanation(tuple(self._reports), tuple(self.skipped), self._outside)
 
     def note(self, report: GraphReport) -> None:
-        """List a graph.
-
-        Raises:
-            PolicyError: A group is clipped together in the graphs of several regions, or of several calls of one.
-        """
+        """List a graph; PolicyError where a group spans the graphs of several regions, or of several calls of one."""
         for edit in report.edits if report.region else ():
             if edit.site.kind == "gradient":
                 refuse_group_in_regions(self._region_of_group, edit.action, edit.site, report.region)
         self._reports.append(report)
         for edit in report.edits:
-            self._note_averaging(processes_of(edit.action))
+            group = processes_of(edit.action)
+            # The largest group that averages agrees on skipped steps: its ranks have equal parameters.
+            if group is not None and (self._averaging is None or group.size() > self._averaging.size()):
+                self._averaging = group
+                self._recorder.note_process_group(group)
         alone = lone_skip(report.edits)
         if alone is not None:
             self._recorder.note_lone_skip(alone)
 
-    def _note_averaging(self, group: ProcessGroup | None) -> None:
-        """Let the largest group that averages agree on skipped steps: its ranks have equal parameters."""
-        if group is not None and (self._averaging is None or group.size() > self._averaging.size()):
-            self._averaging = group
-            self._recorder.note_process_group(group)
-
     def check_outside(self, parameters: Mapping[str, Tensor], watched: Callable[[], Sequence[Tensor]]) -> None:
-        """Look once for answers at gradient sites that do not exist, because parameters are outside of all regions.
+        """Warn once of answers at gradient sites of parameters that are not used in regions alone (``watched``).
 
-        Args:
-            parameters: The parameters of the model by name.
-            watched: Lists the parameters that are used in regions alone; called where it is looked.
-
-        Raises:
-            PolicyError: One of them is an action of a group, which would act on a part of the group; or averages.
+        PolicyError for an action of a group, which would act on a part of the group, and for one that averages.
         """
         if self._checked_outside:
             return
@@ -149,10 +128,9 @@ class CompiledGraphs:
         )
 
     def note_parallelism(self, around: DataParallelism) -> None:
-        """Take note of the data parallelism around the model: its ranks are those that agree on skipped steps.
+        """Note the data parallelism around the model: its ranks are those that agree on skipped steps.
 
-        Raises:
-            PolicyError: A global clip would act on the gradients of each process by itself.
+        PolicyError where a global clip would act on the gradients of each process by itself.
         """
         group = self._averaging if around.size == 1 else around.group
         ranks = around.size if group is None else group.size()
@@ -169,4 +147,4 @@ class CompiledGraphs:
 
 def listed(names: Sequence[str]) -> str:
     """Return the first names as text, with the number of the others."""
-    return ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -11,8 +11,7 @@ from torch import fx
 
 from gradrewrite._compat import aot_autograd, inductor
 from gradrewrite._compat.aot_autograd import CompilationHooks
-
-Runnable = Callable[..., Any]
+from gradrewrite._compat.aot_autograd import Runnable as Runnable
 
 
 class Engine(Protocol):
@@ -21,55 +20,41 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """``"inductor"`` or ``"aot_eager"``."""
-        ...
 
     @property
     def draws_from_seeds(self) -> bool:
         """Whether random numbers of a joint graph are drawn from seeds of the compiler."""
-        ...
 
     @property
     def overwrites_outputs(self) -> bool:
         """Whether the next call overwrites the memory of outputs (CUDA graphs)."""
-        ...
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings of the compiler, by name."""
-        ...
 
     def cache_folder(self) -> str:
         """Return the folder of the compiler's caches; ``""`` to store no rewritten code."""
-        ...
 
     def configured(self, mode: str | None, options: Mapping[str, Any] | None) -> Engine:
         """Return this engine with ``mode`` and ``options`` of ``torch.compile``; RuntimeError for an unknown one."""
-        ...
 
     def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile a graph unchanged."""
-        ...
 
     def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: CompilationHooks) -> Runnable:
         """Compile a graph, with hooks on its way."""
-        ...
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Inductor:
-    """Inductor.
-
-    Attributes:
-        settings: Its settings, by name.
-        overwrites_outputs: See ``Engine``; as it was when the compilation began.
-    """
+    """Inductor."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    overwrites_outputs: bool = False
+    overwrites_outputs: bool = False  # as it was when the compilation began
 
     name: ClassVar[str] = "inductor"
     draws_from_seeds: ClassVar[bool] = True

@@ -43,7 +43,7 @@ class EntryPoint:
     """The compiled function around a model.
 
     It has a code object of its own: torch counts compilations by code object, and at the ninth transform of a class
-    would run the plain model.
+    would run the plain model. ``evaluating_backend`` compiles for calls that no backward follows: in parts, if it must.
     """
 
     def __init__(
@@ -53,26 +53,11 @@ class EntryPoint:
         evaluating_backend: Compiler,
         model: nn.Module,
         options: Mapping[str, Any],
-        method: str = "forward",
+        method: str = "forward",  # a call of the module, with its hooks
         *,
-        runs_hooks: bool = True,
-        is_region: bool = False,
+        runs_hooks: bool = True,  # False where they have run already
+        is_region: bool = False,  # ``model`` is one of the modules that share this entry point
     ) -> None:
-        """Compile a model.
-
-        Args:
-            session: Has the configuration.
-            backend: Compiles its graphs.
-            evaluating_backend: Compiles them for calls that no backward follows: in parts, if it must be.
-            model: The model.
-            options: Further arguments of ``torch.compile``.
-            method: Name of the method that is called; ``forward`` is a call of the module, with its hooks.
-            runs_hooks: Whether a call of the module runs them; False where they have run already.
-            is_region: Whether ``model`` is one of the modules that share this entry point, each given to its calls.
-
-        Raises:
-            TypeError: ``torch.compile`` does not take one of the options.
-        """
         self._model = model
         self._fullgraph = session.config.fullgraph
         self._method = method
@@ -88,12 +73,8 @@ class EntryPoint:
         self._refusal = ""  # why the model cannot be one graph where it has no backward
 
     def _compile(self, backend: Compiler, settings: Mapping[str, Any]) -> dynamo_cache.CompiledFunction:
-        compiled = dynamo_cache.CompiledFunction(
-            self._fresh_function(bool(settings["fullgraph"])),
-            _WeakBackend(backend),
-            settings,
-            partial(calls_shown, self._module),
-        )
+        function, shown = self._fresh_function(bool(settings["fullgraph"])), partial(calls_shown, self._module)
+        compiled = dynamo_cache.CompiledFunction(function, _WeakBackend(backend), settings, shown)
         weakref.finalize(self, compiled.drop).atexit = False
         return compiled
 
@@ -116,13 +97,7 @@ class EntryPoint:
         return types.FunctionType(code, fn.__globals__, self._name, fn.__defaults__, fn.__closure__)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module | None = None) -> Any:
-        """Call the model, or the one of the modules that share the entry point.
-
-        Raises:
-            TypeError: The model's own, for arguments that it does not take.
-            GraphBreakError: The tracer cannot see the whole model, and a backward could follow.
-            NotRewrittenError: Torch would run the plain model.
-        """
+        """Call the model, or one of the modules that share the entry point."""
         model = self._model if model is None else model
         self._session.recorder.note_forward()
         has_backward = torch.is_grad_enabled()
@@ -153,14 +128,10 @@ class EntryPoint:
             raise GraphBreakError(refusal)  # the model itself has switched gradients on
         return result
 
-    def _run(
-        self, compiled: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, compiled: Compiler, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            if data_parallel.is_inside_ddp():
-                with data_parallel.whole_graphs():
-                    return compiled(model, args, kwargs)
-            return compiled(model, args, kwargs)
+            with data_parallel.whole_graphs():
+                return compiled(model, args, kwargs)
         except dynamo.TRACING_ERRORS as err:
             error = explained(err, model, self._method, args, kwargs)
             if error is err:
@@ -181,7 +152,7 @@ def _call_forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
-    """Torch runs the plain model: refuse, or warn, where a backward could follow."""
+    """Refuse, or warn, where torch runs the plain model and a backward could follow."""
     if not may_have_backward(*call):
         return
     text = (
@@ -194,24 +165,15 @@ def _runs_plain(session: Session, fullgraph: bool, call: Any) -> None:
 
 
 def may_have_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a backward could follow a call.
-
-    Gradients are on, and a parameter or an input needs one.
-    """
+    """Return whether a backward could follow a call: gradients are on, and a parameter or an input needs one."""
     if not torch.is_grad_enabled():
         return False
-    return _is_trainable(model) or any(t.requires_grad for t in tensors_in((args, kwargs)))
-
-
-def _is_trainable(model: nn.Module) -> bool:
-    """Whether a parameter needs a gradient; stops at the first, where ``parameters()`` begins with a list of all."""
-    return any(p is not None and p.requires_grad for m in model.modules() for p in m._parameters.values())
+    # This stops at the first one, where ``parameters()`` begins with a list of all.
+    is_trainable = any(p is not None and p.requires_grad for m in model.modules() for p in m._parameters.values())
+    return is_trainable or any(t.requires_grad for t in tensors_in((args, kwargs)))
 
 
 def makes_gradients(result: Any, inputs: Any) -> bool:
-    """Return whether a call's result has an autograd node of its own.
-
-    Then a backward can begin there, whatever the mode in which the call was made.
-    """
+    """Return whether a backward can begin at a call's result, in any mode of the call."""
     given = {id(t) for t in tensors_in(inputs)}
     return any(t.grad_fn is not None and id(t) not in given for t in tensors_in(result))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradrewrite._compat import data_parallel
+from gradrewrite._compat import autograd, data_parallel
 from gradrewrite.backends.explanation import GraphReport
-from gradrewrite.backends.graph_use import Accumulation, GraphUse
 from gradrewrite.backends.parameter_watch import GraphCoverage
 from gradrewrite.backends.region_calls import NotShared, RegionCall, current_region, region_of_backward
 from gradrewrite.backends.session import Session
@@ -27,31 +26,65 @@ from gradrewrite.replay.step_snapshot import PendingForwards
 
 
 @dataclass(eq=False, repr=False)
+class GraphUse:
+    """The names and parameters of a compiled graph for a model, or for one region."""
+
+    outputs: BackwardOutputs
+    parameters: Sequence[weakref.ref[Tensor]]  # those with gradients from the graph
+    coverage: GraphCoverage
+    accumulation: Accumulation  # of those that are clipped together
+    forwards: PendingForwards | None  # None where nothing is checked
+
+
+class Accumulation:
+    """Detection of an earlier backward's gradients in ``.grad`` of parameters, without reading them each time."""
+
+    def __init__(self, parameters: Sequence[weakref.ref[Tensor]]) -> None:
+        self._parameters = parameters
+        self._versions: dict[int, int] = {}
+        self._was_found = False
+
+    def is_accumulating(self) -> bool:
+        """Return whether a parameter has a gradient that is not zero (``set_to_none=False``); True at most once."""
+        if self._was_found:
+            return False
+        for grad in self._gradients():
+            known = self._versions.get(id(grad))
+            # Unknown gradients are read, which happens once: from then on the version tells.
+            self._was_found = bool(grad.count_nonzero()) if known is None else known == grad._version
+            if self._was_found:
+                return True
+        return False
+
+    def note_at_end(self) -> None:
+        """Remember the gradients as this backward leaves them."""
+        if self._parameters and not self._was_found:
+            autograd.at_end_of_backward(self._note)
+
+    def _note(self) -> None:
+        self._versions = {id(g): g._version for g in self._gradients()}
+
+    def _gradients(self) -> Iterator[Tensor]:
+        parameters = (ref() for ref in self._parameters)
+        return (p.grad for p in parameters if p is not None and p.grad is not None)
+
+
+@dataclass(eq=False, repr=False)
 class GraphUses:
-    """The uses of one graph; they live as long as the compiled code.
+    """The uses of one graph; they live as long as the compiled code, and hold nothing of the compilation.
 
-    They hold nothing of the compilation.
-
-    Attributes:
-        session: Whose policy it follows.
-        region: The region that it was compiled for; None for a graph of the model.
-        report: The graph, as that region has it.
-        answers: The answers of the policy there, site by site.
-        outputs: The auxiliary outputs of the backward there.
-        inputs: The tensor inputs of the graph there, by position.
-        forwards: The pending calls of the forward there; None where nothing is checked.
+    The fields are those of the first use.
     """
 
     session: Session
-    region: RegionCall | None
+    region: RegionCall | None  # None for a graph of the model
     report: GraphReport
-    answers: Sequence[Sequence[Answered]]
+    answers: Sequence[Sequence[Answered]]  # site by site
     outputs: BackwardOutputs
-    inputs: Mapping[int, GraphInput]
+    inputs: Mapping[int, GraphInput]  # by position
     forwards: PendingForwards | None
 
     def __post_init__(self) -> None:
-        """Add the use that the graph was compiled for."""
         self._saved: Sequence[str] | None = None  # names of the inputs of the backward, once it is compiled
         self._own = self._new(self.outputs, self.inputs, self.forwards)
         self._uses: dict[RegionCall | None, GraphUse] = {self.region: self._own}
@@ -64,14 +97,9 @@ class GraphUses:
                 use.forwards.note_saved(names)
 
     def of_forward(self) -> GraphUse:
-        """Return the use of the region on this thread.
+        """Return the use of the region on this thread; for a new region the policy is asked.
 
-        For a new region the policy is asked.
-
-        Raises:
-            NotShared: The policy answers otherwise there. Nothing has run.
-            NotRewrittenError: The policy answers otherwise there, and other graphs of the region may have run.
-            PolicyError: An action of a group would act in several regions.
+        NotShared is raised where it answers otherwise; NotRewrittenError where graphs of the region may have run, too.
         """
         running = current_region()
         if self.region is None or running is None:
@@ -79,11 +107,7 @@ class GraphUses:
         return self._uses.get(running[0]) or self._join(*running)
 
     def of_backward(self) -> GraphUse:
-        """Return the use of the region of this thread's backward.
-
-        Raises:
-            NotRewrittenError: Several regions share the graph, and nothing tells whose backward it is.
-        """
+        """Return the use of the region of this thread's backward; NotRewrittenError if nothing tells the region."""
         if self.region is None:
             return self._own
         region = region_of_backward()
@@ -153,13 +177,7 @@ class GraphUses:
 def grouped(
     edits: Sequence[Edit], own: Mapping[int, GraphInput], inputs: Mapping[int, GraphInput]
 ) -> list[weakref.ref[Tensor]]:
-    """Return the parameters that are clipped together.
-
-    Args:
-        edits: What was inserted.
-        own: The inputs of the graph, as the edits name them.
-        inputs: The same inputs, as another region names them.
-    """
+    """Return the parameters that are clipped together: ``inputs`` are ``own``, of the edits, as a region names them."""
     names = {edit.site.name for edit in edits if group_of(edit.action) is not None}
     found = [given for known, given in zip(own.values(), inputs.values(), strict=True) if known.name in names]
     return [given.parameter for given in found if given.parameter is not None]

@@ -27,32 +27,20 @@ from gradrewrite.sites import Site
 
 
 class ModelState:
-    """The policy of one model at work.
-
-    Attributes:
-        original: The plain module; shares its ``__dict__`` with the rewritten one.
-        config: The configuration that ``transform`` was given.
-        monitor: Reads the records.
-        engine: What compiles graphs.
-        compile_options: The arguments of ``compile``.
-        session: The policy at work; ``compile`` makes a new one.
-        regions: The modules that are compiled separately; None where the model is compiled as a whole.
-        is_temporary: Whether it belongs to the callback of a framework, and ends with the training.
-    """
+    """The policy of one model at work."""
 
     def __init__(self, original: nn.Module, config: RewriteConfig, monitor: Monitor) -> None:
-        self.original = original
-        self.config = config
+        self.original = original  # shares its ``__dict__`` with the rewritten module
+        self.config = config  # that ``transform`` was given
         self.monitor = monitor
         self.engine: Engine = AotEager()
         self.compile_options: Mapping[str, Any] = {}
-        self.is_temporary = False
+        self.is_temporary = False  # it belongs to the callback of a framework, and ends with the training
         self._is_dropped = False
         self._hooked = HookedForwards()
         self._is_sharded = False
-        self.regions = (
-            Regions(original, config.regions, weakref.WeakMethod(self._region_entry)) if config.regions else None
-        )
+        make_entry = weakref.WeakMethod(self._region_entry)
+        self.regions = Regions(original, config.regions, make_entry) if config.regions else None
         self._install(self._session_for(config), {}, self.engine)
 
     @property
@@ -74,9 +62,8 @@ class ModelState:
         return Session(config, recorder_of(self.monitor), self.original, outside)
 
     def _install(self, session: Session, options: Mapping[str, Any], engine: Engine) -> None:
-        entry_points = self._entry_points(session, options, engine)
+        self._entries = self._entry_points(session, options, engine)
         self.session, self.compile_options, self.engine = session, options, engine
-        self._entries = entry_points
         self._hooks = HookWatch(self.original)
         of_regions = None if self.regions is None else self.regions.parameters
         self._watch = ParameterWatch(self.original, session.warn_outside, of_regions)
@@ -91,23 +78,15 @@ class ModelState:
         self._backends = backend, evaluating
         if self.regions is not None:
             return {}
-        return {
-            method: EntryPoint(
-                session, backend, evaluating, self.original, options, method, runs_hooks=not self._is_sharded
-            )
-            for method in session.config.methods
-        }
+        given, runs_hooks = (session, backend, evaluating, self.original, options), not self._is_sharded
+        return {method: EntryPoint(*given, method, runs_hooks=runs_hooks) for method in session.config.methods}
 
     def _region_entry(self, module: nn.Module, *, runs_hooks: bool) -> EntryPoint:
-        return EntryPoint(
-            self.session, *self._backends, module, self.compile_options, runs_hooks=runs_hooks, is_region=True
-        )
+        given = self.session, *self._backends, module, self.compile_options
+        return EntryPoint(*given, runs_hooks=runs_hooks, is_region=True)
 
     def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an entry point of the rewritten model; its backward will follow the policy.
-
-        The hooks of ``fully_shard`` cannot be traced. They are run here, around the graph of the forward.
-        """
+        """Call an entry point. The hooks of ``fully_shard`` cannot be traced, and run around the forward's graph."""
         if self.regions is not None:
             return self._call_regions(self.regions, model, method, args, kwargs)
         is_sharded = method == "forward" and data_parallel.is_sharded(model)
@@ -132,22 +111,27 @@ class ModelState:
         with regions.running():
             call = nn.Module.__call__ if method == "forward" else getattr(type(self.original), method)
             result = call(model, *args, **kwargs)
-        if len(self.session.graphs) != self._num_graphs:
-            self._num_graphs = len(self.session.graphs)
-            self._watch.refresh()
+        self._watch_new_graphs()
         if torch.is_grad_enabled() or makes_gradients(result, (args, kwargs)):
-            self.session.graphs.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+            self._note_parallelism(model)
             self._num_calls += 1
             if self._num_calls > 1 or regions.called.issuperset(regions.modules):
                 self.session.check_rules()
         self.session.warnings.flush_warnings()
         return result
 
+    def _watch_new_graphs(self) -> None:
+        if len(self.session.graphs) != self._num_graphs:  # parameters may have come, or need a gradient by now
+            self._num_graphs = len(self.session.graphs)
+            self._watch.refresh()
+
+    def _note_parallelism(self, model: nn.Module) -> None:
+        self.session.graphs.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+
     def traced_config(self) -> RewriteConfig:
         """Return the configuration for a graph of the whole model: with regions, the policy is asked inside of them.
 
-        Raises:
-            PolicyError: A group of gradients is clipped together that are not in one region.
+        PolicyError where gradients that are not in one region are clipped together.
         """
         config, regions = self.session.config, self.regions
         if regions is None:
@@ -182,14 +166,12 @@ class ModelState:
         in_parts = not self.session.config.fullgraph
         before = dynamo.graph_breaks_so_far() if in_parts else {}
         result = self._entries[method](args, kwargs)
-        if len(self.session.graphs) != self._num_graphs:  # parameters may have come, or need a gradient by now
-            self._num_graphs = len(self.session.graphs)
-            self._watch.refresh()
+        self._watch_new_graphs()
         has_backward = torch.is_grad_enabled() or makes_gradients(result, (args, kwargs))
         if in_parts and has_backward:
             self._look_for_plain_ops(result, (args, kwargs), before)
         if has_backward:
-            self.session.graphs.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+            self._note_parallelism(model)
         self.session.check_rules()
         self.session.warnings.flush_warnings()
         return result

@@ -25,22 +25,16 @@ class HookWatch:
     def have_changed(self) -> bool:
         """Whether a hook was registered or removed.
 
-        One comparison, unless the model has hooks or any hook in the process was registered since: then all modules
-        are looked at.
+        One comparison, unless the model has hooks or any hook in the process was registered since.
         """
         if RemovableHandle.next_id == self._newest and not self._seen:
             return False
         self._newest = RemovableHandle.next_id
         return self._read() != self._seen
 
-    def _read(self) -> tuple[Any, ...]:
-        of_all = nn_modules.global_hooks()
-        read = [("", of_all)] if any(of_all) else []
-        for name, module in self._model.named_modules():
-            hooks = nn_modules.hooks_of(module)
-            if any(hooks):
-                read.append((name, hooks))
-        return tuple(read)
+    def _read(self) -> list[Any]:
+        of_each = ((name, nn_modules.hooks_of(module)) for name, module in self._model.named_modules())
+        return [(name, hooks) for name, hooks in [(None, nn_modules.global_hooks()), *of_each] if any(hooks)]
 
 
 class WithHooks:
@@ -51,7 +45,7 @@ class WithHooks:
 
 
 class HookedForwards:
-    """Objects that run the hooks of a module around another forward; their class is made once for each type."""
+    """Objects that run the hooks of a module around another forward; one class is made for each type."""
 
     def __init__(self) -> None:
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -59,16 +53,9 @@ class HookedForwards:
     def around(
         self, forward: Callable[..., Any], module: nn.Module, plain: type[nn.Module], description: str
     ) -> nn.Module:
-        """Return an object with the attributes and hooks of a module, to be called once, that runs another forward.
+        """Return an object with a module's attributes and hooks, to be called once, that runs another forward.
 
-        Args:
-            forward: The other forward, without ``self``.
-            module: The module.
-            plain: The class whose other methods the object has.
-            description: Names the module in errors.
-
-        Raises:
-            NotRewrittenError: The forward of the module itself was replaced.
+        It has the other methods of ``plain``. A replaced forward is refused; ``description`` names the module there.
         """
         if "forward" in vars(module):
             raise NotRewrittenError(
@@ -77,28 +64,24 @@ class HookedForwards:
             )
         cls = self._classes.get(plain)
         if cls is None:
-            body = {"__slots__": (_FORWARD,), "forward": _run_other}
+            body = {"__slots__": ("_gradrewrite_forward",), "forward": _run_other}
             metaclass: Any = type(plain)
             cls = self._classes[plain] = metaclass(plain.__name__, (WithHooks, plain), body)
         hooked: nn.Module = object.__new__(cls)
         object.__setattr__(hooked, "__dict__", vars(module))
-        object.__setattr__(hooked, _FORWARD, forward)  # a slot, for the module shares the dictionary
+        object.__setattr__(hooked, "_gradrewrite_forward", forward)  # a slot, for the module shares the dictionary
         return hooked
 
 
-_FORWARD = "_gradrewrite_forward"
-
-
-def _run_other(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return getattr(self, _FORWARD)(*args, **kwargs)
+def _run_other(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._gradrewrite_forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def calls_shown(ref: Callable[[], nn.Module | None]) -> Iterator[Collection[int]]:
     """Show module returns and pass-through modules in traced graphs.
 
-    Pass-through modules get hooks that are there only meanwhile. Compiled code is not guarded on these; ``HookWatch``
-    notices what the user registers there.
+    Pass-through modules get hooks meanwhile, on which compiled code is not guarded: ``HookWatch`` notices the user's.
     """
     model = ref()
     modules = [m for m in model.modules() if passes_through(m)] if model is not None else []

@@ -15,18 +15,12 @@ from gradrewrite._compat import autograd
 
 
 class GraphCoverage:
-    """The parameters of one rewritten backward graph, and its last backward.
-
-    The graph computes the gradients of these parameters.
-
-    Attributes:
-        task: Number of the backward that ran the graph last; -1 before the first.
-    """
+    """The last backward of a rewritten graph, for the parameters with gradients from it."""
 
     __slots__ = ("__weakref__", "task")
 
     def __init__(self, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        self.task = -1
+        self.task = -1  # number of the backward that ran the graph last; -1 before the first
         for ref in parameters:
             parameter = ref()
             if parameter is not None:
@@ -75,35 +69,24 @@ _hooks: MutableMapping[Tensor, _ParameterHook] = WeakIdKeyDictionary()
 
 
 def _hook_of(parameter: Tensor) -> _ParameterHook:
-    hook = _hooks.get(parameter)
-    if hook is None:
-        hook = _hooks[parameter] = _ParameterHook()
-    return hook
+    return _hooks.setdefault(parameter, _ParameterHook())
 
 
 class ParameterWatch:
-    """Detect the first backward that bypasses the rewritten graphs of a model.
+    """Detect the first backward that reaches parameters of a model through none of its rewritten graphs.
 
-    It reaches parameters through none of these graphs. A submodule that is called directly, a method without an entry
-    point, and the plain module do that. Until then each parameter that needs a gradient has a hook
-    (``register_post_accumulate_grad_hook``).
+    A submodule that is called directly, a method without an entry point, and the plain module do that. Until then each
+    parameter that needs a gradient has a hook (``register_post_accumulate_grad_hook``).
     """
 
     def __init__(
         self,
         model: nn.Module,
         report: Callable[[nn.Module, list[str]], None],
-        parameters: Callable[[], Iterable[Tensor]] | None = None,
+        parameters: Callable[[], Iterable[Tensor]] | None = None,  # that are watched; None for all of the model
     ) -> None:
-        """Watch the parameters of a model.
-
-        Args:
-            model: The model; it is held weakly.
-            report: Called at the end of that backward, with the model and the names of the parameters.
-            parameters: Gives the parameters that are watched; None for all of the model.
-        """
         self._model = weakref.ref(model)
-        self._report = report
+        self._report = report  # called at the end of that backward, with the names of the parameters
         self._parameters = parameters
         self._outside: set[int] = set()
         self._hooks: list[_ParameterHook] = []
@@ -153,11 +136,7 @@ def _remove_watch(hooks: Iterable[_ParameterHook], watch: ParameterWatch | None 
 
 def methods_that_use(model: nn.Module, attributes: Sequence[str]) -> list[str]:
     """Return a model's own public methods, except ``forward``, that name an attribute."""
-    found: dict[str, None] = {}
-    for cls in type(model).__mro__[: type(model).__mro__.index(nn.Module)]:
-        for name, value in vars(cls).items():
-            if name.startswith("_") or name == "forward" or not isinstance(value, FunctionType):
-                continue
-            if not set(attributes).isdisjoint(value.__code__.co_names):
-                found[name] = None
-    return list(found)
+    own = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
+    functions = ((name, f) for cls in own for name, f in vars(cls).items() if isinstance(f, FunctionType))
+    public = ((name, f) for name, f in functions if name != "forward" and not name.startswith("_"))
+    return list(dict.fromkeys(name for name, f in public if not set(attributes).isdisjoint(f.__code__.co_names)))

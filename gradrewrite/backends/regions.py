@@ -33,27 +33,19 @@ from gradrewrite.sites import Site
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the outermost modules with matching names, by name.
+    """Return the outermost modules with matching names, by name; ValueError for a pattern without a match.
 
-    Args:
-        model: The model; its own name, ``""``, matches nothing.
-        patterns: Shell-style patterns of names, ``layers.*``; ``*`` crosses dots. Containers without a forward
-            (``ModuleList``) are no regions.
-
-    Raises:
-        ValueError: A pattern matches no module.
+    ``*`` crosses dots. The model itself, and containers without a forward (``ModuleList``), are no regions.
     """
+    named = {name: module for name, module in model.named_modules() if name and _has_forward(module)}
     found: dict[str, nn.Module] = {}
-    used: set[str] = set()
-    names = [name for name, module in model.named_modules() if name and _has_forward(module)]
-    for name, module in model.named_modules():
-        matching = [pattern for pattern in patterns if name and fnmatchcase(name, pattern) and _has_forward(module)]
-        used.update(matching)
-        if matching and not any(name.startswith(f"{outer}.") for outer in found):
+    for name, module in named.items():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and any(fnmatchcase(name, pattern) for pattern in patterns):
             found[name] = module
     for pattern in patterns:
-        if pattern not in used:
-            near = nearest(pattern, names) or names[:5]
+        if not any(fnmatchcase(name, pattern) for name in named):
+            near = nearest(pattern, list(named)) or list(named)[:5]
             raise ValueError(
                 f"regions: {pattern!r} matches no module with a forward of {type(model).__name__}; "
                 f"names of its modules are {', '.join(map(repr, near)) or 'none'}"
@@ -86,16 +78,20 @@ class _Entry:
     users: set[RegionCall] = field(default_factory=set)
 
 
-class _ModelCall(threading.local):
-    """The running call of a model with regions, on this thread."""
+@dataclass(eq=False)
+class _ModelCall:
+    """A call of a model with regions."""
 
-    def __init__(self) -> None:
-        self.regions: Regions | None = None
-        self.calls: Counter[str] = Counter()  # of each region
-        self.without_gradients: set[str] = set()  # regions that were called so
+    regions: Regions
+    calls: Counter[str] = field(default_factory=Counter)  # of each region
+    without_gradients: set[str] = field(default_factory=set)  # regions that were called so
 
 
-_running = _ModelCall()
+class _Running(threading.local):
+    call: _ModelCall | None = None
+
+
+_running = _Running()
 
 
 class Regions:
@@ -103,9 +99,7 @@ class Regions:
 
     Regions of equal structure, at whose sites the policy answers equally, run one compiled function. Torch's guards
     tell which of its graphs a call may run; the answers are compared when a region runs a graph for the first time.
-
-    Attributes:
-        modules: The modules, by name.
+    ``make_entry``, a method of what holds this object, makes the compiled function around a module.
     """
 
     def __init__(
@@ -114,18 +108,6 @@ class Regions:
         patterns: Sequence[str],
         make_entry: weakref.ReferenceType[Callable[..., EntryPoint]],
     ) -> None:
-        """Find the regions of a model, and let their calls come here.
-
-        Args:
-            model: The plain model.
-            patterns: See ``find_regions``.
-            make_entry: Makes the compiled function around a region: of its module, and whether its hooks run inside. It
-                belongs to what holds this object.
-
-        Raises:
-            ValueError: A pattern matches no module.
-            TypeError: A region is compiled already.
-        """
         self.modules = find_regions(model, patterns)
         self._model = weakref.ref(model)
         self._make_entry = make_entry
@@ -145,7 +127,7 @@ class Regions:
             redirection = vars(module).get("_compiled_call_impl")
             if redirection is None:
                 redirection = module._compiled_call_impl = _Redirection(module)
-            redirection.add(self, name)
+            redirection.names[self] = name
 
     @property
     def called(self) -> set[str]:
@@ -169,45 +151,40 @@ class Regions:
         self.forget()
         for module in self.modules.values():
             redirection = vars(module).get("_compiled_call_impl")
-            if isinstance(redirection, _Redirection) and not redirection.remove(self):
-                module._compiled_call_impl = None
+            if isinstance(redirection, _Redirection):
+                redirection.names.pop(self, None)
+                if not redirection.names:
+                    module._compiled_call_impl = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let the regions that are called on this thread follow the policy; one call of the model.
-
-        Raises:
-            NotRewrittenError: Calls of a region go elsewhere.
-        """
+        """Let the regions that are called on this thread follow the policy, in one call of the model."""
         for name, module in self.modules.items():
             if not isinstance(vars(module).get("_compiled_call_impl"), _Redirection):
                 raise NotRewrittenError(
                     f"the region {name!r} was compiled by itself (module.compile()), so that its calls would run "
                     "without the policy; compile the transformed model instead: model.compile()"
                 )
-        before = _running.regions, _running.calls, _running.without_gradients
-        _running.regions, _running.calls, _running.without_gradients = self, Counter(), set()
+        before, call = _running.call, _ModelCall(self)
+        _running.call = call
         has_gradients = torch.is_grad_enabled()
         try:
             yield
         finally:
             if has_gradients:
-                self._most_calls |= _running.calls
-                self._without_gradients -= _running.calls.keys()
-                self._without_gradients |= _running.without_gradients
-            _running.regions, _running.calls, _running.without_gradients = before
+                self._most_calls |= call.calls
+                self._without_gradients -= call.calls.keys()
+                self._without_gradients |= call.without_gradients
+            _running.call = before
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a region of the running model.
-
-        The hooks of ``fully_shard`` cannot be traced. They are run here, around the graph of the forward.
-        """
-        module, is_known = self.modules[name], True
-        if _running.regions is self:
-            region = RegionCall(name, _running.calls[name])
-            _running.calls[name] += 1
+        """Call a region. The hooks of ``fully_shard`` cannot be traced, and run around the graph of the forward."""
+        module, running, is_known = self.modules[name], _running.call, True
+        if running is not None and running.regions is self:
+            region = RegionCall(name, running.calls[name])
+            running.calls[name] += 1
             if not torch.is_grad_enabled():
-                _running.without_gradients.add(name)
+                running.without_gradients.add(name)
         else:  # an activation checkpoint calls it again, in a backward
             again = RegionCall(name) if self._most_calls[name] <= 1 else region_computed_again(name)
             region, is_known = again or RegionCall(name), again is not None
@@ -220,15 +197,7 @@ class Regions:
         hooked = self._hooked.around(lambda *a, **k: forward(a, k), module, type(module), f"the region {name!r}")
         return hooked._call_impl(*args, **kwargs)
 
-    def _call(
-        self,
-        region: RegionCall,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        runs_hooks: bool = True,
-    ) -> Any:
+    def _call(self, region: RegionCall, module: nn.Module, args: Any, kwargs: Any, *, runs_hooks: bool = True) -> Any:
         inputs = list(tensors_in((args, kwargs)))
         ends = {t.grad_fn for t in inputs if t.grad_fn is not None}
         for entry in self._entries_for(region, module, runs_hooks=runs_hooks):
@@ -251,10 +220,7 @@ class Regions:
     def _call_again(
         self, region: RegionCall, module: nn.Module, args: Any, kwargs: Any, *, runs_hooks: bool = True
     ) -> Any:
-        """Recompute one call of a region for an activation checkpoint.
-
-        All calls of the region must have run the same compiled function.
-        """
+        """Recompute a call for an activation checkpoint; all calls of the region must have run one function."""
         entries = {self._known.get(RegionCall(region.name, n)) for n in range(self._most_calls[region.name])}
         entry = entries.pop()
         if entry is None or entries:
@@ -289,10 +255,7 @@ class Regions:
         yield entry
 
     def _structure(self, name: str, module: nn.Module, *, runs_hooks: bool) -> Any:
-        """Return a key, equal for regions that may run the same graphs.
-
-        It has relative names, which torch's guards do not compare.
-        """
+        """Return a key of regions that may run the same graphs; torch's guards do not compare relative names."""
         model = self._model()
         assert model is not None
         modules = {id(m): n for n, m in model.named_modules()}
@@ -338,28 +301,18 @@ class _Redirection:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._names: weakref.WeakKeyDictionary[Regions, str] = weakref.WeakKeyDictionary()
+        self.names: weakref.WeakKeyDictionary[Regions, str] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[Regions] | None = None  # whose policy held in the last forward; None for a plain one
-
-    def add(self, regions: Regions, name: str) -> None:
-        self._names[regions] = name
-
-    def remove(self, regions: Regions) -> bool:
-        """Let calls no longer go to these regions; return whether there are others."""
-        self._names.pop(regions, None)
-        return bool(self._names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        regions = _running.regions
+        regions = None if _running.call is None else _running.call.regions
         if regions is None and autograd.backward_id() >= 0:  # an activation checkpoint, which calls it again
             regions = self._last() if self._last is not None else None
-        elif regions is not None:
-            self._last = weakref.ref(regions)
         else:
-            self._last = None
-        name = None if regions is None else self._names.get(regions)
+            self._last = None if regions is None else weakref.ref(regions)
+        name = None if regions is None else self.names.get(regions)
         if regions is None or name is None:
             return module._call_impl(*args, **kwargs)
         return regions.call(name, args, kwargs)

@@ -19,24 +19,11 @@ from gradrewrite.sites import Pattern, Site
 
 
 class RuleChecks:
-    """The checks of one policy against the sites of its graphs.
-
-    Attributes:
-        may_have_step_sites: Whether the policy may have answers at step sites.
-    """
+    """The checks of one policy against the sites of its graphs."""
 
     def __init__(
         self, policy: Policy, graphs: CompiledGraphs, names: ModuleNames, inputs: InputNames, warnings: PendingWarnings
     ) -> None:
-        """Begin without answers.
-
-        Args:
-            policy: The policy.
-            graphs: Its compiled graphs.
-            names: Names of modules, parameters and buffers.
-            inputs: Names of the model's inputs.
-            warnings: Warnings that wait for a safe moment.
-        """
         self._policy, self._graphs, self._names, self._inputs, self._warnings = policy, graphs, names, inputs, warnings
         self._is_done = False
         self._step_answers: frozenset[tuple[int, ...]] | None = None  # None until a guard has asked
@@ -75,22 +62,20 @@ class RuleChecks:
         self._warnings.flush_warnings()
 
     def note_step_answers(self, positions: Iterable[tuple[int, ...]]) -> None:
-        """Take note of callbacks of the policy, by their position in its lists, that answered at a step site."""
+        """Note callbacks of the policy, by their position in its lists, that answered at a step site."""
         self._step_answers = (self._step_answers or frozenset()).union(positions)
 
     def _warn_of_silent_callbacks(self) -> None:
-        """Warn of callbacks that answered None at every site of the graphs so far."""
         answered = (self._step_answers or frozenset()).union(*(graph.answered for graph in self._graphs))
         sites = {site: site.kind for graph in self._graphs for site in graph.sites}
         kinds = ", ".join(f"{number} of kind {kind!r}" for kind, number in Counter(sites.values()).items())
         for position, callback in callbacks_of(self._policy).items():
             if position in answered:
                 continue
-            name = describe_callable(callback)
             self._warnings.warn_once(
                 f"silent {position}",
-                f"the policy {name} answered None at every site so far ({kinds}) and does nothing; sites are listed "
-                "by gr.transform(model, []).trace(...).sites",
+                f"the policy {describe_callable(callback)} answered None at every site so far ({kinds}) and does "
+                "nothing; sites are listed by gr.transform(model, []).trace(...).sites",
             )
 
     def check_on(self, sites: Sequence[Site] | Mapping[Site, None]) -> None:
@@ -112,7 +97,6 @@ class RuleChecks:
             )
 
     def _names_without_site(self, pattern: Pattern) -> set[str]:
-        """Return module, parameter or input names that match a pattern without sites."""
         names: set[str] = set()
         if pattern.kind in (None, "error", "activation"):
             names.update(self._names.modules.values())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite._compat import dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
-from gradrewrite.backends.graph_use import GraphUse
+from gradrewrite.backends.graph_uses import GraphUse
 from gradrewrite.backends.session import Session
 from gradrewrite.policy.scope import warnings_in_parts
 from gradrewrite.policy.state_store import write_states
@@ -18,28 +18,15 @@ from gradrewrite.policy.state_store import write_states
 
 @dataclass(eq=False, repr=False)
 class RewrittenBackward:
-    """A compiled backward graph with live inputs and auxiliary outputs.
-
-    It adds the live inputs to each call, and takes the auxiliary outputs off.
-
-    Attributes:
-        session: Whose policy it follows.
-        compiled: The code.
-        live: Tensors that it reads at every call, after its inputs.
-        use: Says whose backward runs.
-        num_outputs: How many auxiliary outputs there are.
-        is_whole: Whether its graph holds all that one call of the model does.
-        copies_packs: Whether the next call overwrites its outputs.
-        parallelism: The data parallelism around the model.
-    """
+    """A compiled backward graph that is given its live inputs, and has its auxiliary outputs taken off."""
 
     session: Session
     compiled: Callable[[list[Any]], Any]
-    live: Sequence[Tensor]
-    use: Callable[[], GraphUse]
-    num_outputs: int
-    is_whole: bool
-    copies_packs: bool
+    live: Sequence[Tensor]  # tensors that it reads at every call, after its inputs
+    use: Callable[[], GraphUse]  # tells the use of the running backward
+    num_outputs: int  # auxiliary ones
+    is_whole: bool  # its graph holds all that one call of the model does
+    copies_packs: bool  # the next call overwrites its outputs
     parallelism: DataParallelism
 
     def __call__(self, args: list[Any]) -> Any:
@@ -81,7 +68,6 @@ class RewrittenBackward:
     def _warn_in_parts(
         self, cause: Literal["accumulated", "again"], groups: Sequence[str], noisy: Collection[str]
     ) -> None:
-        """Warn of groups that act on a part of a step."""
         for key, text in warnings_in_parts(cause, groups, noisy).items():
             self.session.warnings.warn_once(key, text)
         self.session.warnings.flush_warnings()

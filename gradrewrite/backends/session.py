@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from gradrewrite._utils.warnings import PendingWarnings
-from gradrewrite.backends.compiled_graphs import CompiledGraphs, listed
+from gradrewrite.backends.compiled_graphs import MANY, CompiledGraphs, listed
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
@@ -16,23 +16,12 @@ from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.rewriting.config import RewriteConfig
 
 STATE = "_gradrewrite"  # the slot of a rewritten model, or its attribute where it was rewritten in place
-_MANY = 3  # names that a warning lists
 
 
 class Session:
     """One policy at work: its names, its compiled graphs, and the checks of its rules.
 
-    Attributes:
-        config: The configuration.
-        recorder: Takes what backwards report.
-        has_model: Whether it belongs to one model; it does not hold the model, for torch keeps backends for good.
-        entry_frames: The compiled functions around the model by name, with the method that each calls.
-        begun: The methods that were called where a backward could follow.
-        names: Names of modules, parameters and buffers.
-        inputs: Names of the model's inputs.
-        warnings: Warnings that wait for a safe moment.
-        graphs: The compiled graphs with a backward.
-        rules: The checks of the policy's rules.
+    It does not hold the model, for torch keeps backends for good.
     """
 
     def __init__(
@@ -40,21 +29,13 @@ class Session:
         config: RewriteConfig,
         recorder: StepRecorder,
         model: nn.Module | None = None,
-        outside: Sequence[str] | None = None,
+        outside: Sequence[str] | None = None,  # outermost modules outside of all regions; None without regions
     ) -> None:
-        """Begin without graphs.
-
-        Args:
-            config: The configuration.
-            recorder: Takes what backwards report.
-            model: The model, if it belongs to one.
-            outside: Names of the outermost modules outside of all regions; None for a model without regions.
-        """
         self.config = config
         self.recorder = recorder
         self.has_model = model is not None
-        self.entry_frames: dict[str, str] = {}
-        self.begun: set[str] = set()
+        self.entry_frames: dict[str, str] = {}  # names of the functions around the model, with the method of each
+        self.begun: set[str] = set()  # methods that were called where a backward could follow
         self.names = ModuleNames(model)
         self.inputs = InputNames(model, config.methods)
         self.warnings = PendingWarnings()
@@ -83,7 +64,7 @@ class Session:
         self.rules.note_backward(backward, self.recorder)
 
     def warn_outside(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Warn of the parameters of the plain model that a backward reached through no rewritten graph."""
+        """Warn of parameters of the plain model that a backward reached through no rewritten graph."""
         is_partial = not self.config.fullgraph or not self.has_model
         if is_partial and (self.graphs.skipped or "plain" in self.warnings):
             return  # the tracer skipped a region, of which the user was told
@@ -91,10 +72,10 @@ class Session:
         kind = "rewritten" if self.has_model else "compiled"
         reason = f"the {kind} model was never called"
         if self.graphs:
-            used = ", ".join(map(repr, children[:_MANY]))
+            used = ", ".join(map(repr, children[:MANY]))
             reason = f"the plain model, or {used} of it, was called directly or used outside of the graphs"
         way_out = f"call the {kind} model itself, or {'transform' if self.has_model else 'compile'} what is called"
-        methods = methods_that_use(model, children)[:_MANY]
+        methods = methods_that_use(model, children)[:MANY]
         if methods:
             reason += f", or a method without an entry point ({', '.join(f'{name}()' for name in methods)})"
             way_out += f"; or name the methods, gr.transform(model, policy, methods={tuple(methods)!r})"

@@ -42,12 +42,7 @@ def explained(
 ) -> Exception:
     """Return the error that a call of a model raises in place of one of torch's; that one itself if it says enough.
 
-    Args:
-        err: The error.
-        model: The model; a copy of the plain model may be run, to see whether it fails too.
-        method: The method that was called.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+    A copy of the plain model may be run, to see whether it fails too.
     """
     if isinstance(err, dynamo.FailOnRecompileLimitHit):
         return NotRewrittenError(
@@ -91,17 +86,13 @@ def _graph_break(text: str, line: str) -> GraphBreakError:
 
 
 def _first_error_in(text: str) -> str:
-    """Return the error of the op that Dynamo ran on fake tensors, out of its own text."""
     _, found, rest = text.partition("): got ")
     first = (rest if found else text).splitlines()[0]
     return first.partition("('")[2].removesuffix("')") or first
 
 
 class _InPlaceError(RuntimeError):
-    """An in-place op that overwrites a value of the backward.
-
-    The message has the user's line and the way out.
-    """
+    """An in-place op that overwrites a value of the backward, with the user's line and the way out."""
 
 
 @contextlib.contextmanager
@@ -134,9 +125,8 @@ def _fails_plainly(model: nn.Module, method: str, args: tuple[Any, ...], kwargs:
     None where that is not known: on several processes, of which all would have to run it; of a model that is too large
     to be copied for a message; or if there is no copy.
     """
-    size = sum(
-        t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))
-    )
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))
+    size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LARGEST_COPY or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     try:
@@ -155,7 +145,6 @@ def _fails_plainly(model: nn.Module, method: str, args: tuple[Any, ...], kwargs:
 
 
 def _wrong_arguments(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
-    """The error that the plain model raises for arguments that its method does not take; None if it takes them."""
     if any(nn_modules.global_hooks()) or any(nn_modules.hooks_of(model)):
         return None  # a hook may change the arguments
     try:

@@ -113,7 +113,7 @@ MUTANTS = {
         "scale and host and default",
     ),
     "reading gradients at every backward": Mutant(
-        "gradrewrite.backends.graph_use:Accumulation.is_accumulating",
+        "gradrewrite.backends.graph_uses:Accumulation.is_accumulating",
         "if known is None else known == grad._version",
         "",
         "test_waits.py",

@@ -144,7 +144,7 @@ def _names_in(row: str) -> list[str]:
     return re.findall(r"`([^`]+)`", row.split("` in `")[0] + "`")
 
 
-_STATEFUL = re.compile(r"(\w+\.)*(count|deque|ContextVar|Lock|Library|Weak\w+|_Current|_ModelCall|defaultdict)\(")
+_STATEFUL = re.compile(r"(\w+\.)*(count|deque|ContextVar|Lock|Library|Weak\w+|_Current|_Running|defaultdict)\(")
 
 
 def _state_of(tree: ast.Module) -> Iterator[str]:
