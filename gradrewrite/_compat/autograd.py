@@ -16,16 +16,16 @@ with needed_for("one Python function hands a backward to the autograd engine"):
     from torch.autograd.graph import _engine_run_backward
 
 
-def is_transformed(x: Tensor) -> bool:
-    """Whether a tensor belongs to a ``torch.func`` transform (vmap, grad) and so stands for others."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func (vmap, grad): it stands for others
+backward_id = torch._C._current_graph_task_id  # of this thread; -1 outside of a backward
+running_node: Callable[[], Any] = torch._C._current_autograd_node  # of this thread; None outside of a backward
 
 
 def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:
     """Yield the autograd nodes, with output numbers, of an output and of the tensors that it is a view of.
 
-    AOTAutograd may make all of these outside of a graph. The base that the graph returns is not among them, unless it
-    is an input: the gradient of a view of an input does not come through the graph.
+    AOTAutograd may make all of these outside of a graph, but not the base that the graph returns, unless that is an
+    input: the gradient of a view of an input does not come through the graph.
     """
     base = tensor._base
     current: tuple[Any, int] = (tensor.grad_fn or tensor, tensor.output_nr)
@@ -44,11 +44,6 @@ def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:
         yield end
 
 
-def backward_id() -> int:
-    """Return the number of this thread's running backward; -1 outside one."""
-    return torch._C._current_graph_task_id()
-
-
 def is_called_by_python() -> bool:
     """Whether Python code has begun a backward that runs on this thread: on that of a device one inside another."""
     frame: FrameType | None = sys._getframe(1)
@@ -63,30 +58,19 @@ def runs_backward(frame: FrameType) -> bool:
 
 
 def compiled_nodes(outputs: Iterable[Tensor], ends: Collection[Any]) -> list[Any]:
-    """Return the compiled graphs' autograd nodes behind outputs.
+    """Return the compiled graphs' autograd nodes between outputs and ``ends``, those before a graph break included."""
+    return [node for node in _nodes_behind((t.grad_fn for t in outputs), ends) if "CompiledFunction" in node.name()]
 
-    Nodes before a graph break are among them.
 
-    Args:
-        outputs: Tensors; AOTAutograd may have made views of what a graph returned.
-        ends: Nodes at which the search ends.
-    """
-    todo = [t.grad_fn for t in outputs]
-    seen, found = set(ends), []
+def _nodes_behind(begin: Iterable[Any], ends: Iterable[Any]) -> Iterator[Any]:
+    todo, seen = list(begin), set(ends)
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if "CompiledFunction" in node.name():
-            found.append(node)
+        yield node
         todo += [following for following, _ in node.next_functions]
-    return found
-
-
-def running_node() -> Any:
-    """Return this thread's running autograd node; None outside of a backward."""
-    return torch._C._current_autograd_node()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -99,15 +83,6 @@ def find_plain_op(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | 
 
     Views that AOTAutograd makes of what a graph returned are not counted.
     """
-    todo = [(t if t._base is None else t._base).grad_fn for t in outputs]
-    seen = {t.grad_fn for t in inputs}
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = node.name()
-        if "CompiledFunction" not in name and name != "torch::autograd::AccumulateGrad":
-            return name
-        todo += [following for following, _ in node.next_functions]
-    return None
+    begin = ((t if t._base is None else t._base).grad_fn for t in outputs)
+    names = (node.name() for node in _nodes_behind(begin, (t.grad_fn for t in inputs)))
+    return next((n for n in names if "CompiledFunction" not in n and n != "torch::autograd::AccumulateGrad"), None)

@@ -36,35 +36,24 @@ _store: ContextVar[CodeStore] = ContextVar("store")
 
 @dataclasses.dataclass
 class CachedCode(OutputCode):
-    """A compiled graph and its wrapper's payload, as an AOTAutograd cache entry.
+    """A compiled graph and its wrapper's payload, as an AOTAutograd cache entry."""
 
-    Attributes:
-        inner: Inductor's code.
-        payload: What the wrapper is made from; None if this code is not to be stored.
-        is_backward: Whether it is a backward.
-    """
-
-    inner: Any
-    payload: Any
+    inner: Any  # Inductor's code
+    payload: Any  # the wrapper is made from it; None if this code is not to be stored
     is_backward: bool
+    run: Run | None
 
     def __post_init__(self) -> None:
-        """Copy the attributes that torch reads from its own code."""
+        # torch reads these from its own code.
         self._fx_graph_cache_key = self.inner._fx_graph_cache_key
         self._fx_graph_cache_debug_lines = self.inner._fx_graph_cache_debug_lines
         self._time_taken_ns = self.inner._time_taken_ns or 0  # torch divides by it after a hit
         self._boxed_call = True  # an attribute of the object: torch wraps a backward with functools.wraps
-        self._run: Run | None = None
-
-    def bound(self, run: Run) -> CachedCode:
-        """Run by this wrapper."""
-        self._run = run
-        return self
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         """Run."""
-        assert self._run is not None
-        return self._run(inputs)  # type: ignore[arg-type]
+        assert self.run is not None
+        return self.run(inputs)  # type: ignore[arg-type]
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """See ``OutputCode``."""
@@ -74,7 +63,7 @@ class CachedCode(OutputCode):
         """See ``OutputCode``; torch calls it on a shallow copy."""
         if self.payload is None:
             raise BypassAOTAutogradCache("gradrewrite: the policy's answers cannot be a part of the key")
-        self._run = None
+        self.run = None
         self.inner = copy.copy(self.inner)
         self.inner.prepare_for_serialization()
 
@@ -87,7 +76,7 @@ class CachedCode(OutputCode):
         inner.post_compile(example_inputs, constants, graph_kwargs)
         self.inner = inner
         restore = store.restore_backward if self.is_backward else store.restore_forward
-        self._run = restore(inner, self.payload)
+        self.run = restore(inner, self.payload)
 
 
 @contextlib.contextmanager

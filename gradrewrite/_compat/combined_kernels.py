@@ -26,10 +26,8 @@ def combined_kernels(inputs: Sequence[Any]) -> Iterator[None]:
 
     Inductor fuses the first stage of a reduction with what makes the tensor; its second stage is a kernel by itself,
     three for each site of a clip that logs. Here all those of a graph become the parts of a few combo kernels, with the
-    inserted kernels that read gradients, as far as no tensor lives longer for that. The other kernels stay as they are.
-
-    Args:
-        inputs: The inputs of the graph; nothing changes unless there is a CUDA tensor among them.
+    inserted kernels that read gradients, as far as no tensor lives longer for that. The other kernels stay as they are,
+    and so do all of a graph without an input on CUDA.
     """
     if not any(isinstance(value, Tensor) and value.device.type == "cuda" for value in inputs):
         yield
@@ -92,10 +90,7 @@ def _combine(nodes: list[Any]) -> list[Any]:
 
 
 def _is_inserted(node: Any, *, wholly: bool = True) -> bool:
-    """Return whether a scheduler node on CUDA computes inserted ops.
-
-    With ``wholly``, all of its ops; otherwise any of them.
-    """
+    """Return whether all ops of a scheduler node on CUDA are inserted ones; any of them, if not ``wholly``."""
     if not _is_on_cuda(node):
         return False
     marks = [origin.meta.get(_MARK, False) for part in node.get_nodes() for origin in part.node.get_origins()]

@@ -11,20 +11,11 @@ from gradrewrite._compat.versions import needed_for
 
 
 def build_cpp(source: Path) -> Path | None:
-    """Compile a C++ file into a shared library with the compiler and the options of Inductor's own CPU kernels.
+    """Compile a C++ file into a shared library, as Inductor does for the CPU; None where that finds no compiler.
 
-    The library is kept in a folder below torch's cache folder, by the contents of the file, the command and the version
-    of the compiler; of several processes one compiles.
-
-    Args:
-        source: The file; it includes no header of torch.
-
-    Returns:
-        The library; None where Inductor finds no compiler.
-
-    Raises:
-        CppCompileError: (a RuntimeError) The compiler refuses the file.
-        OSError: The folder cannot be written.
+    The file includes no header of torch. The library is kept in a folder below torch's cache folder, by the contents of
+    the file, the command and the version of the compiler; of several processes one compiles. A file that the compiler
+    refuses raises CppCompileError (a RuntimeError), a folder that cannot be written OSError.
     """
     with needed_for("Inductor's compiler and options for the CPU can be used to build a library"):
         from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_compiler_version_info, get_cpp_compiler

@@ -18,10 +18,7 @@ with needed_for("it can be asked whether Dynamo looks at the frames of a thread"
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 with needed_for("compilations of a code object can be counted against Dynamo's recompile limit"):
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo.eval_frame import (
-        _debug_get_cache_entry_list,
-        innermost_backend,
-    )
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend
 with needed_for("the tracer's refusals have types of their own"):
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
@@ -40,21 +37,23 @@ TRACING_ERRORS = (Unsupported, UserError, FailOnRecompileLimitHit, TorchRuntimeE
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def translator() -> Any:
+    """Return Dynamo's translator of the frame that is being compiled; None if the backend was called by hand."""
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # there is none on this thread
+        return None
+
+
 def current_frame() -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
     """Locals, globals and code name of the frame that Dynamo is compiling; empty outside Dynamo."""
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:  # no translator on this thread: the backend was called by hand
-        return {}, {}, ""
-    return tx.f_locals, tx.f_globals, tx.f_code.co_name
+    tx = translator()
+    return ({}, {}, "") if tx is None else (tx.f_locals, tx.f_globals, tx.f_code.co_name)
 
 
 def is_compiling() -> bool:
     """Whether Dynamo compiles a frame on this thread; it takes back the random numbers that are drawn meanwhile."""
-    try:
-        return InstructionTranslator.current_tx() is not None
-    except AttributeError:
-        return False
+    return translator() is not None
 
 
 def user_stack(err: Exception) -> Sequence[Any]:
@@ -69,11 +68,8 @@ def graph_breaks_so_far() -> Mapping[str, int]:
 
 def is_last_compilation() -> bool:
     """Whether torch's recompile limit refuses a further compilation of the frame that is being compiled."""
-    try:
-        code = InstructionTranslator.current_tx().f_code
-    except AttributeError:
-        return False
-    return len(_debug_get_cache_entry_list(code)) + 1 >= dynamo_config.recompile_limit
+    tx = translator()
+    return tx is not None and len(_debug_get_cache_entry_list(tx.f_code)) + 1 >= dynamo_config.recompile_limit
 
 
 def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
@@ -84,9 +80,8 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, Sequence[Any]] | None:
 
 def backend_in_use() -> tuple[Any, types.CodeType, Any] | None:
     """Return the backend object that torch.compile uses for the current frame, the frame's code and its ``self``."""
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:  # called by hand
+    tx = translator()
+    if tx is None:
         return None
     root = tx.output.root_tx
     return innermost_backend(cast(Any, tx.output.compiler_fn)), root.f_code, root.f_locals.get("self")
@@ -124,9 +119,6 @@ def source_name(node: fx.Node) -> str:
 
 
 def note_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text to torch's structured log (``TORCH_TRACE``).
-
-    ``tlparse`` shows it. ``text`` is called only if there is a log.
-    """
+    """Add a text to torch's structured log (``TORCH_TRACE``, ``tlparse``); it is made only if there is a log."""
     metadata = {"name": name, "encoding": "string"}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)

@@ -20,11 +20,7 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("Dynamo's cache entries of a code object can be listed and dropped"):
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
-    from torch._dynamo.eval_frame import (
-        _debug_get_cache_entry_list,
-        cached_backends,
-        innermost_backend,
-    )
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends, innermost_backend
 with needed_for("Dynamo's recompile limit can be raised while one frame compiles"):
     from torch._dynamo import config as dynamo_config
 with needed_for("one thread compiles at a time, under a lock"):
@@ -53,11 +49,16 @@ def compiling() -> Iterator[None]:
             torch.compiler._is_compiling_flag = before
 
 
+_WhileTracing = Callable[[], contextlib.AbstractContextManager[Collection[int]]]
+
+
 class CompiledFunction:
     """A function under ``torch.compile``, with its compiled code in torch's caches.
 
     torch keeps compiled code with the code object of each frame, which Python's garbage collector does not look into,
-    and every backend in a table. So nothing is freed by itself; ``drop`` frees it.
+    and every backend in a table. So nothing is freed by itself; ``drop`` frees it. The backend holds what belongs to a
+    model weakly: torch may keep it after ``drop``. ``while_tracing`` is entered on the thread that traces a frame; no
+    other thread traces meanwhile. It gives the identities of objects that compiled code is not guarded on.
     """
 
     _num_running = 0
@@ -68,17 +69,8 @@ class CompiledFunction:
         fn: Callable[..., Any],
         backend: Callable[..., Any],
         settings: Mapping[str, Any],
-        while_tracing: Callable[[], contextlib.AbstractContextManager[Collection[int]]],
+        while_tracing: _WhileTracing,
     ) -> None:
-        """Compile with these arguments of ``torch.compile``; TypeError for one that it does not take.
-
-        Args:
-            fn: The function.
-            backend: The backend. It holds what belongs to a model weakly: torch may keep it after ``drop``.
-            settings: Other arguments of ``torch.compile``.
-            while_tracing: Entered on the thread that traces a frame; no other thread traces meanwhile. It gives the
-                identities of objects that compiled code is not guarded on.
-        """
         settings = dict(settings)
         if isinstance(settings.get("options"), dict):
             settings["options"] = dict(settings["options"])  # torch.compile takes entries out of it
@@ -93,11 +85,6 @@ class CompiledFunction:
             context.fullgraph = False
             self._run = context(fn)
 
-    @classmethod
-    def is_running(cls) -> bool:
-        """Whether a thread is in a function of this kind."""
-        return cls._num_running > 0
-
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
         with self._lock:
@@ -111,25 +98,17 @@ class CompiledFunction:
 
     @property
     def drop(self) -> Callable[[], None]:
-        """Return a function that frees torch's compiled code for this one.
-
-        It does not keep this object alive.
-        """
-        return self._frames.compiled.drop if self._frames is not None else _nothing
-
-
-def _nothing() -> None:
-    return None
+        """Return a function that frees torch's compiled code for this one; it does not keep this object alive."""
+        return self._frames.compiled.drop if self._frames is not None else lambda: None
 
 
 class CompiledCode:
     """Code objects compiled for one backend."""
 
     def __init__(self, backend: Any) -> None:
-        """Start without code, and unregister the backend from torch's table of all backends."""
         self._backend = weakref.ref(backend)
         self._codes: dict[int, types.CodeType] = {}
-        cached_backends.pop(id(backend), None)
+        cached_backends.pop(id(backend), None)  # torch's table of all backends
 
     def add(self, code: types.CodeType) -> None:
         """Note that a frame with this code object is compiled."""
@@ -163,8 +142,7 @@ def _forget_guards(dropped: Sequence[Any]) -> None:
 
 def _guards_held_by(finalizer: weakref.finalize[Any, Any]) -> Any:
     alive = finalizer.peek()
-    callback = alive[1] if alive is not None else None
-    method = callback.func if isinstance(callback, functools.partial) else None
+    method = alive[1].func if alive is not None and isinstance(alive[1], functools.partial) else None
     manager = method.__self__ if isinstance(method, types.MethodType) else None
     # A manager whose guards could not be made has none.
     return vars(manager).get("guard_manager") if isinstance(manager, CheckFunctionManager) else None
@@ -173,9 +151,7 @@ def _guards_held_by(finalizer: weakref.finalize[Any, Any]) -> Any:
 class _Frames:
     """Dynamo's callback for frames that it has no code for."""
 
-    def __init__(
-        self, callback: Any, while_tracing: Callable[[], contextlib.AbstractContextManager[Collection[int]]]
-    ) -> None:
+    def __init__(self, callback: Any, while_tracing: _WhileTracing) -> None:
         self._callback = callback
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # where torch looks for the backend
         self._backend = innermost_backend(callback)
@@ -203,19 +179,16 @@ class _Frames:
         entries = _debug_get_cache_entry_list(code)
         times = len({id(self._backend), *(id(entry.backend) for entry in entries if not _is_dropped(entry))})
         more = sum(_is_dropped(entry) for entry in entries)
-        patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(
+        patch = dynamo_config.patch(
             recompile_limit=dynamo_config.recompile_limit * times + more,
             accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * times + more,
             ignore_logging_functions=dynamo_config.ignore_logging_functions | once,
         )
-        return patch
+        return cast(contextlib.AbstractContextManager[None], patch)
 
     @contextlib.contextmanager
     def _without_guards_on(self, unguarded: Collection[int]) -> Iterator[None]:
-        """Compile without guards on these objects and their contents.
-
-        Compiled code is used whatever becomes of them.
-        """
+        """Compile without guards on these objects and their contents: code is used whatever becomes of them."""
         if not unguarded:
             yield
             return
@@ -237,10 +210,9 @@ class _Frames:
 
 
 def _forget_stacks() -> None:
-    """Clear torch's stacks of this thread's compilations; they keep code objects alive."""
     metrics = get_metrics_context()
     if not metrics.in_progress():
-        metrics._edits.clear()
+        metrics._edits.clear()  # stacks of this thread's compilations, which keep code objects alive
 
 
 _dropped: deque[weakref.ref[types.CodeType]] = deque()
@@ -255,7 +227,7 @@ def clear_dropped() -> None:
 
     Torch must not be looking for code meanwhile: if a thread compiles, it is left for later.
     """
-    if not _dropped or CompiledFunction.is_running() or not compile_lock.acquire(blocking=False):
+    if not _dropped or CompiledFunction._num_running or not compile_lock.acquire(blocking=False):
         return
     try:
         for _ in range(len(_dropped)):

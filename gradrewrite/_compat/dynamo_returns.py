@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from gradrewrite._compat import dynamo
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("Dynamo represents what the traced program computes by variables"):
-    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 with needed_for("Dynamo traces a call of a module by a method, inside of an entry of the stack of modules"):
@@ -21,13 +21,10 @@ with needed_for("Dynamo traces a call of a module by a method, inside of an entr
 
 @contextlib.contextmanager
 def returns_noted(note: Callable[..., None]) -> Iterator[None]:
-    """Insert a note of the returned tensors behind each module call.
+    """Insert a note of the returned tensors behind each module call; no other thread may trace meanwhile.
 
-    No other thread may trace meanwhile.
-
-    Args:
-        note: Takes the key and the path of the call in ``nn_module_stack``, then the tensors that were made in the
-            graph of the call. It does nothing, and is allowed in graphs.
+    ``note`` takes the key and the path of the call in ``nn_module_stack``, then the tensors that were made in the graph
+    of the call. It does nothing, and is allowed in graphs.
     """
     open_calls: list[tuple[str, str] | None] = []
     plain_call = UnspecializedNNModuleVariable.call_function
@@ -64,14 +61,13 @@ def returns_noted(note: Callable[..., None]) -> Iterator[None]:
 
 
 def returned_tensors() -> list[Tensor] | None:
-    """Return the fake tensors of the compiled frame's return value.
+    """Return the fake tensors of the compiled frame's return value; None where the backend was called by hand.
 
-    At a graph break those are the ones on its stack and in its locals. None where the backend was called by hand.
-    Outputs of the graph that are not among them are side effects: values that the program stored.
+    At a graph break those are the ones on its stack and in its locals. Outputs of the graph that are not among them are
+    side effects: values that the program stored.
     """
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:
+    tx = dynamo.translator()
+    if tx is None:
         return None
     given: list[Any] = list(tx.stack)
     if tx.output.compile_subgraph_reason is None or tx.output.compile_subgraph_reason.graph_break:
@@ -89,11 +85,8 @@ def _tensors_of(value: Any, tx: Any) -> list[Any]:
         if id(item) in seen:
             return
         seen[id(item)] = item
-        if isinstance(item, (list, tuple)):
-            for inner in item:
-                visit(inner)
-        elif isinstance(item, dict):
-            for inner in item.values():
+        if isinstance(item, (list, tuple, dict)):
+            for inner in item.values() if isinstance(item, dict) else item:
                 visit(inner)
         elif isinstance(item, VariableTracker):
             item = item.unwrap()

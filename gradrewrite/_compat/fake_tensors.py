@@ -28,6 +28,10 @@ with needed_for("transforms of torch.func can be left while a function is traced
 with needed_for("a storage can be known again without being kept alive"):
     from torch.multiprocessing.reductions import StorageWeakRef
 
+is_wrapper = is_traceable_wrapper_subclass  # with tensors inside, such as a DTensor
+outside_of_modes = _disable_current_modes  # to make graphs, whatever dispatch modes are on (counters, profilers)
+outside_of_tracing = unset_fake_temporarily  # to make real tensors, whatever is being traced
+
 
 def is_mask(tensor: Tensor) -> bool:
     """Whether a real tensor holds -inf and nothing else that is not finite; False for a fake one."""
@@ -49,17 +53,14 @@ def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def fake_copy(node: fx.Node, mode: FakeTensorMode) -> Tensor | None:
-    """Return a copy of the fake value of a node, with memory of its own.
+    """Return a copy of the fake value of a node, with memory of its own, in a tenth of the time of ``fake_result``.
 
-    It takes a tenth of the time of ``fake_result``. None where that has to be asked: for views, several results, sizes
-    that are not known, and values of another fake mode.
+    None where that has to be asked: for views, several results, unknown sizes, and values of another fake mode.
     """
     value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
     if type(value) is not FakeTensor or value.fake_mode is not mode or value.layout is not torch.strided:
         return None
-    if schema is None:
-        return None
-    if any(result.alias_info is not None for result in schema.returns):
+    if schema is None or any(result.alias_info is not None for result in schema.returns):
         return None
     if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
         return None
@@ -84,16 +85,6 @@ def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Fake copies of real tensors, detached, in one new mode."""
     mode = FakeTensorMode()
     return [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
-
-
-def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
-    """Make graphs, whatever dispatch modes are on (counters, profilers)."""
-    return _disable_current_modes()
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor is a subclass with tensors inside, such as a DTensor."""
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -122,11 +113,6 @@ def outside_of_transforms() -> Iterator[None]:
     """Make real tensors in the middle of a function that is traced and functionalized."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
-
-
-def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
-    """Make real tensors, whatever is being traced."""
-    return unset_fake_temporarily()
 
 
 def equal_or_guarded(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

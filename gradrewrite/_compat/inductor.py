@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,14 +13,20 @@ from gradrewrite._compat.combined_kernels import combined_kernels, mark
 from gradrewrite._compat.versions import needed_for
 
 
-def replace_random(gm: fx.GraphModule) -> None:
-    """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
+def _config() -> Any:
+    """Return Inductor's settings; Inductor is imported where it is used."""
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
+
+    return config
+
+
+def replace_random(gm: fx.GraphModule) -> None:
+    """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
     with needed_for("Inductor draws the random numbers of a graph from seeds"):
         from torch._inductor.fx_passes.replace_random import replace_random_passes
 
-    if not config.fallback_random:
+    if not _config().fallback_random:
         replace_random_passes(gm)
 
 
@@ -57,12 +62,10 @@ def compile_rewritten(
 
     With ``hooks.store`` AOTAutograd's cache is on, and its key has the store's identity.
     """
-    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
-        from torch._inductor import config
     with needed_for("Inductor can be called with a compiler of ours around its own"):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    store = hooks.store
+    config, store = _config(), hooks.store
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         made: list[Any] = []
@@ -82,33 +85,31 @@ def compile_rewritten(
         from gradrewrite._compat import autograd_cache
 
         payload = store.backward_payload() if is_backward else store.forward_payload()
-        return autograd_cache.CachedCode(made[0], payload, is_backward).bound(run)
+        return autograd_cache.CachedCode(made[0], payload, is_backward, run)
 
-    patches = dict(settings)
-    asked = {name: settings.get(name, getattr(config, name)) for name in _OURS}
-    patches["joint_custom_pre_pass"] = _inductor_pass(hooks.rewrite, asked["joint_custom_pre_pass"], store)
-    patches["custom_partitioner_fn"] = _inductor_partitioner(hooks.partition, asked["custom_partitioner_fn"])
-    # Named here so that what stop_folding sets is undone with the rest.
-    patches["joint_graph_constant_folding"] = asked["joint_graph_constant_folding"]
+    def asked(name: str) -> Any:
+        return settings.get(name, getattr(config, name))
+
+    patches = {
+        **settings,
+        "joint_custom_pre_pass": _inductor_pass(hooks.rewrite, asked("joint_custom_pre_pass"), store),
+        "custom_partitioner_fn": _inductor_partitioner(hooks.partition, asked("custom_partitioner_fn")),
+        # Named here so that what stop_folding sets is undone with the rest.
+        "joint_graph_constant_folding": asked("joint_graph_constant_folding"),
+    }
+    caching = no_autograd_cache()
     if store is not None:
-        marked = settings.get(_CACHEABLE, getattr(config, _CACHEABLE))
-        patches[_CACHEABLE] = {**marked, **dict.fromkeys(store.probes, "gradrewrite")}
-    with _caching(store):
+        from gradrewrite._compat import autograd_cache
+
+        patches[_CACHEABLE] = {**asked(_CACHEABLE), **dict.fromkeys(store.probes, "gradrewrite")}
+        caching = autograd_cache.caching(store)
+    with caching:
         compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
 
-def _caching(store: CodeStore | None) -> contextlib.AbstractContextManager[None]:
-    if store is None:
-        return no_autograd_cache()
-    from gradrewrite._compat import autograd_cache
-
-    return autograd_cache.caching(store)
-
-
 _NOT_STORED = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 _CACHEABLE = "unsafe_marked_cacheable_functions"
-_OURS = ("joint_custom_pre_pass", "custom_partitioner_fn", "joint_graph_constant_folding")
 
 
 def _inductor_pass(joint_pass: Callable[[fx.Graph], None], asked: Any, store: CodeStore | None = None) -> Any:
@@ -178,10 +179,7 @@ def num_generated_kernels() -> int:
 
 def stop_folding() -> None:
     """Stop the joint pass from folding ``get_attr`` values and ``x * 0``."""
-    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
-        from torch._inductor import config
-
-    config.joint_graph_constant_folding = False
+    _config().joint_graph_constant_folding = False
 
 
 def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -189,9 +187,7 @@ def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config, list_mode_options
 
-    patches: dict[str, Any] = {}
-    if mode is not None and mode != "default":
-        patches.update(list_mode_options(mode))
+    patches: dict[str, Any] = {} if mode in (None, "default") else dict(list_mode_options(mode))
     known = config.get_config_copy()
     for key, value in (options or {}).items():
         name = key.replace("-", "_")
@@ -217,7 +213,4 @@ def knows_cache() -> bool:
 
 def uses_cuda_graphs(settings: Mapping[str, Any]) -> bool:
     """Whether outputs will live in memory that the next replay of a CUDA graph overwrites."""
-    with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
-        from torch._inductor import config
-
-    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
+    return bool(settings.get("triton.cudagraphs", _config().triton.cudagraphs))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from gradrewrite._compat.fake_tensors import FakeTensor, fake_mode_of
 from gradrewrite._compat.versions import needed_for
@@ -20,6 +21,9 @@ with needed_for("calls of torch functions and operators can be watched"):
     from torch.utils._python_dispatch import TorchDispatchMode
 
 
+without_code = _LazyGraphModule  # a module for an interpreter: its code is generated if it is called
+
+
 def is_tracing() -> bool:
     """Whether a proxy mode records operations on this thread."""
     return get_proxy_mode() is not None
@@ -30,13 +34,8 @@ def trace_parts(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
 
     These are neither decomposed nor functional; ``trace`` of the result is.
     """
-    mode = fake_mode_of(inputs)
-    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    try:
-        with torch.no_grad(), mode:
-            return make_fx(fn)(*(_another(t) for t in inputs))
-    finally:
-        mode.allow_non_fake_inputs = allowed
+    with _faking(inputs):
+        return make_fx(fn)(*(_another(t) for t in inputs))
 
 
 def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -44,25 +43,22 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     with needed_for("Inductor's decompositions can be asked for"):
         from torch._inductor.decomposition import select_decomp_table
 
+    with _faking(inputs):
+        functional = torch.func.functionalize(fn, remove="mutations")
+        # make_fx tells its inputs apart by identity.
+        different = [_another(t) if any(t is s for s in inputs[:n]) else t for n, t in enumerate(inputs)]
+        return make_fx(functional, decomposition_table=select_decomp_table())(*different)
+
+
+@contextlib.contextmanager
+def _faking(inputs: Sequence[Tensor]) -> Iterator[None]:
     mode = fake_mode_of(inputs)
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with torch.no_grad(), mode:
-            functional = torch.func.functionalize(fn, remove="mutations")
-            # make_fx tells its inputs apart by identity.
-            different, seen = [], set()
-            for t in inputs:
-                again = id(t) in seen
-                seen.add(id(t))
-                different.append(_another(t) if again else t)
-            return make_fx(functional, decomposition_table=select_decomp_table())(*different)
+            yield
     finally:
         mode.allow_non_fake_inputs = allowed
-
-
-def without_code(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module with a graph, for an interpreter: its code is generated if it is called."""
-    return _LazyGraphModule(root, graph)
 
 
 def _another(t: Tensor) -> Tensor:
@@ -76,12 +72,10 @@ class RefuseToLeave(TorchFunctionMode):
     _READING = frozenset(("item", "__bool__", "__float__", "__int__", "__index__", "__complex__"))
 
     def __init__(self, leaves: Exception, reads: Exception) -> None:
-        """Raise one of these errors before anything leaves, or is read."""
         super().__init__()
         self._errors = {**dict.fromkeys(self._LEAVING, leaves), **dict.fromkeys(self._READING, reads)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise the error of a refused function; call any other."""
         error = self._errors.get(getattr(func, "__name__", ""))
         if error is not None and is_tracing():  # a schedule reads its tensors outside of the trace
             raise error
@@ -92,12 +86,10 @@ class RefuseToChangeReal(TorchDispatchMode):
     """Stops an operation that would change a real tensor while a function is traced on fake ones."""
 
     def __init__(self, error: Exception) -> None:
-        """Raise ``error`` before anything is changed."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._error = error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse writes to real arguments, by the operator's schema."""
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
         for argument in func._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write

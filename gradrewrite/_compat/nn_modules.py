@@ -50,23 +50,17 @@ _OURS_WHILE_TRACING = -1  # torch counts hooks from 0
 
 def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     """Identities of the hooks registered on one module; those of ``shown_while_tracing`` are left out."""
-    dicts = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
+    dicts = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     # Read at once: another thread may be tracing.
     return tuple(tuple(key for key in tuple(hooks) if key != _OURS_WHILE_TRACING) for hooks in dicts)
 
 
 @contextlib.contextmanager
 def shown_while_tracing(modules: Sequence[nn.Module], show: Callable[[Any], Any]) -> Iterator[Collection[int]]:
-    """Pass the results of modules through ``show``, while tracing.
+    """Pass the results of modules through ``show``, while tracing; of one with forward hooks its first argument.
 
-    Where a module has forward hooks, its first argument is passed instead. It is done by a hook on each module, put
-    into its dictionary without the counter of hooks moving. Gives the identities of the dictionaries. A module that has
-    forward hooks and forward pre-hooks is left out.
+    A hook on each module does it, put into its dictionary without the counter of hooks moving. Gives the identities of
+    the dictionaries. A module that has forward hooks and forward pre-hooks is left out.
     """
 
     def on_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -21,10 +21,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one node of an ATen graph on real values.
-
-    Arguments of mutable operators are copied first, and views of any strides are possible.
-    """
+    """Run a node of an ATen graph on real values; arguments that it writes to are copied, views have any strides."""
     target = node.target
     if target is torch.ops.prims.inductor_seeds.default:
         limits = torch.iinfo(torch.int64)  # as compiled code draws them
@@ -65,11 +62,8 @@ def _inductor_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
     size, seed, mode = args
-    graph = fx.Graph()
-    node = graph.call_function(
-        torch.ops.prims.inductor_random.default, (list(size), graph.placeholder("seed"), mode), kwargs
-    )
-    graph.output((node,))
+    graph, random = fx.Graph(), torch.ops.prims.inductor_random.default
+    graph.output((graph.call_function(random, (list(size), graph.placeholder("seed"), mode), kwargs),))
     with compiling(), torch.no_grad():  # a replay runs outside of Dynamo
         run = cast(Callable[..., Any], compile_fx(fx.GraphModule({}, graph), [seed]))
         return run(seed)[0]
@@ -124,10 +118,6 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def overloads(names: Sequence[str], namespace: str = "aten") -> list[Any]:
     """Return all overloads of operators by their names; of those that this torch has."""
-    packets = [getattr(getattr(torch.ops, namespace), name) for name in names if has_operator(name, namespace)]
+    operators = getattr(torch.ops, namespace)
+    packets = [getattr(operators, name) for name in names if hasattr(operators, name)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-
-
-def has_operator(name: str, namespace: str = "aten") -> bool:
-    """Whether this torch has an operator."""
-    return hasattr(getattr(torch.ops, namespace), name)

@@ -19,6 +19,9 @@ with needed_for("it can be asked whether a GradScaler has unscaled gradients"):
 with needed_for("the hooks that run before the update of an optimizer can be listed"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+foreach_copy = torch._foreach_copy_  # of each source into its target, by few kernels
+foreach_subtract = torch._foreach_sub_  # in place, by few kernels where the dtypes are equal
+
 _OWN = ("torch.optim.", "gradrewrite.")  # modules whose wrappers of ``step`` read no gradient
 
 
@@ -34,10 +37,7 @@ def inside_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def use_methods_of(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> None:
-    """Point accelerate's optimizer at the ``step`` of the inner one.
-
-    Beside a GradScaler it keeps two versions of ``step``.
-    """
+    """Point accelerate's optimizer at the ``step`` of the inner one; beside a GradScaler it keeps two versions."""
     if outer is inner or "_optimizer_patched_step_method" not in vars(outer):
         return
     from accelerate.optimizer import patch_optimizer_step
@@ -51,16 +51,15 @@ def use_methods_of(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -
 @contextlib.contextmanager
 def attributes_set(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[None]:
     """Give an optimizer attributes that its fused kernels read (``grad_scale``, ``found_inf``), for one step."""
-    given = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}
-    optimizer.__dict__.update(values)
+    attributes = vars(optimizer)
+    given = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
         for name in values:
-            if name in given:
-                optimizer.__dict__[name] = given[name]
-            else:
-                optimizer.__dict__.pop(name, None)
+            attributes.pop(name, None)
+        attributes.update(given)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,16 +136,6 @@ def foreach_scale(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
         else:
             for tensor in group:
                 tensor.copy_(tensor.to(wide) * own)
-
-
-def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, by few kernels."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def foreach_subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Subtract in place, by few kernels where the dtypes are equal."""
-    torch._foreach_sub_(list(tensors), list(others))
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -22,14 +22,7 @@ def installed_torch() -> str:
 
 
 def check_torch(version: str | None = None) -> str:
-    """Raise ImportError for a torch older than the tested range; return a warning of a newer one.
-
-    Args:
-        version: The version, as in ``torch.__version__``; the installed one if None.
-
-    Returns:
-        The text of the warning; ``""`` if there is none.
-    """
+    """Raise ImportError for a torch older than the tested range; return a warning of a newer one, else ``""``."""
     version = installed_torch() if version is None else version
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
@@ -50,13 +43,7 @@ def check_torch(version: str | None = None) -> str:
 
 @contextlib.contextmanager
 def needed_for(fact: str) -> Iterator[None]:
-    """Import private names of torch inside the block.
-
-    The ImportError for a missing name says which fact does not hold.
-
-    Args:
-        fact: What of torch is relied on, as ``docs/design.md`` lists it.
-    """
+    """Import private names of torch inside the block, for a fact that ``docs/design.md`` lists and the error names."""
     try:
         yield
     except ImportError as err:
