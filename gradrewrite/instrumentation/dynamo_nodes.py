@@ -7,6 +7,7 @@ import operator
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -33,10 +34,7 @@ def fake_of(node: fx.Node) -> Tensor | None:
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the ``__name__`` of the user's function for a node.
-
-    An element of a tuple is named by the op that made it.
-    """
+    """Return the ``__name__`` of the user's function for a node; an element of a tuple has that of the tuple's op."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and fake_of(node.args[0]) is None:
         node = node.args[0]
     if isinstance(node.target, str):
@@ -106,21 +104,20 @@ def _listed(value: Any) -> list[Any]:
 
 def returned_inputs(graph: fx.Graph) -> set[int]:
     """Positions of the differentiable inputs that a Dynamo graph returns, themselves or as a view."""
-    outputs = [fake_of(node) for node in graph.output_node().all_input_nodes]
-    storages = {fake_tensors.storage_key(f) for f in outputs if _has_storage(f) and f.requires_grad}
-    inputs = [fake_of(node) for node in graph.find_nodes(op="placeholder")]
-    return {
-        position
-        for position, f in enumerate(inputs)
-        if _has_storage(f) and f.requires_grad and fake_tensors.storage_key(f) in storages
-    }
+    outputs, inputs = graph.output_node().all_input_nodes, graph.find_nodes(op="placeholder")
+    storages = set(map(_differentiable_storage, outputs)) - {None}
+    return {position for position, node in enumerate(inputs) if _differentiable_storage(node) in storages}
+
+
+def _differentiable_storage(node: fx.Node) -> int | None:
+    fake = fake_of(node)
+    return fake_tensors.storage_key(fake) if _has_storage(fake) and fake.requires_grad else None
 
 
 class Aliases:
     """The tensors of a Dynamo graph that share memory, where each is used, and where the memory is written to."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Read the graph."""
         self._position = {node: number for number, node in enumerate(graph.nodes)}
         fakes = {node: fake for node in graph.nodes if _has_storage(fake := fake_of(node))}
         storages = {node: fake_tensors.storage_key(fake) for node, fake in fakes.items()}
@@ -144,35 +141,21 @@ class Aliases:
             writes, uses = self._writes[storage], self._uses[storage]
             number = bisect_right(writes, now)
             until = writes[number] if number < len(writes) else len(self._position)
-            begin, end = (bisect_right(uses, position, key=_position_of) for position in (now, until))
+            begin, end = (bisect_right(uses, position, key=itemgetter(0)) for position in (now, until))
             used = {alias for _, alias in uses[begin:end] if self._position[alias] < now}
             for alias in sorted(used, key=self._position.__getitem__):
                 found.setdefault(id(fake_of(alias)), alias)
         return list(found.values())
 
 
-def _position_of(use: tuple[int, fx.Node]) -> int:
-    return use[0]
-
-
 def _has_storage(fake: Tensor | None) -> TypeGuard[Tensor]:
     return fake is not None and fake.layout is torch.strided and not autograd.is_transformed(fake)
 
 
-_IN_PLACE = frozenset(
-    f.__name__
-    for f in (
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-        operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
-    )
-)  # fmt: skip
-
-
-_DROPOUTS = frozenset(
-    (
-        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-        torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
-    )
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+_DROPOUTS = (
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 )  # fmt: skip
 
 

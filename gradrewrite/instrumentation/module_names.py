@@ -26,7 +26,6 @@ class ModuleNames:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """Read the model's names, if there is one."""
         self._has_model = model is not None
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = [("", weakref.ref(model))] if model is not None else []
         self._scopes: Mapping[str, Mapping[str, Any]] = {}
@@ -37,16 +36,16 @@ class ModuleNames:
     @property
     def roots(self) -> list[nn.Module]:
         """The existing modules at the roots of names."""
-        return [module for module in (ref() for _, ref in self._roots) if module is not None]
+        return [root for _, root in self._prefixed_roots()]
+
+    def _prefixed_roots(self) -> Iterator[tuple[str, nn.Module]]:
+        for prefix, ref in self._roots:
+            root = ref()
+            if root is not None:
+                yield prefix, root
 
     def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
-        """Find the roots of a frame and read all names again (modules may have come and gone).
-
-        Args:
-            gm: Dynamo's graph of the frame.
-            local: The frame's local variables.
-            global_: The frame's global variables.
-        """
+        """Find the roots of a frame in its variables, and read all names again: modules may have come and gone."""
         self._scopes = {"L": local, "G": global_}
         self._read()
         if not self._has_model:
@@ -74,9 +73,8 @@ class ModuleNames:
 
     def all_modules(self) -> Iterator[nn.Module]:
         """Every named module."""
-        for _, ref in self._roots:
-            root = ref()
-            yield from root.modules() if root is not None else ()
+        for root in self.roots:
+            yield from root.modules()
 
     def parameter(self, tensor: Tensor) -> str | None:
         """Name of a parameter, or None for any other tensor."""
@@ -85,19 +83,15 @@ class ModuleNames:
     def known_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the roots by their first names."""
         found: dict[str, Tensor] = {}
-        for prefix, ref in self._roots:
-            root = ref()
-            for name, parameter in root.named_parameters(prefix=prefix) if root is not None else ():
+        for prefix, root in self._prefixed_roots():
+            for name, parameter in root.named_parameters(prefix=prefix):
                 found.setdefault(name, parameter)
         return found
 
     def first_names(self, pattern: Pattern) -> set[str]:
         """Return first names of modules and parameters with a matching second (shared, tied)."""
         found = set()
-        for prefix, ref in self._roots:
-            root = ref()
-            if root is None:
-                continue
+        for prefix, root in self._prefixed_roots():
             for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
                 if pattern.matches(Site(pattern.kind or "error", name, output_of=(name,))):
                     found.add(self.modules[id(module)])
@@ -109,13 +103,12 @@ class ModuleNames:
     def _read(self) -> None:
         self.modules, self.parameters, self.buffers = {}, {}, {}
         self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not None]
-        for prefix, ref in self._roots:
-            root = ref()
-            for name, module in root.named_modules(prefix=prefix) if root is not None else ():
+        for prefix, root in self._prefixed_roots():
+            for name, module in root.named_modules(prefix=prefix):
                 self.modules.setdefault(id(module), name)
-            for name, parameter in root.named_parameters(prefix=prefix) if root is not None else ():
+            for name, parameter in root.named_parameters(prefix=prefix):
                 self.parameters.setdefault(id(parameter), name)
-            for name, buffer in root.named_buffers(prefix=prefix) if root is not None else ():
+            for name, buffer in root.named_buffers(prefix=prefix):
                 self.buffers.setdefault(id(buffer), name)
 
     def _add_roots(self, paths: list[str]) -> None:
@@ -151,34 +144,22 @@ class ModuleNames:
 
 
 class InputNames:
-    """Names of a model's inputs: those of the arguments of its methods.
-
-    Attributes:
-        method: The method whose frame is being compiled, or was last.
-        known: The arguments, and all inputs that were named.
-    """
+    """Names of a model's inputs: those of the arguments of its methods; without one, variables keep their own."""
 
     def __init__(self, model: nn.Module | None, methods: Sequence[str] = ("forward",)) -> None:
-        """Read the signatures of the methods; without a model, variables keep their own names."""
-        self.method = methods[0]
-        self.known: set[str] = set()
+        self.known: set[str] = set()  # the arguments, and all inputs that were named
         self._positional: dict[str, tuple[list[str], str | None]] = {}
         for method in methods if model is not None else ():
             self.add(method, getattr(model, method))
-        self.method = methods[0]
+        self.method = methods[0]  # whose frame is being compiled, or was last
 
     def add(self, method: str, function: Callable[..., Any]) -> None:
         """Read the signature of a method that is being compiled, or of the forward of a region, by its name."""
         self.method = method
-        arguments: list[str] = []
-        rest: str | None = None
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                arguments.append(parameter.name)
-            elif parameter.kind == parameter.VAR_POSITIONAL:
-                rest = parameter.name
-            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                self.known.add(parameter.name)
+        parameters = inspect.signature(function).parameters.values()
+        arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
+        self.known.update(arguments, (p.name for p in parameters if p.kind == p.KEYWORD_ONLY))
         self._positional[method] = arguments, rest
 
     def name(self, path: str) -> str:
@@ -196,9 +177,8 @@ class InputNames:
             return ".".join(steps[1:])
         if steps[:1] == ["args"] and len(steps) > 1 and steps[1].isdecimal():
             index = int(steps[1])
-            if index < len(arguments):
-                return ".".join([arguments[index], *steps[2:]])
-            return ".".join([rest or "args", str(index - len(arguments)), *steps[2:]])
+            named = [*arguments[index : index + 1]] or [rest or "args", str(index - len(arguments))]
+            return ".".join([*named, *steps[2:]])
         return ".".join(steps[1:] if steps[:1] == ["model"] else steps)
 
 

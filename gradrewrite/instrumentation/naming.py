@@ -11,13 +11,9 @@ from gradrewrite.sites import Kind, Site
 
 
 def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Callable[[Kind], Site]]:
-    """Name the values after tracing; return functions from kind to site, by number.
+    """Name the values of a graph after tracing; return functions from kind to site, by number.
 
-    Two names for one value are one.
-
-    Args:
-        values: The values of one graph.
-        calls_before: How many calls of the graph came before; calls of modules and ops are counted on from there.
+    Two names for one value are one. Calls of modules and ops are counted on from ``calls_before`` of the graph.
     """
     for value in values:
         first = value.same_as
@@ -78,7 +74,6 @@ class _Namer:
             found[:] = [(name, call + calls_before * (last[name] + 1)) for name, call in found]
 
     def site(self, value: Value, kind: Kind) -> Site:
-        """The site of one value."""
         addresses = self._address[id(value)]
         outputs = [call[0] for call in reversed(value.calls) if self._is_output(value, call)]
         return Site(
@@ -100,6 +95,6 @@ class _Namer:
         return bool(call[0]) and any(value is other for other in self._outputs[call])
 
     def _shares_module(self, value: Value) -> bool:
-        """Return whether the value's innermost returning module returns others too."""
+        """Whether the value's innermost returning module returns others too."""
         call = next((r for r in reversed(value.calls) if self._is_output(value, r)), None)
         return call is not None and len(self._outputs[call]) > 1

@@ -177,10 +177,8 @@ class _Tracing:
         """Note the outputs that are views of a value: AOTAutograd may make such an output outside of the graph."""
         for position, output in enumerate(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
-                for node in autograd.view_chain(output):
-                    number = self._first.get(node)
-                    if number is not None:
-                        self.values[number].returned_through.add(position)
+                for node in filter(self._first.__contains__, autograd.view_chain(output)):
+                    self.values[self._first[node]].returned_through.add(position)
 
 
 _tracing: ContextVar[_Tracing | None] = ContextVar("gradrewrite_tracing", default=None)
@@ -188,12 +186,7 @@ _tracing: ContextVar[_Tracing | None] = ContextVar("gradrewrite_tracing", defaul
 
 @contextlib.contextmanager
 def tracing(values: Sequence[Value], layouts: InputLayouts) -> Iterator[None]:
-    """Let the probes of these values act inside the block.
-
-    Args:
-        values: The values.
-        layouts: Takes the layouts of inputs that are DTensors, and of their gradients.
-    """
+    """Let the probes of these values act inside the block, and note layouts of inputs that are DTensors."""
     token = _tracing.set(_Tracing(values, layouts))
     try:
         yield
@@ -209,24 +202,17 @@ def insert_probes(
     *,
     region: str = "",
 ) -> list[Value]:
-    """Insert a probe behind every value of a Dynamo graph, and erase notes.
+    """Insert a probe behind every value of a Dynamo graph, in place, and erase notes of taps and modules' results.
 
-    The notes are taps and those of modules' results.
-
-    Args:
-        gm: Dynamo's graph, changed in place; bodies of activation checkpoints are entered.
-        names: The names of the frame's modules.
-        infinite: Placeholders of buffers that hold infinities on purpose.
-        returned: The fake tensors that the frame returns; None if all outputs of the graph are.
-        region: Name of the module whose forward the graph is, which Dynamo may not have seen called; ``""`` for any
-            other graph.
-
-    Returns:
-        The values in execution order; a probe's number is the position of its value.
+    Bodies of activation checkpoints are entered. ``infinite`` are placeholders of buffers that hold infinities on
+    purpose; ``returned`` are fake tensors, None if all outputs of the graph are returned; ``region`` names the module
+    whose forward the graph is, as Dynamo may not have seen it called. A probe's number is the position of its value
+    among the results, which are in execution order.
     """
     reader = _Reader(names, infinite, region, None if returned is None else set(map(id, returned)))
     reader.read(gm, {}, is_body=False)
-    reader.finish()
+    for value in reader.values:  # the module calls that are known to have returned, and not this value
+        value.stored_by = {c for c in value.calls if value not in reader.returns.get(c, [value])}
     erase_notes(gm)
     _probe_gradients(gm.graph)
     return reader.values
@@ -241,6 +227,9 @@ def _probe_gradients(graph: fx.Graph) -> None:
                 graph.call_function(_probe_gradient, (node, position))
 
 
+_Outer = dict[fx.Node, fx.Node]  # placeholders of a checkpoint's body to the nodes outside
+
+
 class _Reader:
     """Walks a Dynamo graph in execution order."""
 
@@ -249,15 +238,14 @@ class _Reader:
     ) -> None:
         self.names = names
         self._returned = returned  # identities of fake tensors
-        self._returns: dict[ModuleCall, list[Value]] = {}  # of calls that are known to have returned
+        self.returns: dict[ModuleCall, list[Value]] = {}  # of calls that are known to have returned
         self._region: tuple[ModuleCall, ...] = ((region, f"region {region}", region),) if region else ()
         self._infinite = set(infinite)
         self.values: list[Value] = []
         self._parts: set[fx.Node] = set()
         self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
 
-    def read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node], *, is_body: bool) -> None:
-        """Read one graph; ``outer`` maps the placeholders of a checkpoint's body to the nodes outside."""
+    def read(self, gm: fx.GraphModule, outer: _Outer, *, is_body: bool) -> None:
         aliases = Aliases(gm.graph)
         for node in list(gm.graph.nodes):
             if node.op == "output" and not is_body:  # what a body returns is used at the checkpoint
@@ -268,7 +256,7 @@ class _Reader:
             elif node.op in ("call_function", "call_method", "call_module"):
                 self._read_call(gm, node, outer, aliases)
 
-    def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node], aliases: Aliases) -> None:
+    def _read_call(self, gm: fx.GraphModule, node: fx.Node, outer: _Outer, aliases: Aliases) -> None:
         if is_checkpoint(node):
             self._enter(gm, node, outer)
             return
@@ -303,17 +291,17 @@ class _Reader:
                 self._parts |= {node, made}
             last = self._add(value, made, after=last)
 
-    def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+    def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: _Outer) -> None:
         body_node, *args = node.args
         assert isinstance(body_node, fx.Node)
         body = getattr(gm, str(body_node.target))
-        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        placeholders = body.graph.find_nodes(op="placeholder")
         inside = {p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)}
         self._infinite |= {p for p, a in inside.items() if a in self._infinite}
         self.read(body, inside, is_body=True)
         body.recompile()
 
-    def _tap(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+    def _tap(self, node: fx.Node, outer: _Outer) -> None:
         target = node.args[0]
         if node.target is tap:
             name = str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
@@ -334,18 +322,13 @@ class _Reader:
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
-    def _note_return(self, note: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+    def _note_return(self, note: fx.Node, outer: _Outer) -> None:
         key, path = map(str, note.args[:2])
         fakes = [fake_of(outer.get(node, node)) for node in note.all_input_nodes]
         values = [self._current[id(fake)] for fake in fakes if fake is not None and id(fake) in self._current]
-        self._returns[self.names.module(key, path), key, path] = values
+        self.returns[self.names.module(key, path), key, path] = values
 
-    def finish(self) -> None:
-        """Note the module calls that did not return their value."""
-        for value in self.values:
-            value.stored_by = {c for c in value.calls if c in self._returns and value not in self._returns[c]}
-
-    def _pass_on(self, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
+    def _pass_on(self, node: fx.Node, outer: _Outer) -> None:
         """Let the value of an op's input be that of its result too."""
         self._use(node, self._calls(node), outer)
         given, made = fake_of(outer.get(node.all_input_nodes[0], node.all_input_nodes[0])), fake_of(node)
@@ -371,22 +354,15 @@ class _Reader:
         return probe
 
     def _use(
-        self,
-        node: fx.Node,
-        calls: tuple[ModuleCall, ...],
-        outer: dict[fx.Node, fx.Node],
-        among: Collection[int] | None = None,
+        self, node: fx.Node, calls: tuple[ModuleCall, ...], outer: _Outer, among: Collection[int] | None = None
     ) -> list[Value]:
         """Note uses of values, of these fake tensors if they are given, and return all values that are read."""
-        used = []
-        for read in node.all_input_nodes:
-            fake = fake_of(outer.get(read, read))
-            value = self._current.get(id(fake)) if fake is not None else None
-            if value is not None:
-                if among is None or id(fake) in among:
-                    value.used_in.append(calls)
-                used.append(value)
-        return used
+        fakes = [id(fake_of(outer.get(read, read))) for read in node.all_input_nodes]
+        used = [fake for fake in fakes if fake in self._current]
+        for fake in used:
+            if among is None or fake in among:
+                self._current[fake].used_in.append(calls)
+        return [self._current[fake] for fake in used]
 
     def _calls(self, node: fx.Node) -> tuple[ModuleCall, ...]:
         stack = node.meta.get("nn_module_stack", {})
