@@ -18,38 +18,26 @@ from gradrewrite.monitoring.monitor import Monitor, recorder_of, steps_since
 from gradrewrite.optimizer.guard import guard, unguard
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.policy.actions import Policy
-from gradrewrite.policy.rules import ask
-from gradrewrite.sites import Site
+from gradrewrite.policy.rules import ask, step_site
 
 _CLIPS = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
 
 
 class Attachment:
-    """A policy on a model and its optimizers while a framework trains.
-
-    Attributes:
-        monitor: Reads the records of all trainings with this policy.
-    """
+    """A policy on a model and its optimizers while a framework trains; see the callbacks for the arguments."""
 
     def __init__(
         self,
         policy: Policy,
-        *,
         compile: bool | Mapping[str, Any],
         monitor: Monitor | None,
         records: str | Sequence[str],
-        max_consecutive_skips: int,
-        update_ratios: bool,
         options: Mapping[str, Any],
+        **of_guards: Any,
     ) -> None:
-        """Take the arguments of a callback; see there."""
         self.monitor = Monitor() if monitor is None else monitor
-        self._policy = policy
-        self._compile = compile
+        self._policy, self._compile, self._options, self._of_guards = policy, compile, dict(options), of_guards
         self._patterns = (records,) if isinstance(records, str) else tuple(records)
-        self._max_consecutive_skips = max_consecutive_skips
-        self._update_ratios = update_ratios
-        self._options = dict(options)
         self._model: nn.Module | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._was_told_of_clipping = False
@@ -87,12 +75,7 @@ class Attachment:
         if self._compile is not False:
             state.compile({} if self._compile is True else self._compile)
         for optimizer in optimizers:
-            guard(
-                optimizer,
-                rewritten,
-                max_consecutive_skips=self._max_consecutive_skips,
-                update_ratios=self._update_ratios,
-            )
+            guard(optimizer, rewritten, **self._of_guards)
             self._optimizers.append(optimizer)
 
     def detach(self) -> None:
@@ -108,13 +91,13 @@ class Attachment:
         """Return ``gr.state_dict`` of the model, or of the last one; empty before the first."""
         if self._loaded is not None:
             return dict(self._loaded)
-        if self._model is not None and state_of(self._model) is not None:
+        if state_of(self._model) is not None:
             return state_dict(self._model)
         return self._last
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state into the current model, or else into the next."""
-        if self._model is not None and state_of(self._model) is not None:
+        if state_of(self._model) is not None:
             load_state_dict(self._model, state)
         elif state:
             self._loaded = state
@@ -122,7 +105,7 @@ class Attachment:
     @property
     def has_states(self) -> bool:
         """Whether an action of the model has a state or follows a schedule."""
-        state = None if self._model is None else state_of(self._model)
+        state = state_of(self._model)
         return state is not None and state.config.states.is_used
 
     def figures(self) -> dict[str, float]:
@@ -143,19 +126,14 @@ class Attachment:
             return
         self._was_told_of_clipping = True
         state = state_of(self._model)
-        edits = [edit for graph in state.session.graphs for edit in graph.edits] if state is not None else []
-        clips = [(edit.site, edit.action) for edit in edits if isinstance(edit.action, _CLIPS)] + self._step_clips()
+        graphs = state.session.graphs if state is not None else ()
+        answers = [(edit.site, edit.action) for graph in graphs for edit in graph.edits]
+        for name, parameter in self._model.named_parameters():
+            site = step_site(name, parameter)
+            answers += [(site, action) for action in ask(self._policy, site)]
+        clips = [(site, action) for site, action in answers if isinstance(action, _CLIPS)]
         if clips:
             warn(
                 f"{clips[0][0]}: {clips[0][1]!r} clips, and {setting} clips the gradients of all parameters as "
                 "well. Leave one of the two"
             )
-
-    def _step_clips(self) -> list[tuple[Site, Any]]:
-        """Return the policy's clips at step sites."""
-        assert self._model is not None
-        found = []
-        for name, p in self._model.named_parameters():
-            site = Site("step", name, shape=tuple(p.shape), dtype=p.dtype, device=p.device)
-            found += [(site, action) for action in ask(self._policy, site) if isinstance(action, _CLIPS)]
-        return found

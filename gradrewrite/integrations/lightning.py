@@ -59,15 +59,8 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
         **options: Any,
     ) -> None:
         self._prog_bar = prog_bar
-        self._attachment = Attachment(
-            policy,
-            compile=compile,
-            monitor=monitor,
-            records=records,
-            max_consecutive_skips=max_consecutive_skips,
-            update_ratios=update_ratios,
-            options=options,
-        )
+        of_guards = {"max_consecutive_skips": max_consecutive_skips, "update_ratios": update_ratios}
+        self._attachment = Attachment(policy, compile, monitor, records, options, **of_guards)
 
     @property
     def monitor(self) -> Monitor:

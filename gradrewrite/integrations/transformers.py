@@ -60,15 +60,8 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         **options: Any,
     ) -> None:
         self._resumed = ""  # the file of states that was not there
-        self._attachment = Attachment(
-            policy,
-            compile=compile,
-            monitor=monitor,
-            records=records,
-            max_consecutive_skips=max_consecutive_skips,
-            update_ratios=update_ratios,
-            options=options,
-        )
+        of_guards = {"max_consecutive_skips": max_consecutive_skips, "update_ratios": update_ratios}
+        self._attachment = Attachment(policy, compile, monitor, records, options, **of_guards)
 
     @property
     def monitor(self) -> Monitor:
@@ -166,7 +159,6 @@ def _checkpoint_in_use() -> Path | None:
 
 
 def _calling_handler() -> FrameType | None:
-    """Return the frame of the ``CallbackHandler`` that calls a callback."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
         frame = frame.f_back
@@ -174,10 +166,10 @@ def _calling_handler() -> FrameType | None:
 
 
 def _put_first(callback: RewriteCallback) -> bool:
-    """Move the callback before the Trainer's callbacks for logs.
+    """Move the callback before the Trainer's callbacks for logs, if the list is found; return whether it is.
 
-    Return whether that worked. The Trainer puts those that write logs first. The list is that of the
-    ``CallbackHandler`` which is calling. Those that it has still to call stay where they are.
+    The Trainer puts those that write logs first. The list is that of the ``CallbackHandler`` which is calling. Those
+    that it has still to call stay where they are.
     """
     frame = _calling_handler()
     callbacks = frame.f_locals["self"].callbacks if frame is not None else []
