@@ -136,8 +136,7 @@ def _check_model(model: Any) -> None:
 
 def refuse_trainers(model: nn.Module) -> None:
     """Raise TypeError for a model that DeepSpeed or FSDP1 trains."""
-    for module in model.modules():
-        origin = type(module).__module__
+    for origin in (type(module).__module__ for module in model.modules()):
         if origin.startswith("deepspeed."):
             raise TypeError(
                 "DeepSpeed runs the backward and the optimizer itself, so that no policy holds there; train with "
@@ -406,13 +405,12 @@ def _rewritten(model: nn.Module, config: RewriteConfig, monitor: Monitor, *, inp
 
 
 def _fill(rewritten: nn.Module, original: nn.Module, config: RewriteConfig, monitor: Monitor) -> None:
-    """Let an empty object be a plain module with a policy."""
     object.__setattr__(rewritten, "__dict__", vars(original))
     object.__setattr__(rewritten, STATE, ModelState(original, config, monitor))
 
 
 def _subclass(model: nn.Module, methods: Sequence[str], *, inplace: bool) -> type[nn.Module]:
-    """Make the class of a rewritten model; that of a model rewritten in place has the memory layout of the model's."""
+    """Make the class of a rewritten model; rewritten in place, it has the memory layout of the model's."""
     cls = type(model)
     slots = [s for base in cls.__mro__ for s in _slots(base)]
     if slots and inplace:
@@ -429,8 +427,7 @@ def _subclass(model: nn.Module, methods: Sequence[str], *, inplace: bool) -> typ
         **{name: _attribute_of_original(name) for name in slots},
         **{name: _entry_method(cls, name) for name in methods if name != "forward"},
     }
-    taken = {name: _definition(model, name) for name in _OWN}
-    taken = {name: value for name, value in taken.items() if value is not None}
+    taken = {name: found for name in _OWN if (found := _definition(model, name)) is not None}
     if taken:
         ours = ", ".join(f"gr.RewrittenModule.{name}{'.fget' if name in _PROPERTIES else ''}(model)" for name in taken)
         warn(f"{cls.__name__} defines {', '.join(taken)} itself, which stays the model's; gradrewrite's: {ours}")
@@ -478,7 +475,7 @@ class _OwnAttribute:
 
 
 def _definition(model: nn.Module, name: str) -> Any:
-    """Return the model's own definition of a name, of its class or of itself; None if torch's is all there is."""
+    """Return the model's or its class's own definition of a name; None if torch's is all there is."""
     if any(name in held for held in (vars(model), model._parameters, model._buffers, model._modules)):
         return _OwnAttribute(name)
     found = inspect.getattr_static(type(model), name, None)
@@ -491,12 +488,10 @@ def _settings(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _empty(cls: type[_Module]) -> _Module:
-    """Make an object without attributes."""
     return object.__new__(cls)
 
 
 def _fill_in_place(model: nn.Module, state: tuple[nn.Module, tuple[Any, ...]]) -> None:
-    """Let an empty object be a pickled module, rewritten in place."""
     original, settings = state
     object.__setattr__(model, "__dict__", vars(original))
     _rebuild(model, settings)
