@@ -22,9 +22,7 @@ def erase_markers(graph: fx.Graph) -> None:
     # In this order, so that a chain of markers hands each user on once.
     for node in list(graph.nodes):
         if node.target is ops.mark_error:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            node.replace_all_uses_with(source)
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         elif node.target is ops.mark_activation:
             graph.erase_node(node)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd
@@ -11,23 +9,12 @@ from gradrewrite.ir import ops
 from gradrewrite.ir.ops import number_of
 
 
-@dataclass(frozen=True, slots=True)
-class Markers:
-    """The markers of a joint graph, by the number of the value."""
-
-    activations: dict[int, fx.Node]
-    errors: dict[int, fx.Node]
-
-
-def read_markers(graph: fx.Graph) -> Markers:
-    """Find the markers of probes."""
-    found = Markers({}, {})
-    for node in graph.nodes:
-        if node.target is ops.mark_activation:
-            found.activations[number_of(node)] = node
-        elif node.target is ops.mark_error and aot_autograd.is_backward(node):  # not of a gradient inside the forward
-            found.errors[number_of(node)] = node
-    return found
+def read_markers(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """Return the markers of activations and those of errors, by the number of the value."""
+    activations = graph.find_nodes(op="call_function", target=ops.mark_activation)
+    errors = graph.find_nodes(op="call_function", target=ops.mark_error)
+    errors = [node for node in errors if aot_autograd.is_backward(node)]  # not of a gradient inside the forward
+    return {number_of(node): node for node in activations}, {number_of(node): node for node in errors}
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -13,9 +13,9 @@ from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.ir import editing
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.markers import Markers, read_markers, value_of
-from gradrewrite.ir.values import Value, shape_of
-from gradrewrite.sites import Kind, Site
+from gradrewrite.ir.markers import read_markers, value_of
+from gradrewrite.ir.values import shape_of
+from gradrewrite.sites import Site
 
 
 @dataclass(eq=False)
@@ -40,65 +40,54 @@ def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint
 
     Values come in execution order, then parameters, then inputs.
     """
-    graph = marked.graph
-    outputs = aot_autograd.gradient_outputs(graph)
-    if not outputs:
+    if not aot_autograd.gradient_outputs(marked.graph):
         return [], []
-    markers, order = read_markers(graph), {node: number for number, node in enumerate(graph.nodes)}
-    regenerated = aot_autograd.regenerated_outputs(graph)
+    order = {node: number for number, node in enumerate(marked.graph.nodes)}
+    points, outside = _points_of_values(marked, order)
+    gradients = _points_of_gradients(marked, order)
+    return [*points, *sorted(gradients, key=lambda point: point.site.kind != "gradient")], outside
+
+
+def _points_of_values(
+    marked: MarkedJointGraph, order: Mapping[fx.Node, int]
+) -> tuple[list[InsertionPoint], list[Site]]:
+    activations, errors = read_markers(marked.graph)
+    regenerated = aot_autograd.regenerated_outputs(marked.graph)
     points: list[InsertionPoint] = []
     outside: list[Site] = []
     for number, site_at in name_values(marked.values, marked.call).items():
-        value = marked.values[number]
-        points += _points_of_activation(markers, order, number, site_at, value)
+        value, forward, marker = marked.values[number], activations.get(number), errors.get(number)
+        if forward is not None:
+            site, node = site_at("activation"), forward.all_input_nodes[0]
+            if site.dtype.is_floating_point or site.dtype.is_complex:
+                point = InsertionPoint(site, node, forward, order[forward], layout=value.layout, is_part=value.is_part)
+                points.append(point)
         # Nothing reads the marker of an error that leads to zeros alone (of ``sgn``).
         is_lost = value.is_returned and value.fake.requires_grad and not value.has_error
         is_lost |= value.is_bypassed and value.fake.requires_grad
         if is_lost or value.returned_through & regenerated:
             outside.append(site_at("error"))
-        else:
-            points += _points_of_error(markers, order, number, site_at, value)
-    returned = editing.outputs_of(graph.output_node())
-    placeholders = {position: node for node, position in aot_autograd.plain_inputs(graph).items()}
-    for of_parameters in (True, False):
-        for position, input_position in outputs:
-            node, given = returned[position], marked.inputs.get(input_position)
-            if not isinstance(node, fx.Node) or given is None or not given.has_site:
-                continue
-            if (given.role == "parameter") == of_parameters:
-                layout = marked.layouts.gradients.get(input_position)
-                site, before = _site_of_gradient(node, given, layout), graph.output_node()
-                point = InsertionPoint(site, node, before, order[node], output=position, layout=layout)
-                point.value = placeholders.get(input_position)
-                point.value_layout = marked.layouts.values.get(input_position)
-                points.append(point)
+        elif marker is not None:
+            site, node = site_at("error"), marker.all_input_nodes[0]
+            point = InsertionPoint(site, node, marker, order[marker], marker=marker, is_part=value.is_part)
+            point.value = None if forward is None else forward.all_input_nodes[0]
+            point.layout, point.value_layout = value.error_layout, value.layout
+            points.append(point)
     return points, outside
 
 
-def _points_of_activation(
-    markers: Markers, order: Mapping[fx.Node, int], number: int, site_at: Callable[[Kind], Site], value: Value
-) -> list[InsertionPoint]:
-    marker = markers.activations.get(number)
-    if marker is None:
-        return []
-    site = site_at("activation")
-    if not (site.dtype.is_floating_point or site.dtype.is_complex):
-        return []
-    point = InsertionPoint(site, _marked(marker), marker, order[marker], layout=value.layout, is_part=value.is_part)
-    return [point]
-
-
-def _points_of_error(
-    markers: Markers, order: Mapping[fx.Node, int], number: int, site_at: Callable[[Kind], Site], value: Value
-) -> list[InsertionPoint]:
-    marker = markers.errors.get(number)
-    if marker is None:
-        return []
-    forward = markers.activations.get(number)
-    point = InsertionPoint(site_at("error"), _marked(marker), marker, order[marker], marker, is_part=value.is_part)
-    point.value = None if forward is None else _marked(forward)
-    point.layout, point.value_layout = value.error_layout, value.layout
-    return [point]
+def _points_of_gradients(marked: MarkedJointGraph, order: Mapping[fx.Node, int]) -> Iterator[InsertionPoint]:
+    graph, layouts = marked.graph, marked.layouts
+    returned = editing.outputs_of(graph.output_node())
+    placeholders = {position: node for node, position in aot_autograd.plain_inputs(graph).items()}
+    for position, input_position in aot_autograd.gradient_outputs(graph):
+        node, given = returned[position], marked.inputs.get(input_position)
+        if isinstance(node, fx.Node) and given is not None and given.has_site:
+            layout = layouts.gradients.get(input_position)
+            site, before = _site_of_gradient(node, given, layout), graph.output_node()
+            point = InsertionPoint(site, node, before, order[node], output=position, layout=layout)
+            point.value, point.value_layout = placeholders.get(input_position), layouts.values.get(input_position)
+            yield point
 
 
 def _site_of_gradient(node: fx.Node, given: GraphInput, layout: Layout | None) -> Site:
@@ -111,9 +100,3 @@ def _site_of_gradient(node: fx.Node, given: GraphInput, layout: Layout | None) -
         dtype=value.dtype,
         device=value.device,
     )
-
-
-def _marked(marker: fx.Node) -> fx.Node:
-    node = marker.args[0]
-    assert isinstance(node, fx.Node)
-    return node
