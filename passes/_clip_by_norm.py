@@ -31,15 +31,14 @@ from gradrewrite.sites import Kind
 class ClipByNorm:
     """Scale one tensor to a norm of at most ``max_norm``: ``where(norm > max_norm, g * (max_norm / norm), g)``.
 
-    Below and at the bound not a bit changes. A norm that is not finite leaves the tensor as it is; zero stays
-    zero; ``max_norm=inf`` only measures. Shape, dtype and device are kept; complex tensors count by modulus.
-    Records ``norm`` (before clipping), ``bound`` and ``factor``: ``max_norm / norm`` where the clip acts, else 1.
-    After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013,
-    https://arxiv.org/abs/1211.5063.
+    Below and at the bound not a bit changes. A norm that is not finite leaves the tensor as it is; zero stays zero;
+    ``max_norm=inf`` only measures. Shape, dtype and device are kept; complex tensors count by modulus. Records ``norm``
+    (before clipping), ``bound`` and ``factor``: ``max_norm / norm`` where the clip acts, else 1. After Pascanu, Mikolov
+    and Bengio, "On the difficulty of training recurrent neural networks", 2013, https://arxiv.org/abs/1211.5063.
 
     Attributes:
-        max_norm: The bound, > 0, in units of the gradient; a number (baked in), a tensor with one element
-            (read at every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
+        max_norm: The bound, > 0, in units of the gradient; a number (baked in), a tensor with one element (read at
+            every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
         log: Report a log line at every backward in which an element changed.
 

@@ -51,13 +51,12 @@ class ClipPerExample:
     On several processes that average gradients (``DistributedDataParallel``, ``AllReduce`` at the same sites), each
     clips its own examples before the average, and the first rank draws the noise of the whole sum.
 
-    DP-SGD of Abadi, Chu, Goodfellow, McMahan,
-    Mironov, Talwar and Zhang, "Deep learning with differential privacy", 2016, https://arxiv.org/abs/1607.00133;
-    ``docs/per-example.md`` says which losses have such gradients.
+    DP-SGD of Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep learning with differential privacy",
+    2016, https://arxiv.org/abs/1607.00133; ``docs/per-example.md`` says which losses have such gradients.
 
     Attributes:
-        max_norm: The bound, > 0, in units of the gradient of one example: a number, a tensor with one element (read
-            at every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
+        max_norm: The bound, > 0, in units of the gradient of one example: a number, a tensor with one element (read at
+            every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
         noise_multiplier: Standard deviation of the noise over ``max_norm``, >= 0.
         loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
         group: Parameters of one group have one norm for each example; one group has one bound and one noise.

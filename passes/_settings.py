@@ -97,7 +97,7 @@ def now(value: float | Tensor | Schedule, device: torch.device, least: float = -
     recording = current_recording()
     if recording is None or recording.states is None:
         return value.at(0, least)
-    return recording.states.schedule(value, device, least)
+    return recording.states.store.schedule(value, device, least)
 
 
 def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:

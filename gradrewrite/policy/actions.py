@@ -55,8 +55,18 @@ class ValueAction(Protocol):
         """Compute the replacement of a gradient from it and from its parameter or activation."""
 
 
+class _PerExample(Protocol):
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """The way from the losses of the examples to that of the batch."""
+
+    @property
+    def batch_dim(self) -> int:
+        """The batch dimension of the model's inputs."""
+
+
 @runtime_checkable
-class ExampleAction(Protocol):
+class ExampleAction(_PerExample, Protocol):
     """An action that also reads per-example gradients, at gradient sites (internal until 1.0); it is an ``Action`` too.
 
     The gradient of an example is that of its own loss.
@@ -65,14 +75,6 @@ class ExampleAction(Protocol):
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:
         """The required figures; none for the gradient alone."""
-
-    @property
-    def loss_reduction(self) -> LossReduction:
-        """The way from the losses of the examples to that of the batch."""
-
-    @property
-    def batch_dim(self) -> int:
-        """The batch dimension of the model's inputs."""
 
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
         """Compute the replacement of a gradient; ``quantities`` are in units of the unscaled loss."""
@@ -137,20 +139,12 @@ class GroupAction(Protocol):
 
 
 @runtime_checkable
-class ExampleClip(GroupAction, Protocol):
+class ExampleClip(GroupAction, _PerExample, Protocol):
     """A group action with weights of the batch's examples (internal until 1.0).
 
     Its ``apply_group`` is given the squared norms ``[B]`` of the gradients of the examples, over all parameters of the
     group, in a list, and returns their weights so.
     """
-
-    @property
-    def loss_reduction(self) -> LossReduction:
-        """The way from the losses of the examples to that of the batch."""
-
-    @property
-    def batch_dim(self) -> int:
-        """The batch dimension of the model's inputs."""
 
     @property
     def has_noise(self) -> bool:

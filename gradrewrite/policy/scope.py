@@ -43,11 +43,6 @@ def needs_examples(action: Any) -> bool:
     return isinstance(action, ExampleClip) or (isinstance(action, ExampleAction) and bool(action.example_quantities))
 
 
-def skips(action: Any) -> bool:
-    """Return whether an action is a check that skips updates."""
-    return isinstance(action, Measurement) and action.fails == "skip"
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """The surroundings of an action."""
@@ -208,8 +203,9 @@ def lone_skip(edits: Iterable[Edit]) -> Site | None:
     """Return the site of the first check that skips with no average before it: it may fail on one rank alone."""
     averaged = set()
     for edit in edits:  # in their order at each site
-        if averages(edit.action):
+        action = edit.action
+        if averages(action):
             averaged.add(edit.site)
-        elif skips(edit.action) and edit.site not in averaged:
+        elif isinstance(action, Measurement) and action.fails == "skip" and edit.site not in averaged:
             return edit.site
     return None

@@ -36,7 +36,7 @@ class StateScope:
     """The states of the actions at one site, or of one group, while they are traced."""
 
     def __init__(self, store: StateStore, where: str) -> None:
-        self._store = store
+        self.store = store
         self._where = where
         self._keys: dict[StateKind, str] = {}  # which also keeps them alive, so that none takes another's identity
         self.updates: dict[str, tuple[Tensor, Tensor]] = {}  # by the traced action: tensors and new values, by key
@@ -51,25 +51,21 @@ class StateScope:
         """Return the value of a state: its update in this trace, or its tensor."""
         self.is_used = True
         key = self._key(state)
-        return self.updates[key][1] if key in self.updates else self._store.tensor(key, state, device)
+        return self.updates[key][1] if key in self.updates else self.store.tensor(key, state, device)
 
     def set(self, state: StateKind, device: torch.device, new: Tensor) -> None:
         """Note the new value of a state."""
         self.is_used = True
         key = self._key(state)
-        self.updates[key] = self._store.tensor(key, state, device), new
+        self.updates[key] = self.store.tensor(key, state, device), new
 
     def noise_source(self, name: str, own: NoiseSource) -> NoiseSource:
         """Return the source that an action draws from here: the first one of this name, or its own."""
-        return self._store.noise_source(f"{self._where}/{name}", own)
+        return self.store.noise_source(f"{self._where}/{name}", own)
 
     def write(self) -> None:
         """Write the updates of an action outside of a graph."""
         write_states([target for target, _ in self.updates.values()], [value for _, value in self.updates.values()])
-
-    def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
-        """Return the tensor that follows a schedule."""
-        return self._store.schedule(schedule, device, least)
 
     def _key(self, state: StateKind) -> str:
         if state not in self._keys:
