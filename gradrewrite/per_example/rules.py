@@ -278,22 +278,14 @@ def _slice_back(call: OpCall) -> Layouts:
     return agree([_part(call, given, before, after, call["start"] or 0, call["step"]), rest])
 
 
-@_rule("unfold", "index_fill", "index_copy", "index_add")
+@_rule("unfold", "unfold_backward", "index_fill", "index_copy", "index_add")
 def _along_others(call: OpCall) -> Layouts:
-    names = [name for name in ("self", "source") if name in call.arguments]
+    names = [name for name in ("self", "source", "grad_in") if name in call.arguments]
     layout = call.same_places(*names)
     if call.dim("dimension" if "dimension" in call.arguments else "dim") == layout.dim:
         raise MixesExamplesError(ALONG_THE_BATCH)
     if any(node not in [call[name] for name in names] for node, _ in call.batched):
         raise MixesExamplesError("has no rule for indices with the batch")
-    return layout
-
-
-@_rule("unfold_backward")
-def _unfold_backward(call: OpCall) -> Layouts:
-    layout = call.same_places("grad_in")
-    if layout.dim == call.dim():
-        raise MixesExamplesError(ALONG_THE_BATCH)
     return layout
 
 
