@@ -90,13 +90,12 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
     local, global_, frame = dynamo.current_frame()
     broken = dynamo.graph_break_of(gm)
     session.inputs.method = session.entry_frames.get(frame, session.inputs.method)
-    session.names.enter_frame(gm, local, global_)
     is_whole = broken is None and (frame in session.entry_frames or (not session.has_model and not _is_resumed(frame)))
-    region = current_region()
-    if region is not None:
-        session.inputs.add(region[0].name, region[1].forward)
+    region, module = current_region() or (None, None)
+    if region is not None and module is not None:
+        session.inputs.add(region.name, module.forward)
     role: _Role = "value" if region is not None or _is_resumed(frame) else "input"
-    try:
+    with session.names.in_frame(gm, local, global_):
         compilation = GraphCompilation(
             session,
             engine,
@@ -106,13 +105,12 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
             inputs=_inputs_of(session, gm, inputs, is_whole=is_whole, is_region=region is not None, role=role),
             returned=returned_inputs(gm.graph),
             parallelism=data_parallel.parallelism_around(session.names.all_modules()),
-            region=None if region is None else region[0],
+            region=region,
         )
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
-        compilation.values = insert_probes(
-            gm, session.names, masks, dynamo_returns.returned_tensors(), region="" if region is None else region[0].name
-        )
+        returned, name = dynamo_returns.returned_tensors(), "" if region is None else region.name
+        compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
         _warn_of_nested_regions(session, gm)
         nn_modules.keep_lstms_differentiable(gm)
         gm.recompile()
@@ -121,8 +119,6 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
                 yield compilation
         finally:
             compilation.values = ()  # fake tensors, of no use any more
-    finally:
-        session.names.leave_frame()
 
 
 @dataclass(eq=False, repr=False)
@@ -481,7 +477,7 @@ def _inputs_of(
         if not isinstance(tensor, Tensor):
             continue
         has_site = tensor.requires_grad
-        parameter, buffer = session.names.parameter(tensor), session.names.buffers.get(id(tensor))
+        parameter, buffer = session.names.parameters.get(id(tensor)), session.names.buffers.get(id(tensor))
         if parameter is not None:
             ref = weakref.ref(sharded.get(id(tensor), tensor)) if has_site else None
             found[position] = GraphInput("parameter", parameter, has_site=has_site, parameter=ref)

@@ -129,24 +129,16 @@ class GraphUses:
     def _join(self, region: RegionCall, module: nn.Module) -> GraphUse:
         assert self.region is not None
         if self.outputs.states:  # each region has its own
-            if self.report.is_whole:
-                raise NotShared(str(region))
-            raise NotRewrittenError(
-                f"a graph break in the region {region} was reached when {self.region} shared its code already, and "
-                "actions there have states; remove the break (fullgraph=True finds it)"
-            )
+            raise self._not_shared(region, "actions there have states; remove the break (fullgraph=True finds it)")
         known, number = self.report.sites, region.number - self.region.number
         renaming = Renaming(self.region.name, region.name, number, calls_by_name(known, self.region.number))
         sites = tuple(map(renaming.site, known))
         for site, answers in zip(sites, self.answers, strict=True):
             if _keys_of(ask_in_order(self.session.config.policy, site)) != _keys_of(answers):
-                if self.report.is_whole:
-                    raise NotShared(str(region))
-                raise NotRewrittenError(
-                    f"a graph break in the region {region} was reached when {self.region} shared its code already, and "
-                    f"the policy answers otherwise at {site}; remove the break (fullgraph=True finds it), or call the "
-                    "region first where the break is reached"
+                way_out = (
+                    "remove the break (fullgraph=True finds it), or call the region first where the break is reached"
                 )
+                raise self._not_shared(region, f"the policy answers otherwise at {site}; {way_out}")
         tensors = dict(module.named_parameters(prefix=region.name, remove_duplicate=False))
         sharded = data_parallel.sharded_parameters(module.modules())
 
@@ -172,6 +164,13 @@ class GraphUses:
         self.session.graphs.note(report)
         self._uses[region] = use
         return use
+
+    def _not_shared(self, region: RegionCall, reason: str) -> Exception:
+        if self.report.is_whole:
+            return NotShared(str(region))
+        return NotRewrittenError(
+            f"a graph break in the region {region} was reached when {self.region} shared its code already, and {reason}"
+        )
 
 
 def grouped(

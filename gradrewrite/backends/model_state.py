@@ -41,7 +41,7 @@ class ModelState:
         self._is_sharded = False
         make_entry = weakref.WeakMethod(self._region_entry)
         self.regions = Regions(original, config.regions, make_entry) if config.regions else None
-        self._install(self._session_for(config), {}, self.engine)
+        self._install(config, {}, self.engine)
 
     @property
     def is_compiled(self) -> bool:
@@ -54,19 +54,25 @@ class ModelState:
         options.pop("guard_filter_fn", None)  # Dynamo's, all others are Inductor's
         Inductor().configured(kwargs.get("mode"), options)
         given = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
-        config = replace(self.config, **given)
-        self._install(self._session_for(config), kwargs, Inductor())
+        self._install(replace(self.config, **given), kwargs, Inductor())
 
-    def _session_for(self, config: RewriteConfig) -> Session:
+    def _install(self, config: RewriteConfig, options: Mapping[str, Any], engine: Engine) -> None:
         outside = None if self.regions is None else outside_of(self.original, self.regions.modules)
-        return Session(config, recorder_of(self.monitor), self.original, outside)
-
-    def _install(self, session: Session, options: Mapping[str, Any], engine: Engine) -> None:
-        self._entries = self._entry_points(session, options, engine)
+        session = Session(config, recorder_of(self.monitor), self.original, outside)
+        entry_points = self._entry_points(session, options, engine)
         self.session, self.compile_options, self.engine = session, options, engine
-        self._hooks = HookWatch(self.original)
         of_regions = None if self.regions is None else self.regions.parameters
         self._watch = ParameterWatch(self.original, session.warn_outside, of_regions)
+        self._begin(entry_points)
+
+    def restart(self) -> None:
+        """Drop the compiled functions; the next call traces again."""
+        self.session.forget()
+        self._begin(self._entry_points(self.session, self.compile_options, self.engine))
+
+    def _begin(self, entry_points: dict[str, EntryPoint]) -> None:
+        self._entries = entry_points
+        self._hooks = HookWatch(self.original)
         if self.regions is not None:
             self.regions.forget()
         self._num_graphs = 0
@@ -103,9 +109,7 @@ class ModelState:
         self, regions: Regions, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a model with compiled regions; the rest of it runs eagerly."""
-        self._refuse_dropped()
-        if self._hooks.have_changed():
-            self.restart()
+        self._prepare()
         if torch.is_grad_enabled():
             self._check_outside(regions)
         with regions.running():
@@ -153,16 +157,16 @@ class ModelState:
     def _check_outside(self, regions: Regions) -> None:
         self.session.graphs.check_outside(self.session.names.known_parameters(), regions.parameters)
 
-    def _refuse_dropped(self) -> None:
+    def _prepare(self) -> None:
         if self._is_dropped:
             raise RuntimeError(
                 f"the policy of this {type(self.original).__name__} was taken off by gr.restore; use what that returned"
             )
-
-    def _call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_dropped()
         if self._hooks.have_changed():  # what was compiled has the old ones
             self.restart()
+
+    def _call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._prepare()
         in_parts = not self.session.config.fullgraph
         before = dynamo.graph_breaks_so_far() if in_parts else {}
         result = self._entries[method](args, kwargs)
@@ -175,15 +179,6 @@ class ModelState:
         self.session.check_rules()
         self.session.warnings.flush_warnings()
         return result
-
-    def restart(self) -> None:
-        """Drop the compiled functions; the next call traces again."""
-        self.session.forget()
-        self._num_graphs = self._num_calls = 0
-        if self.regions is not None:
-            self.regions.forget()
-        self._entries = self._entry_points(self.session, self.compile_options, self.engine)
-        self._hooks = HookWatch(self.original)
 
     def _look_for_plain_ops(self, result: Any, inputs: Any, breaks: Mapping[str, int]) -> None:
         for reason, count in dynamo.graph_breaks_so_far().items():

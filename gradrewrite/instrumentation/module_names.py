@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import weakref
@@ -44,16 +45,20 @@ class ModuleNames:
             if root is not None:
                 yield prefix, root
 
-    def enter_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> None:
-        """Find the roots of a frame in its variables, and read all names again: modules may have come and gone."""
+    @contextlib.contextmanager
+    def in_frame(self, gm: fx.GraphModule, local: Mapping[str, Any], global_: Mapping[str, Any]) -> Iterator[None]:
+        """Find the roots of a frame in its variables, and read all names again: modules may have come and gone.
+
+        Behind the block the variables, and so the model, are dropped; the names are kept.
+        """
         self._scopes = {"L": local, "G": global_}
         self._read()
         if not self._has_model:
             self._add_roots(_paths(gm))
-
-    def leave_frame(self) -> None:
-        """Drop the frame's variables, and so the model; keep the names."""
-        self._scopes = {}
+        try:
+            yield
+        finally:
+            self._scopes = {}
 
     def is_function(self, key: str, path: str) -> bool:
         """Whether an entry of ``nn_module_stack`` is no module of the model but a global of a file."""
@@ -75,10 +80,6 @@ class ModuleNames:
         """Every named module."""
         for root in self.roots:
             yield from root.modules()
-
-    def parameter(self, tensor: Tensor) -> str | None:
-        """Name of a parameter, or None for any other tensor."""
-        return self.parameters.get(id(tensor))
 
     def known_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the roots by their first names."""
