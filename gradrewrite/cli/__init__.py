@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
     health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
-    demo.add_argument("--out", type=Path, default=Path(), help="folder for what it writes (default: the current one)")
+    demo.add_argument("--out", type=Path, default=Path("gradrewrite_demo"), help="default: gradrewrite_demo")
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
     doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
     doctor.add_argument(

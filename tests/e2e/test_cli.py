@@ -71,6 +71,7 @@ def check_comparison(out: Path, losses: dict[str, list[float]]) -> None:
     for name in ("plain", "rewritten"):
         steps = read_jsonl(out / f"text_{name.replace('rewritten', 'clipped')}.jsonl")
         assert [step.records["loss@run"] for step in steps] == pytest.approx(losses[name])
+        assert all(len(step.clips) == (41 if name == "rewritten" else 0) for step in steps)
     assert ": this run trains and the baseline does not." in (out / "regression_report.html").read_text()
 
 
