@@ -43,11 +43,11 @@ def check_torch(version: str | None = None) -> str:
 
 @contextlib.contextmanager
 def needed_for(fact: str) -> Iterator[None]:
-    """Import private names of torch inside the block, for a fact that ``docs/design.md`` lists and the error names."""
+    """Use private names of torch inside the block, for a fact that ``docs/design.md`` lists and the error names."""
     try:
         yield
-    except ImportError as err:
-        raise ImportError(
+    except (ImportError, AttributeError) as err:
+        raise type(err)(
             f"{err}. gradrewrite relies on this fact: {fact}. It does not hold in torch {installed_torch()}; versions "
             f"{_text(OLDEST)} to {_text(NEWEST)} are tested"
         ) from err

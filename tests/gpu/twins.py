@@ -20,8 +20,7 @@ _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)  # the host gets a value
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _UNCOUNTED = ("prim",)  # properties of tensors
-# What the opaque operators run.
-_OPAQUE = {getattr(torch.ops.gradrewrite, name).default: run for name, run, _ in ops._OPERATIONS}
+_OPAQUE = dict.fromkeys(ops.OPAQUE, ops.pack_eagerly)  # what the opaque operators run
 
 
 class Watch(TorchDispatchMode):

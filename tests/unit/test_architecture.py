@@ -77,6 +77,8 @@ def test_missing_private_name_says_what_it_was_needed_for() -> None:
         versions.needed_for("a test needs it"),
     ):
         from torch._dynamo import nothing  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(AttributeError, match="this fact: a test needs it"), versions.needed_for("a test needs it"):
+        object()._nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.pure
