@@ -70,7 +70,7 @@ class ClipByNorm:
         check_not_negative("ClipByNorm", "max_norm", self.max_norm)
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """Clip; see the class."""
+        """Clip the tensor, and report a ``NormClip``."""
         norm, bound = norm_of(tensor, self.norm_type), now(self.max_norm, tensor.device, least=0.0)
         clipped = scale_down(tensor, norm, bound_of(bound, norm))
         record_norm_clip("norm", norm, bound, log=(tensor, clipped) if self.log else None)
@@ -91,7 +91,7 @@ class GroupNormClip(ABC):
         """Order of the norm."""
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Clip; see the class."""
+        """Clip the tensor, and report a ``NormClip``."""
         bound, total = self.bound_and_total(norms_of(tensors, self.norm_type))
         factor, acts = bound / total, bound < total
         return [scale_where(tensor, factor, acts) for tensor in tensors]

@@ -129,6 +129,8 @@ class ClipHistory:
     acted: list[bool]  # whether it acted in each of them; a size that is not finite is left alone by a clip by norm
     factors: list[float]  # norm after / norm before in each of them; NaN where that is not known
     key: RecordKey  # record that tells it from other clips of the site: its norm, or whether it acted
+    action: str  # name of its class
+    rule: str  # pattern of the rule that made it; ``""`` for a callback
     share: RecordKey | None = None  # record of the share of the elements that a clip by value changed
 
     @property
@@ -192,7 +194,9 @@ def _history_of(run: Run, clip: ClipRecords) -> ClipHistory | None:
     acted = [factor != 1 and not math.isnan(factor) for factor in factors]
     if key != size:
         acted = [value > 0 for value in of_key.values]
-    return ClipHistory(clip.site, record, of_key.steps, values(size), values(bound), acted, factors, key, share)
+    action = clip.action.partition("(")[0]
+    sizes, bounds = values(size), values(bound)
+    return ClipHistory(clip.site, record, of_key.steps, sizes, bounds, acted, factors, key, action, clip.rule, share)
 
 
 def _aligned(series: Series | None, steps: Sequence[int]) -> list[float]:

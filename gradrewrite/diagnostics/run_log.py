@@ -25,6 +25,7 @@ MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the f
 BACKWARD = frozenset(("outside", "error", "input", "gradient", "group", "step"))
 _EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group", "step")
 
+_CLIPS: dict[str, Any] = {"norm": NormClip, "value": ValueClip}  # by their names in a file
 _WAY_OUT = "mend or remove the line, or give a file of monitor.to_jsonl"
 
 
@@ -227,8 +228,8 @@ def _refuse(constant: str) -> float:
 
 def clip_to_json(clip: ClipRecords) -> dict[str, object]:
     """Return the records of a clip as JSON takes them."""
-    kind = "norm" if isinstance(clip.report, NormClip) else "value"
-    report = {"by": kind, **asdict(clip.report.map(lambda _, key: str(key)))}
+    by = next(name for name, form in _CLIPS.items() if isinstance(clip.report, form))
+    report = {"by": by, **asdict(clip.report.map(lambda _, key: str(key)))}
     names = ("kind", "name", "call", "action", "rule")
     return {**{name: getattr(clip, name) for name in names}, "report": report, "factor": str(clip.factor)}
 
@@ -243,11 +244,10 @@ def clip_of_json(data: object) -> ClipRecords:
 
 def _clip(data: Any) -> ClipRecords:
     given = dict(data["report"])
-    by, log = given.pop("by"), given["log"]
+    form, log = _CLIPS[given.pop("by")], given["log"]
     given["log"] = None if log is None else LogFigures(**log)
-    if by == "norm" and given["shares"] is not None:
-        given["shares"] = tuple(given["shares"])
-    report: Clip[str] = NormClip(**given) if by == "norm" else ValueClip(**given)
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    report: Clip[str] = form(**given)
     keys = report.map(lambda _, text: RecordKey.parse(text))
     return ClipRecords(**{**data, "report": keys, "factor": RecordKey.parse(data["factor"])})
 

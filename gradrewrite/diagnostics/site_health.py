@@ -168,11 +168,11 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
         return SiteHealth(clip.site, "", clip.record, len(clip.steps), norm_share=norm_share, **_quantiles(clip.sizes))
     factors = [factor for factor in clip.factors if not math.isnan(factor)]
     sizes = _quantiles(clip.sizes)
-    if math.isnan(clip.bound):
-        sizes.pop("suggestion", None)  # of two bounds, sizes suggest neither
+    if math.isnan(clip.bound) or clip.action not in _ACTIONS.values():
+        sizes.pop("suggestion", None)  # of two bounds, or where the clip finds its bound by itself, sizes suggest none
     return SiteHealth(
         clip.site,
-        _ACTIONS[clip.record],
+        clip.action,
         clip.record,
         len(clip.steps),
         bound=clip.bound,

@@ -140,7 +140,7 @@ def record_norm_clip(
     log: tuple[Tensor, Tensor] | None = None,
     shares: tuple[Tensor, float] | None = None,
 ) -> None:
-    """Report a clip by norm; its factor follows from the norm and the bound, and is computed where they are read.
+    """Report a clip by norm; the host computes its factor from norm and bound when records are read.
 
     A bound is an output of the graph if it is a tensor on a device, or ``is_computed`` in the graph. ``log`` is the
     tensor before and after the clip, if it has a log line; ``shares`` the norms of the members of a group,

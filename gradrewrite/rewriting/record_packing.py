@@ -55,7 +55,7 @@ class RecordPacking:
     groups: list[str] = field(default_factory=list)  # that are clipped together
     noisy: set[str] = field(default_factory=set)
     clips: list[ClipRecords] = field(default_factory=list)  # of which a factor is known
-    # the keys of a step in the place of a key
+    # keys that readers see in the place of a key: a factor behind a norm, and in the place of the norms around a clip
     shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
     bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)  # that the host has
     states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)  # with new values

@@ -41,9 +41,8 @@ def norm_clip(bound: RecordKey, records: Mapping[str, float]) -> ClipRecords:
     wanted = [RecordKey(record, n, bound.site) for n in (bound.occurrence, 1) for record in ("norm", "total_norm")]
     norm = next((key for key in wanted if str(key) in records), wanted[0])
     report = NormClip(norm.record, norm, bound, is_wide=True)
-    return ClipRecords(
-        kind, name, 0, "ClipByNorm(max_norm=1.0)", "*", report, RecordKey("factor", norm.occurrence, bound.site)
-    )
+    action = "ClipByGlobalNorm(max_norm=1.0)" if norm.record == "total_norm" else "ClipByNorm(max_norm=1.0)"
+    return ClipRecords(kind, name, 0, action, "*", report, RecordKey("factor", norm.occurrence, bound.site))
 
 
 def value_clip(clipped: RecordKey, records: Mapping[str, float], taken: set[RecordKey]) -> ClipRecords:

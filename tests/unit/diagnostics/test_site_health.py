@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -131,6 +132,18 @@ def test_a_bound_that_is_infinite_only_measures() -> None:
 
     assert (row.action, row.p50) == ("", 2.0)
     assert math.isnan(row.rate)
+
+
+def test_a_clip_that_finds_its_bound_by_itself_keeps_its_name_and_gets_none() -> None:
+    steps = [step_of(n, {"total_norm@group:default": 9.0, "bound@group:default": 1.0}) for n in range(30)]
+    own = [
+        replace(step, clips=tuple(replace(c, action="AutoClip(percentile=10.0)") for c in step.clips)) for step in steps
+    ]
+    (row,), (fixed,) = sites_of(last_run(own)), sites_of(last_run(steps))
+
+    assert (row.action, row.bound, row.code) == ("AutoClip", 1.0, "")
+    assert math.isnan(row.suggestion)
+    assert fixed.code == 'gr.on("gradient:*", ClipByGlobalNorm(9))'
 
 
 def test_measured_sites_and_members_of_a_global_clip() -> None:
