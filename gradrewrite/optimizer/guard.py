@@ -27,6 +27,7 @@ from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import check_bounds
+from gradrewrite.policy.state_store import StateStore
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _METHODS = "_gradrewrite_methods"  # those of the guard among the attributes of its optimizer, and what was there
@@ -136,7 +137,7 @@ def guard(
     for target in targets:
         if target.session is not None:
             check_bounds(target.session.config.policy)
-    ratios = UpdateRatios(lambda: _names_of(targets)) if update_ratios else None
+    ratios = UpdateRatios(targets) if update_ratios else None
     if any(recorder.live_guards for recorder in _recorders_of(targets)):
         gc.collect()  # an optimizer in a cycle may be gone, and the new one is to have its number
     watching = Guard(inner, targets, number, ratios, process_group)
@@ -147,10 +148,6 @@ def guard(
     }
     optimizers.use_methods_of(inner, outer)
     return optimizer
-
-
-def _names_of(targets: Sequence[Target]) -> dict[int, str]:
-    return {id(p): name for target in reversed(targets) for name, p in target.parameters().items()}
 
 
 def unguard(optimizer: torch.optim.Optimizer) -> None:
@@ -221,9 +218,9 @@ class Guard:
         self.targets = targets  # what it was given
         self._attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
         self._is_settled = False
-        self._has_policy = any(target.session is not None for target in targets)
         groups = RankGroups()
-        self._step_sites = StepSites(targets, self.number, groups) if self._has_policy else None
+        has_policy = any(target.session is not None for target in targets)
+        self._step_sites = StepSites(targets, self.number, groups) if has_policy else None
         self._verdict = UpdateVerdict(optimizer, targets, self._attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._ratios = ratios
@@ -275,7 +272,7 @@ class Guard:
         if any(len(attachment.recorder.guards) > 1 for attachment in self._attached):
             gc.collect()  # the other optimizers may be in cycles
             for attachment in self._attached:
-                attachment.move_up(self)
+                attachment.seat = attachment.recorder.move_up(self)
             self._renumber()
 
     def _renumber(self) -> None:
@@ -286,19 +283,18 @@ class Guard:
     def _has_moved(self) -> bool:
         return _recorders_of(self.targets) != [attachment.recorder for attachment in self._attached]
 
-    def _add_to_states(self) -> None:
-        for target in self.targets:
-            if target.session is not None:
-                target.session.config.states.add_guard(id(self))
+    @property
+    def _states(self) -> list[StateStore]:
+        return [target.session.config.states for target in self.targets if target.session is not None]
 
-    def _remove_from_states(self) -> None:
-        for target in self.targets:
-            if target.session is not None:
-                target.session.config.states.remove_guard(id(self))
+    def _add_to_states(self) -> None:
+        for states in self._states:
+            states.add_guard(id(self))
 
     def leave(self) -> None:
         """The optimizer is gone: its steps do not count any more."""
-        self._remove_from_states()
+        for states in self._states:
+            states.remove_guard(id(self))
 
     def _follow_all(self) -> None:
         if self._has_moved:
@@ -307,14 +303,14 @@ class Guard:
     def remove(self) -> None:
         """Let the optimizer, and the monitors, be without it."""
         self.is_removed = True
-        self._remove_from_states()
+        self.leave()
         for attachment in self._attached:
             attachment.recorder.remove_guard(self)
 
     @property
     def has_step_sites(self) -> bool:
         """Whether it runs the actions at step sites: not with a bare monitor."""
-        return self._has_policy
+        return self._step_sites is not None
 
     @property
     def num_skipped(self) -> Tensor | None:
@@ -346,7 +342,9 @@ class Guard:
             with torch.enable_grad():
                 loss = closure()
         outcome, bad, before = _prepare(self, optimizer, inner, kwargs.get("grad_scaler"))
-        with optimizers.attributes_set(optimizer, _attributes(outcome)):
+        # The kernels of a fused optimizer read it instead of a GradScaler's.
+        replaced = {} if outcome.divisor is None and not outcome.is_unscaled else {"grad_scale": outcome.divisor}
+        with optimizers.attributes_set(optimizer, replaced):
             result = self._update(optimizer, inner, bad, kwargs, outcome)
         _finish(self, bad, before)
         return loss if closure is not None else result
@@ -376,7 +374,7 @@ class Guard:
 
     def prepare(
         self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], scaler: torch.amp.GradScaler | None
-    ) -> tuple[StepOutcome | None, Tensor | None, Sequence[Before]]:
+    ) -> tuple[StepOutcome, Tensor | None, Sequence[Before]]:
         """Run the actions at step sites and judge; return their outcome, the verdict and the parameters before.
 
         ``inner`` makes the update. An optimizer that is given the GradScaler asks it whether to unscale.
@@ -390,21 +388,21 @@ class Guard:
         scale = optimizer.__dict__.get("grad_scale")  # a GradScaler's
         bad = self._verdict.take(optimizer)
         ballot = self._verdict.ballot(optimizer, bad)
-        outcome = self._step_sites.run(optimizer, inner, scale, ballot) if self._step_sites is not None else None
-        of_step_sites = None if outcome is None else outcome.verdict
-        self._verdict.start(ballot, of_step_sites)
-        if outcome is not None:
-            self._report(outcome)
-        for attachment in self._attached:
-            attachment.recorder.add_host_values(_learning_rates(optimizer, attachment.seat.first_group))
+        outcome = StepOutcome()
+        if self._step_sites is not None:
+            outcome = self._step_sites.run(optimizer, inner, scale, ballot)
+        self._verdict.start(ballot, outcome.verdict)
+        for at in self._attached:
+            if outcome.outputs.packs or outcome.outputs.kept:
+                at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step)
+            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None else []
-        return outcome, self._verdict.decide(optimizer, bad, ballot, of_step_sites), before
+        return outcome, self._verdict.decide(optimizer, bad, ballot, outcome.verdict), before
 
     def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record the figures known after the update."""
-        for target in self.targets:
-            if target.session is not None:
-                target.session.config.states.note_step(id(self))
+        for states in self._states:
+            states.note_step(id(self))
         self._add_ratios(before)
         if bad is not None:
             self._verdict.look_at_counts()
@@ -415,7 +413,7 @@ class Guard:
         inner: Callable[..., Any],
         bad: Tensor | None,
         kwargs: dict[str, Any],
-        outcome: StepOutcome | None,
+        outcome: StepOutcome,
     ) -> Any:
         skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
         if bad is not None and not _decides_on_device(optimizer):
@@ -426,14 +424,8 @@ class Guard:
             skipped = bad if skipped is None else torch.maximum(bad, skipped.to(bad.device).reshape(()))
         with optimizers.attributes_set(optimizer, {} if skipped is None else {"found_inf": skipped}):
             result = inner(**kwargs)
-        if outcome is not None:
-            _scale_parameters(outcome, skipped)
+        _scale_parameters(outcome, skipped)
         return result
-
-    def _report(self, outcome: StepOutcome) -> None:
-        if outcome.outputs.packs or outcome.outputs.kept:
-            for attachment in self._attached:
-                attachment.collect_update(outcome.outputs, outcome.tensors)
 
     def _warn_of_scaler(self) -> None:
         """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""
@@ -484,16 +476,9 @@ def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if isinstance(optimizer, torch.optim.SGD):
         # Its first step makes the momentum buffers, uninitialised if that step is skipped.
-        moved = (p for group in optimizer.param_groups if group["momentum"] for p in _used(group))
-        return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in moved)
+        moved = (p for group in optimizer.param_groups if group["momentum"] for p in group["params"])
+        return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in moved if p.grad is not None)
     return True
-
-
-def _attributes(outcome: StepOutcome | None) -> dict[str, Any]:
-    """Attributes that the kernels of a fused optimizer are to read instead of a GradScaler's."""
-    if outcome is None or (outcome.divisor is None and not outcome.is_unscaled):
-        return {}
-    return {"grad_scale": outcome.divisor}
 
 
 def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
@@ -509,10 +494,6 @@ def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
                     given = torch.full((), factor, dtype=wide, device=skipped.device)
                 factor = torch.where(skipped.reshape(()) > 0, torch.ones_like(given), given)
             optimizers.foreach_scale(parameters, factor)
-
-
-def _used(group: dict[str, Any]) -> list[Tensor]:
-    return [p for p in group["params"] if p.grad is not None]
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[RecordKey, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, fx
 
 from gradrewrite._compat import collectives, make_fx
-from gradrewrite.distributed.figures import Combination, Part, decode, encode, num_slots
+from gradrewrite.distributed.figures import Combination, Part, decode, encode
 from gradrewrite.distributed.groups import device_for
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
@@ -42,7 +42,6 @@ class ExchangeSettings:
     groups: Mapping[tuple[int, ...], distributed.ProcessGroup]  # a process group for the ranks of each of them
     rank: int  # rank of this process
     voters: tuple[int, ...] = ()  # ranks that exchange verdicts; ``()`` if none do
-    num_votes: int = 0  # how many verdicts each of them has
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +65,21 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
         Slot(member.spread.ranks, STATISTICS[name].combination, name, (member,))
         for member in sites
         for answered in member.answers
-        for name in statistics_of(answered.action, member.site)
+        if isinstance(found := lower_action(answered.action, member.site), Measure)
+        for name in found.statistics.values()
     ]
-    group: Hashable
-    norms: dict[Hashable, tuple[Hashable, NormScaling, list[SpreadSite]]] = {}
+    norms: dict[tuple[Hashable, tuple[int, ...], Site | None], tuple[NormScaling, list[SpreadSite]]] = {}
     for member in sites:
-        for answered in member.answers:
-            action = answered.action
+        for action in (answered.action for answered in member.answers):
             if isinstance(action, NormScaling):
-                group = (type(action), action.group)
                 alone = member.site if getattr(action, "log", False) else None
-                members = norms.setdefault((group, member.spread.ranks, alone), (group, action, []))[2]
+                key = (type(action), action.group), member.spread.ranks, alone
+                members = norms.setdefault(key, (action, []))[1]
                 if member not in members[-1:]:  # two rules may answer with one group
                     members.append(member)
-    for group, action, members in norms.values():
-        how = Combination("norm", action.norm_type)
-        slots.append(Slot(members[0].spread.ranks, how, "norm", tuple(members), group))
+    for (group, ranks, _), (action, members) in norms.items():
+        slots.append(Slot(ranks, Combination("norm", action.norm_type), "norm", tuple(members), group))
     return slots
-
-
-def statistics_of(action: Any, site: Site) -> tuple[str, ...]:
-    """Return the statistics that an action measures at a site."""
-    found = lower_action(action, site)
-    return tuple(found.statistics.values()) if isinstance(found, Measure) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +92,6 @@ class SlotPart:
     skips: bool = False  # whether it is the count of a check that skips
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """The nodes of an exchange."""
-
-    figures: list[fx.Node]  # a 0-d node for each figure, float32, or float64 where a part is
-    votes: fx.Node | None  # sums of the verdicts of all ranks; None if there are none
-    new: list[fx.Node]  # all new nodes
-
-
 def insert_exchange(
     graph: fx.Graph,
     settings: ExchangeSettings,
@@ -117,11 +99,12 @@ def insert_exchange(
     checks: Sequence[tuple[fx.Node, Sequence[str]]],
     votes: fx.Node | None,
     device: torch.device,
-) -> Exchanged:
+) -> tuple[list[fx.Node], fx.Node | None, list[fx.Node]]:
     """Insert the exchange before the outputs of a step graph: one all-reduce for each set of ranks.
 
     Figures are in an order that is the same on all ranks. ``checks`` are nodes with the statistics of checks that skip:
-    a count that is not 0 makes the first vote 1. Votes are those of this rank, flat float64.
+    a count that is not 0 makes the first vote 1. Votes are those of this rank, flat float64. Returns a 0-d node for
+    each figure (float32, or float64 where a part is), the sums of the votes of all ranks, and all new nodes.
     """
     inputs = list(dict.fromkeys([*(n for f in figures for n in f.nodes), *(node for node, _ in checks)]))
     position = {node: n for n, node in enumerate(inputs)}
@@ -144,7 +127,7 @@ def insert_exchange(
     nodes = [*inputs, *([] if votes is None else [votes])]
     traced = make_fx.trace(exchange, [value_of(node) for node in nodes])
     results, new = editing.splice(traced, graph, nodes, graph.output_node(), "is_backward")
-    return Exchanged(results[1:], results[0], new) if votes is not None else Exchanged(results, None, new)
+    return (results, None, new) if votes is None else (results[1:], results[0], new)
 
 
 def send_nothing(settings: ExchangeSettings, votes: Tensor | None, device: torch.device) -> Tensor | None:
@@ -176,25 +159,19 @@ def _exchange(
         for ranks in sorted(vectors)  # in the same order on all ranks
     }
     sums = {ranks: collectives.wait(tensor).to(device) for ranks, tensor in begun.items()}
-    offset = dict.fromkeys(sums, 0)
-    results = []
-    if votes is not None:
-        offset[settings.voters] = settings.num_votes
-        results.append(sums[settings.voters][: settings.num_votes])
-    for figure in figures:
-        slot = figure.slot
-        begin, count = offset[slot.ranks], num_slots(slot.how, slot.ranks)
-        offset[slot.ranks] += count
+    parts = {ranks: iter(tensor.split([v.numel() for v in vectors[ranks]])) for ranks, tensor in sums.items()}
+    results = [] if votes is None else [next(parts[settings.voters])]
+    for slot in (figure.slot for figure in figures):
         dtypes = {member.site.dtype for member in slot.members}  # the same on a rank that has none of them
         dtype = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
-        results.append(decode(sums[slot.ranks][begin : begin + count], slot.how).to(dtype))
+        results.append(decode(next(parts[slot.ranks]), slot.how).to(dtype))
     return results
 
 
 def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
     """Return the statistics of tensors, 0-d each; on the CPU all of one tensor are measured by one operation."""
-    results: list[Tensor | None] = [None] * len(wanted)
-    alike: dict[tuple[str, ...], list[tuple[Tensor, list[int]]]] = {}
+    results: dict[int, Tensor] = {}
+    alike: dict[tuple[str, ...], list[tuple[Tensor, list[int]]]] = defaultdict(list)
     of_tensor: dict[int, tuple[Tensor, list[int]]] = {}
     for n, (tensor, slot) in enumerate(wanted):
         if slot.how.kind == "norm" and slot.how.order != 2:
@@ -204,14 +181,11 @@ def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
         else:
             of_tensor.setdefault(id(tensor), (tensor, []))[1].append(n)
     for tensor, numbers in of_tensor.values():
-        alike.setdefault(tuple(wanted[n][1].statistic for n in numbers), []).append((tensor, numbers))
+        alike[tuple(wanted[n][1].statistic for n in numbers)].append((tensor, numbers))
     for statistics, members in alike.items():
         found = measure_all([(tensor, statistics) for tensor, _ in members]).unbind()
-        flat = iter(found)
-        for _, numbers in members:
-            for n in numbers:
-                results[n] = next(flat)
-    return [result for result in results if result is not None]
+        results |= zip((n for _, numbers in members for n in numbers), found, strict=True)
+    return [results[n] for n in range(len(wanted))]
 
 
 def constants_of(graph: fx.Graph) -> list[Any]:

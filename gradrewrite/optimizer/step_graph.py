@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from typing_extensions import assert_never
 
 from gradrewrite._compat import make_fx
+from gradrewrite.distributed.agreement import NUM_VOTES
 from gradrewrite.distributed.figures import Part
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
@@ -21,7 +22,6 @@ from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
-from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.reports import Check, Kept, StateUpdate
 from gradrewrite.ir.statistics import norm_of
@@ -117,7 +117,7 @@ def rewrite_step(
     divides = settings.divides and not further and len(groups) == 1 and len(groups[0].points) == len(gradients)
     divides = divides and all(_is_narrow(given.gradient) for given in gradients)
     takes_scale = divides and not any(map(is_in_units, [*groups, *chain.from_iterable(plan.single.values())]))
-    scale = builder.add_scale() if takes_scale else None
+    scale = builder.add_input("loss_scale", ()) if takes_scale else None
     for point, own in plan.single.items():
         spread = builder.spreads[point.order]
         if spread is None:
@@ -170,7 +170,7 @@ class _Builder:
         self.rewriter = Rewriter(self.graph, states=settings.states)
         self.tracer = ActionTracer()
         self.spreads = [given.spread for given in gradients]
-        self.measured: dict[int, list[_MeasuredPart]] = defaultdict(list)  # by the order of the point
+        self.measured: dict[int, list[RecordNode]] = defaultdict(list)  # of parts on this rank, by the point's order
         self.norms: dict[Hashable, list[tuple[tuple[Site, ...], fx.Node]]] = defaultdict(list)  # of groups, by members
         self.exchanged: list[fx.Node] = []
         self.votes: fx.Node | None = None
@@ -178,14 +178,13 @@ class _Builder:
         self.parameter_factors: dict[ParameterScaling, list[int]] = defaultdict(list)
         self.factors: list[fx.Node] = []
 
-    def add_scale(self) -> fx.Node:
-        """Add the loss scale to the inputs."""
+    def add_input(self, name: str, size: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
+        """Add an input behind the others, on the device of the last gradient."""
         last = self.graph.find_nodes(op="placeholder")[-1]
-        device = value_of(last).device
         with self.graph.inserting_after(last):
-            node = self.graph.placeholder("loss_scale")
+            node = self.graph.placeholder(name)
         with value_of(last).fake_mode:  # type: ignore[attr-defined]
-            node.meta = {"val": torch.empty((), device=device)}
+            node.meta = {"val": torch.empty(size, dtype=dtype, device=value_of(self.nodes[-1]).device)}
         return node
 
     def insert_at_part(self, point: InsertionPoint, insertion: Insertion, spread: Spread) -> None:
@@ -207,38 +206,35 @@ class _Builder:
         rewriter = self.rewriter
         node = rewriter.current(point.node)
         keys = tuple(rewriter.packing.numbering.new(measure.statistics, str(point.site)))
-        self.measured[point.order] += [_MeasuredPart(key, node, measure.fails == "skip") for key in keys]
+        self.measured[point.order] += [
+            RecordNode((k,), node, is_forward=False, skips=measure.fails == "skip") for k in keys
+        ]
         rewriter.edits.append(Edit(point.site, measure.action, (), keys))
         if measure.fails is not None:
             rewriter.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
 
     def _refuse_unless_elementwise(self, point: InsertionPoint, replace: Replace, spread: Spread) -> None:
         """Raise PolicyError for a replacement that needs whole gradients; it is traced on those, so all ranks agree."""
-        part = value_of(point.node)
-        with part.fake_mode:  # type: ignore[attr-defined]
-            whole = torch.empty([int(size or 0) for size in point.site.shape], dtype=part.dtype, device=part.device)
-            further = [torch.empty_like(whole)] if replace.takes_value else []
-        mode = TraceMode(states=self.rewriter.states_at(str(point.site)))
-        traced = self.tracer.trace(replace, point.site, whole, mode, further)
-        reason = reason_not_elementwise(traced.graph.graph) or self._reason_of_shape(
-            replace, point.site, whole, traced, mode
-        )
+        sizes = [int(size or 0) for size in point.site.shape]
+        traced = self._traced_at(point, replace, sizes)
+        reason = reason_not_elementwise(traced.graph.graph)
+        if not reason:
+            larger = self._traced_at(point, replace, [2 * size for size in sizes])
+            is_same = constants_of(traced.graph.graph) == constants_of(larger.graph.graph)
+            reason = "" if is_same else "it depends on the shape of the gradient"
         if not all(isinstance(report, Kept | StateUpdate) for report in traced.reports):
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
             reason = "what it remembers would be that of the part of one rank"
         refuse(replace.action, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
 
-    def _reason_of_shape(
-        self, insertion: Replace, site: Site, whole: Tensor, traced: TracedAction, mode: TraceMode
-    ) -> str:
-        """Return that an elementwise action is another one for another shape; ``""`` if it is not."""
-        with whole.fake_mode:  # type: ignore[attr-defined]
-            larger = torch.empty([2 * size for size in whole.shape], dtype=whole.dtype, device=whole.device)
-            further = [torch.empty_like(larger)] if insertion.takes_value else []
-        other = self.tracer.trace(insertion, site, larger, mode, further)
-        is_same = constants_of(traced.graph.graph) == constants_of(other.graph.graph)
-        return "" if is_same else "it depends on the shape of the gradient"
+    def _traced_at(self, point: InsertionPoint, replace: Replace, sizes: Sequence[int]) -> TracedAction:
+        part = value_of(point.node)
+        with part.fake_mode:  # type: ignore[attr-defined]
+            whole = torch.empty(sizes, dtype=part.dtype, device=part.device)
+            further = [torch.empty_like(whole)] if replace.takes_value else []
+        mode = TraceMode(states=self.rewriter.states_at(str(point.site)))
+        return self.tracer.trace(replace, point.site, whole, mode, further)
 
     def refuse_parts(self, action: GroupAction, members: Sequence[InsertionPoint]) -> None:
         """Raise PolicyError for a group action that needs whole gradients where one is spread over ranks."""
@@ -253,7 +249,7 @@ class _Builder:
         packing = self.rewriter.packing
         figures: list[SlotPart] = []
         measured = {n: iter(own) for n, own in self.measured.items()}
-        uses: list[_MeasuredPart | None] = []
+        uses: list[RecordNode | None] = []
         for slot in slots_of(settings.sites):
             here = [(m.position, m.spread) for m in slot.members if m.position is not None]
             part = next(measured[here[0][0]]) if here and slot.group is None else None
@@ -262,23 +258,14 @@ class _Builder:
             figures.append(SlotPart(slot, tuple(nodes), tuple(parts), part is not None and part.skips))
             uses.append(part)
         checks = [(r.node, r.statistics) for r in packing.records if r.skips and r.statistics]
+        votes = self.add_input("votes", (NUM_VOTES,), torch.float64) if settings.voters else None
         device = value_of(self.nodes[-1]).device
-        votes = self._add_votes(settings.num_votes, device) if settings.voters else None
-        result = insert_exchange(self.graph, settings, figures, checks, votes, device)
-        for use, figure, node in zip(uses, figures, result.figures, strict=True):
+        results, self.votes, self.exchanged = insert_exchange(self.graph, settings, figures, checks, votes, device)
+        for use, figure, node in zip(uses, figures, results, strict=True):
             if use is not None:
-                packing.records.append(RecordNode((use.key,), node, is_forward=False, skips=use.skips))
+                packing.records.append(replace(use, node=node))
             elif figure.slot.group is not None:  # other ranks may have what this one lacks
                 self.norms[figure.slot.group].append((tuple(m.site for m in figure.slot.members), node))
-        self.votes, self.exchanged = result.votes, result.new
-
-    def _add_votes(self, count: int, device: torch.device) -> fx.Node:
-        last = self.graph.find_nodes(op="placeholder")[-1]
-        with self.graph.inserting_after(last):
-            node = self.graph.placeholder("votes")
-        with value_of(last).fake_mode:  # type: ignore[attr-defined]
-            node.meta = {"val": torch.empty(count, dtype=torch.float64, device=device)}
-        return node
 
     def where(self, action: GroupAction) -> str:
         """Return the site of the records of a group."""
@@ -429,13 +416,6 @@ class _Builder:
         found.update(dict.fromkeys(records, Origin("backward", -1, op="records")))
         anchors = {p.site: Anchor(node.name, p.order) for p, node in zip(self.points, self.nodes, strict=True)}
         return Provenance(found, anchors, tuple(outputs))
-
-
-@dataclass(frozen=True, slots=True)
-class _MeasuredPart:
-    key: RecordKey
-    node: fx.Node  # part on this rank
-    skips: bool  # whether it is the count of a check that skips
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:

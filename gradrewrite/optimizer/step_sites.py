@@ -17,7 +17,7 @@ from gradrewrite._utils.formatting import nearest
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.session import Session
-from gradrewrite.distributed.agreement import NUM_VOTES, Ballot
+from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, this_rank
 from gradrewrite.distributed.shards import Spread, like_of, local_of, reduced, spread_of
 from gradrewrite.errors import NoSuchSiteError, TraceError
@@ -35,21 +35,25 @@ from gradrewrite.policy.state_store import StateStore, write_states
 from gradrewrite.rewriting.action_tracing import check_dense
 from gradrewrite.sites import Pattern, Site
 
+# By position of a parameter: its site, None without a name, and the answers of its model's policy there.
+_Asked = Mapping[int, tuple[Site | None, tuple[Answered, ...]]]
+_Gradients = Sequence[Tensor | None]
+
 GUARD = "_gradrewrite_guard"  # name of the guard among the attributes of its optimizer
 _MAX_PLANS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of the actions at step sites: records, and work for the update."""
+    """The result of the actions at step sites: records, and work for the update; by default that of none."""
 
-    outputs: BackwardOutputs  # what the tensors are
-    tensors: Sequence[Tensor]  # packed records, then what is kept
-    verdict: Tensor | None  # 1 if a check that skips failed, else 0, 0-d float32; None if nothing is checked
-    divisor: Tensor | None  # what the fused optimizer divides all gradients by; None if they are as they should be
-    is_unscaled: bool  # whether the gradients are no longer multiplied by the loss scale
+    outputs: BackwardOutputs = field(default_factory=BackwardOutputs)  # what the tensors are
+    tensors: Sequence[Tensor] = ()  # packed records, then what is kept
+    verdict: Tensor | None = None  # 1 if a check that skips failed, else 0, 0-d float32; None if nothing is checked
+    divisor: Tensor | None = None  # what the fused optimizer divides gradients by; None if they are as they should be
+    is_unscaled: bool = False  # whether the gradients are no longer multiplied by the loss scale
     # Parameters that are multiplied after the update, by the factor's action.
-    parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]]
+    parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +63,6 @@ class _Plan:
     live: Sequence[Tensor]  # its live inputs
     gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
     kept: tuple[int, ...]  # positions among its gradients of those that are kept
-    # Actions that multiply parameters after the update, with positions among the parameters.
-    parameter_factors: tuple[tuple[ParameterScaling, tuple[int, ...]], ...]
-
-
-@dataclass(slots=True)
-class _Names:
-    """The parameters of an optimizer with their targets, when names were read."""
-
-    parameters: list[weakref.ref[Tensor]] = field(default_factory=list)  # parameters, in order
-    # Sessions of the targets, and how many graphs each has.
-    state: list[tuple[weakref.ref[Session] | None, int]] = field(default_factory=list)
-    # For each parameter its target and name; None where it has none.
-    named: list[tuple[int, str] | None] = field(default_factory=list)
 
 
 class StepSites:
@@ -82,7 +73,12 @@ class StepSites:
         self._targets = targets
         self._groups = groups or RankGroups()
         self.set_number(number)
-        self._names = _Names()
+        # When names were read: the parameters of the optimizer, the sessions of the targets, and how many graphs each
+        # has.
+        self._parameters: list[weakref.ref[Tensor]] = []
+        self._sessions: list[weakref.ref[Session] | None] = []
+        self._num_graphs: list[int] = []
+        self._named: list[tuple[int, str] | None] = []  # target and name of each parameter; None where it has none
         self._plans: OrderedDict[Hashable, _Plan | ExchangeSettings | None] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
         self._warned_of_strangers = False
@@ -121,21 +117,16 @@ class StepSites:
         return any(t.session is not None and t.session.rules.may_have_step_sites for t in self._targets)
 
     def run(
-        self,
-        optimizer: torch.optim.Optimizer,
-        step: Callable[..., Any],
-        scale: Tensor | None,
-        ballot: Ballot | None = None,
-    ) -> StepOutcome | None:
-        """Run the actions on the gradients before their update by ``step``, in place; None if there are none.
+        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], scale: Tensor | None, ballot: Ballot | None
+    ) -> StepOutcome:
+        """Run the actions on the gradients before their update by ``step``, in place.
 
         ``scale`` is that of a GradScaler by which gradients are still multiplied. The ballot is decided here where
         figures of sharded gradients are exchanged too.
         """
-        sessions = [target.session for target in self._targets]
-        self._check_alive(sessions)
-        if not any(session is not None and session.rules.may_have_step_sites for session in sessions):
-            return None
+        self._check_alive()
+        if not self.may_act:
+            return StepOutcome()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
         for parameter in parameters:
@@ -154,16 +145,15 @@ class StepSites:
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         plan = self._plans[key]
-        if isinstance(plan, ExchangeSettings):  # other ranks may have gradients
+        if isinstance(plan, _Plan):
+            if ballot is not None and not plan.rewrite.takes_votes and not any(plan.rewrite.outputs.num_skips):
+                ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
+            return self._run(plan, parameters, gradients, scale, ballot)
+        if plan is not None:  # other ranks may have gradients
             sums = send_nothing(plan, None if ballot is None else ballot.votes, parameters[0].device)
             if ballot is not None and sums is not None:
                 ballot.decide(sums)
-            return None
-        if plan is None:
-            return None
-        if ballot is not None and not plan.rewrite.takes_votes and not any(plan.rewrite.outputs.num_skips):
-            ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
-        return self._run(plan, parameters, gradients, scale, ballot)
+        return StepOutcome()
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph for a step with all gradients, without edits if there are no actions; nothing runs.
@@ -173,7 +163,7 @@ class StepSites:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
         gradients = [p.detach() if p.requires_grad else None for p in parameters]
-        asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
+        asked = ask_at_step_sites(self._targets, self._named, parameters, gradients)
         settings = StepSettings(_may_divide(optimizer, optimizer.step), self._suffix, states=self._states())
         known = [n for n, (site, _) in asked.items() if site is not None]
         if not known:
@@ -182,28 +172,24 @@ class StepSites:
                 "sites; make the optimizer from model.parameters()"
             )
         shown = [n for n in known if asked[n][1]] or known
-        settings = replace(settings, exchange=self._exchange(asked, shown, parameters, gradients, (), runs=False))
+        settings = replace(settings, exchange=self._exchange(asked, parameters, gradients, None))
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
 
     def _exchange(
-        self,
-        asked: Mapping[int, tuple[Site | None, tuple[Answered, ...]]],
-        own: Sequence[int],
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        voters: tuple[int, ...],
-        *,
-        runs: bool = True,
+        self, asked: _Asked, parameters: Sequence[Tensor], gradients: _Gradients, voters: tuple[int, ...] | None
     ) -> ExchangeSettings | None:
-        """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any."""
+        """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any.
+
+        ``voters`` are None for a graph that is only shown: it may be asked for by one rank alone.
+        """
         missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
         if not any(tensor is not None and is_dtensor(tensor) for tensor in missing):
             return None
         everywhere = asked
         if len(asked) < len(parameters):
-            everywhere = ask_at_step_sites(self._targets, self._names.named, parameters, missing)
-        position = {n: number for number, n in enumerate(own)}
+            everywhere = ask_at_step_sites(self._targets, self._named, parameters, missing)
+        position = {n: number for number, n in enumerate(n for n, (_, answers) in asked.items() if answers)}
         sites = [
             SpreadSite(site, spread, answers, position.get(n))
             for n, (site, answers) in everywhere.items()
@@ -215,17 +201,17 @@ class StepSites:
             if tensor is not None and n in everywhere:
                 self._groups.note_tensor(tensor)
         sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
-        # A graph that is only shown may be asked for by one rank alone.
-        groups = {ranks: self._groups.of_ranks(ranks) if runs else self._groups.known(ranks) for ranks in sets}
+        group_of = self._groups.known if voters is None else self._groups.of_ranks
+        groups = {ranks: group_of(ranks) for ranks in sets}
         rank = this_rank()
         assert rank is not None  # there are several
-        return ExchangeSettings(tuple(sites), groups, rank, voters, NUM_VOTES if voters else 0)
+        return ExchangeSettings(tuple(sites), groups, rank, voters or ())
 
     def _run(
         self,
         plan: _Plan,
         parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
+        gradients: _Gradients,
         scale: Tensor | None,
         ballot: Ballot | None,
     ) -> StepOutcome:
@@ -270,7 +256,10 @@ class StepSites:
             # Beside a scale even 1 is given, or the optimizer would divide by the scaler's own.
             factors[0] if rewrite.is_divided and not (idle[0] and (scale is None or is_unscaled)) else None,
             is_unscaled,
-            [(action, [local_of(parameters[n]) for n in members]) for action, members in plan.parameter_factors],
+            [
+                (action, [local_of(parameters[plan.gradients[n]]) for n in members])
+                for action, members in rewrite.parameter_factors
+            ],
         )
 
     def _states(self) -> StateStore | None:
@@ -284,35 +273,31 @@ class StepSites:
 
     def _read_names(self, parameters: Sequence[Tensor]) -> None:
         """Read names again after a change of parameters, policies or known names."""
-        names = self._names
         sessions = [target.session for target in self._targets]
-        is_known = len(parameters) == len(names.parameters) and len(sessions) == len(names.state)
-        if is_known and all(p is ref() for p, ref in zip(parameters, names.parameters, strict=True)):
-            counts = zip(sessions, names.state, strict=True)
-            if all(s is None or (ref is not None and s is ref() and len(s.graphs) == n) for s, (ref, n) in counts):
-                return
+        is_known = len(parameters) == len(self._parameters) and len(sessions) == len(self._sessions)
+        is_known = is_known and all(p is ref() for p, ref in zip(parameters, self._parameters, strict=True))
+        known = zip(sessions, self._sessions, strict=False)
+        is_known = is_known and all(s is None or (ref is not None and s is ref()) for s, ref in known)
+        counts = zip(sessions, self._num_graphs, strict=False)
+        if is_known and all(s is None or len(s.graphs) == n for s, n in counts):
+            return
         found: dict[int, tuple[int, str]] = {}
         for number, target in enumerate(self._targets):
             for name, parameter in target.parameters().items():
                 found.setdefault(id(parameter), (number, name))
         named = [found.get(id(p)) for p in parameters]
-        same_policies = len(sessions) == len(names.state) and all(
-            s is None or (ref is not None and s is ref()) for s, (ref, _) in zip(sessions, names.state, strict=True)
-        )
-        same_parameters = [id(p) for p in parameters] == [id(ref()) for ref in names.parameters]
-        if not same_policies or not same_parameters or named != names.named:
+        if not is_known or named != self._named:
             self._plans.clear()
             self.check_rules()
             self._warn_of_strangers(named)
-        self._names = _Names(
-            [weakref.ref(p) for p in parameters],
-            [(None, 0) if s is None else (weakref.ref(s), len(s.graphs)) for s in sessions],
-            named,
-        )
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self._sessions = [None if session is None else weakref.ref(session) for session in sessions]
+        self._num_graphs = [0 if session is None else len(session.graphs) for session in sessions]
+        self._named = named
 
-    def _check_alive(self, sessions: Sequence[Session | None]) -> None:
+    def _check_alive(self) -> None:
         """Warn once if the models of all targets are gone."""
-        if not any(sessions) and not self._warned_of_lost:
+        if not self._warned_of_lost and not any(target.session for target in self._targets):
             self._warned_of_lost = True
             warn(
                 "gr.guard: the rewritten model is gone, and with it the actions at its step sites; keep what "
@@ -330,31 +315,26 @@ class StepSites:
             )
 
     def _plan(
-        self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        divides: bool,
-        voters: tuple[int, ...],
+        self, parameters: Sequence[Tensor], gradients: _Gradients, divides: bool, voters: tuple[int, ...]
     ) -> _Plan | ExchangeSettings | None:
         """Ask, rewrite and compile for the present gradients; None without actions.
 
         Where only spread gradients that are missing here may have actions, their exchange.
         """
-        asked = ask_at_step_sites(self._targets, self._names.named, parameters, gradients)
+        asked = ask_at_step_sites(self._targets, self._named, parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
-        exchange = self._exchange(asked, own, parameters, gradients, voters)
+        exchange = self._exchange(asked, parameters, gradients, voters)
         if not own:
-            return None if exchange is None else exchange
+            return exchange
         settings = StepSettings(divides, self._suffix, exchange, self._states())
         engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
             gm, live = runnable(rewrite)
             run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
-        factors = tuple((action, tuple(own[n] for n in members)) for action, members in rewrite.parameter_factors)
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
-        return _Plan(rewrite, run, live, own, kept, factors)
+        return _Plan(rewrite, run, live, own, kept)
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
@@ -376,17 +356,19 @@ def ask_at_step_sites(
     targets: Sequence[Target],
     named: Sequence[tuple[int, str] | None],
     parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-) -> dict[int, tuple[Site | None, tuple[Answered, ...]]]:
-    """Return the site of each gradient that is there, and the answers of its model's policy, by position.
+    gradients: _Gradients,
+) -> _Asked:
+    """Ask the policies at each gradient that is there.
 
-    A parameter without a name has no site. Where several models have a parameter of one name, the policies are asked
+    Where several models have a parameter of one name, the policies are asked
     at equal sites, and the ``call`` of the sites that are returned numbers the models, in the optimizer's order.
     PolicyError for an answer that is not allowed, UnsupportedGradientError for an action at a sparse gradient.
     """
     asked: dict[int, tuple[Site | None, tuple[Answered, ...]]] = {}
-    num_before = _numbers_of_equal_names(named)
+    counts: Counter[str] = Counter()  # of equal names of several models
     for n, (own, parameter, gradient) in enumerate(zip(named, parameters, gradients, strict=True)):
+        if own is not None:
+            counts[own[1]] += 1
         if gradient is None:
             continue
         session = None if own is None else targets[own[0]].session
@@ -395,7 +377,7 @@ def ask_at_step_sites(
             continue
         site = step_site(own[1], parameter)
         answers = ask_in_order(session.config.policy, site, (own[0],))
-        site = replace(site, call=num_before[n])
+        site = replace(site, call=counts[own[1]] - 1)
         for answered in answers:
             check_dense(answered.action, site, gradient)
         if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
@@ -405,23 +387,8 @@ def ask_at_step_sites(
     return asked
 
 
-def _numbers_of_equal_names(named: Sequence[tuple[int, str] | None]) -> list[int]:
-    """Return the number of each parameter among equal names of several models."""
-    counts: Counter[str] = Counter()
-    numbers = []
-    for own in named:
-        numbers.append(0 if own is None else counts[own[1]])
-        if own is not None:
-            counts[own[1]] += 1
-    return numbers
-
-
 def _rewrite(
-    asked: Mapping[int, tuple[Site | None, tuple[Answered, ...]]],
-    own: Sequence[int],
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    settings: StepSettings,
+    asked: _Asked, own: Sequence[int], parameters: Sequence[Tensor], gradients: _Gradients, settings: StepSettings
 ) -> StepRewrite:
     """Make the graph of the gradients at these positions; the sites of others are listed."""
     tensors = [t for n in own for t in (gradients[n], parameters[n]) if t is not None]

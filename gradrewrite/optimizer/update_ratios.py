@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from gradrewrite._compat import optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.optimizer._target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,9 @@ class Before:
 class UpdateRatios:
     """Ratios ``||w_after - w_before|| / ||w_before||`` of named parameters."""
 
-    def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
-        """Take a function from ``id`` to name, asked again where the optimizer has a parameter without a name."""
-        self._names = names
+    def __init__(self, targets: Sequence[Target]) -> None:
+        """Take the targets for their names, asked again where the optimizer has a parameter without a name."""
+        self._targets = targets
         self._named: list[tuple[str, weakref.ref[Tensor]]] = []
         self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too
 
@@ -39,14 +41,14 @@ class UpdateRatios:
             raise ValueError("gr.guard(..., update_ratios=True): ratios of sharded parameters (DTensors) are not known")
         is_known = len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True))
         if not is_known:
-            names = self._names()
+            names = {id(p): name for target in reversed(self._targets) for name, p in target.parameters().items()}
             self._own = [weakref.ref(p) for p in own]
             self._named = [(names[id(p)], weakref.ref(p)) for p in own if id(p) in names]
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, ref in self._named:
             parameter = ref()
             assert parameter is not None  # the optimizer has it
-            alike.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
+            alike[parameter.device, parameter.dtype].append((name, parameter))
         return [_copy(named) for named in alike.values()]
 
 
@@ -56,9 +58,9 @@ def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[RecordKey, ...], Tenso
     0 where nothing moved, inf where something came from nothing, NaN where a parameter is not finite. The copies
     are used up.
     """
-    by_device: dict[torch.device, list[Before]] = {}
+    by_device: dict[torch.device, list[Before]] = defaultdict(list)
     for part in parts:
-        by_device.setdefault(part.copies[0].device, []).append(part)
+        by_device[part.copies[0].device].append(part)
     packs = []
     for device, some in by_device.items():
         # squares of small differences underflow, and long sums lose digits, in float32

@@ -17,8 +17,8 @@ from gradrewrite.distributed.groups import RankGroups, this_rank
 from gradrewrite.errors import NonFiniteError, PolicyError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
-from gradrewrite.monitoring.failed_checks import failure_of
-from gradrewrite.monitoring.host_copy import floats_of
+from gradrewrite.monitoring.host_copy import LateRecord, floats_of
+from gradrewrite.monitoring.messages import failure_of
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer._target import Attachment, Target
 from gradrewrite.sites import Site
@@ -67,7 +67,7 @@ class UpdateVerdict:
         self._by_device: dict[torch.device, Tensor] = {}
         self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
         self._counts: Tensor | None = None  # [in all, in a row], float64
-        self._arriving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
+        self._arriving: deque[LateRecord] = deque()
         self._reported = 0
 
     @property
@@ -117,12 +117,8 @@ class UpdateVerdict:
         """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
         if not self._by_device:
             return None
-        device = next(
-            (p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._by_device), None
-        )
-        device = device or next(iter(self._by_device))
-        if self._counts is not None:
-            device = self._counts.device
+        devices = (p.device for g in optimizer.param_groups for p in g["params"] if p.device in self._by_device)
+        device = next(devices, next(iter(self._by_device))) if self._counts is None else self._counts.device
         verdicts = [bad.to(device, non_blocking=True) for bad in self._by_device.values()]
         self._by_device.clear()
         self._judged.clear()
@@ -138,18 +134,14 @@ class UpdateVerdict:
             self._check_all_agree(group, around)
         if group is None or group.size() == 1:
             return None
-        self._check_no_join()
+        refs = [a.recorder.data_parallel for a in self._attached]
+        around_model = [module for ref in refs if ref is not None and (module := ref())]
+        if any(map(data_parallel.lets_ranks_join, around_model)):  # ranks that joined take no part in this exchange
+            raise PolicyError(_JOINS)
         device = parameters[0].device if self._counts is None else self._counts.device
         optimizers.check_unmixed(optimizer)
         found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
         return Ballot(group, [bad, found_inf], device)
-
-    def _check_no_join(self) -> None:
-        """Raise PolicyError where other ranks may have joined (``join``) and take no part in the guards' exchange."""
-        refs = [a.recorder.data_parallel for a in self._attached]
-        around = [module for ref in refs if ref is not None and (module := ref())]
-        if any(map(data_parallel.lets_ranks_join, around)):
-            raise PolicyError(_JOINS)
 
     def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
         """Raise PolicyError where ranks with equal parameters may disagree on a skip."""
@@ -172,26 +164,17 @@ class UpdateVerdict:
     ) -> Tensor | None:
         """Return the verdict of all ranks on all checks, and count it; None if nothing was checked."""
         if ballot is not None:
-            bad = self._agreed(optimizer, ballot)
-        bad = self._with_step_verdict(bad, of_step_sites)  # of ranks that have parts of a gradient: more than agree
+            self._is_agreed = True
+            bad, found_inf = ballot.result()
+            if "found_inf" in optimizer.__dict__:  # a GradScaler's
+                optimizer.__dict__["found_inf"] = found_inf
+                optimizers.note_found_inf(optimizer, found_inf)
+        if of_step_sites is not None:  # of ranks that have parts of a gradient: more than agree
+            own = of_step_sites if self._counts is None else of_step_sites.to(self._counts.device, non_blocking=True)
+            bad = own if bad is None else torch.maximum(bad, own.to(bad.device, non_blocking=True))
         if bad is not None:
             self._count(bad)
         return bad
-
-    def _agreed(self, optimizer: torch.optim.Optimizer, ballot: Ballot) -> Tensor:
-        """Return the verdict of all ranks on the checks; that of a GradScaler is given to the optimizer."""
-        self._is_agreed = True
-        bad, found_inf = ballot.result()
-        if "found_inf" in optimizer.__dict__:
-            optimizer.__dict__["found_inf"] = found_inf
-            optimizers.note_found_inf(optimizer, found_inf)
-        return bad
-
-    def _with_step_verdict(self, bad: Tensor | None, verdict: Tensor | None) -> Tensor | None:
-        if verdict is None:
-            return bad
-        own = verdict if self._counts is None else verdict.to(self._counts.device, non_blocking=True)
-        return own if bad is None else torch.maximum(bad, own.to(bad.device, non_blocking=True))
 
     def _count(self, bad: Tensor) -> None:
         if self._counts is None:
@@ -206,15 +189,10 @@ class UpdateVerdict:
         """Report skipped updates, as far as their counts have arrived."""
         if self._counts is None:
             return
-        if self._counts.device.type == "cuda":
-            copy = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(self._counts, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._counts.device))
-            self._arriving.append((event, copy))
-        else:
-            self._arriving.append((None, self._counts))
-        while self._arriving and _has_arrived(self._arriving[0][0]):
-            total, in_a_row = floats_of(self._arriving.popleft()[1])
+        self._arriving.append(LateRecord((), self._counts))
+        self._arriving[-1].start_copy()
+        while self._arriving and self._arriving[0].is_here():
+            total, in_a_row = floats_of(self._arriving.popleft().pack)
             self._report_skips(int(total), int(in_a_row))
 
     def _report_skips(self, total: int, in_a_row: int) -> None:
@@ -224,10 +202,6 @@ class UpdateVerdict:
         if in_a_row >= self._max_consecutive_skips:
             reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
             raise _skip_error(self._attached[0].recorder, reason, is_agreed=self._is_agreed)
-
-
-def _has_arrived(event: torch.cuda.Event | None) -> bool:
-    return event is None or event.query()
 
 
 def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:
