@@ -44,10 +44,6 @@ class RankGroups:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._meshes: dict[int, tuple[object, tuple[int, ...]]] = {}  # by id; the mesh is held, so the id stays its own
 
-    def note(self, group: dist.ProcessGroup) -> None:
-        """Use this group for its ranks."""
-        self._groups.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
-
     def note_tensor(self, tensor: Tensor) -> None:
         """Use the group of the mesh of a DTensor for its ranks, if there is one."""
         if is_dtensor(tensor):
@@ -55,7 +51,7 @@ class RankGroups:
 
     def _note_mesh(self, mesh: DeviceMesh) -> None:
         if mesh.ndim == 1:
-            self.note(mesh.get_group())
+            self.ranks_of(mesh.get_group())
 
     def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return a group of these global ranks, in ascending order; this process is one of them."""
@@ -76,8 +72,9 @@ class RankGroups:
 
     def ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """Return the global ranks of a group, ascending, and use the group for them."""
-        self.note(group)
-        return tuple(sorted(dist.get_process_group_ranks(group)))
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        self._groups.setdefault(ranks, group)
+        return ranks
 
     def of_tensors(self, tensors: Iterable[Tensor], further: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """Return a group of all ranks of the meshes of these tensors, or a further group if it has all of these.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat.dtensors import is_dtensor
+from gradrewrite.distributed.layouts import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,17 +40,12 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def like_of(part: Tensor, whole: Tensor | None) -> Tensor:
     """Return a tensor as the part of a DTensor that is spread like another one; as it is beside a plain one."""
-    if whole is None or not is_dtensor(whole):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    layout = None if whole is None else Layout.of(whole)
+    return part if layout is None else layout.wrap(part)
 
 
 def spread_of(tensor: Tensor) -> Spread | None:
-    """Return how a tensor is spread, None for a plain one; ValueError for partial placements (``reduced`` first)."""
+    """Return how a tensor is spread, None for a plain one; ValueError for partial placements (``added_up`` first)."""
     if not is_dtensor(tensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):
@@ -57,13 +53,3 @@ def spread_of(tensor: Tensor) -> Spread | None:
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     replicas = math.prod(size for size, placement in sizes if placement.is_replicate())
     return Spread(ranks_of(tensor.device_mesh), replicas, tensor.numel())
-
-
-def reduced(tensor: Tensor) -> Tensor:
-    """Return a DTensor with its partial placements reduced to replicas; any other tensor as it is."""
-    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)

@@ -13,8 +13,8 @@ from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.module import restore, transform
-from gradrewrite.monitoring.clip_rates import ClipRates
 from gradrewrite.monitoring.monitor import Monitor, recorder_of, steps_since
+from gradrewrite.monitoring.writers import ClipRates
 from gradrewrite.optimizer.guard import guard, unguard
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.policy.actions import Policy

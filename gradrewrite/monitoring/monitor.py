@@ -17,9 +17,8 @@ from gradrewrite.distributed.figures import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
-from gradrewrite.monitoring.failed_checks import FailedCheckErrors, FailedCheckWarnings, failure_of
 from gradrewrite.monitoring.host_copy import pack_of
-from gradrewrite.monitoring.log_lines import ClipLog
+from gradrewrite.monitoring.messages import StepMessages, failure_of, raise_failed
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers, path_of_rank
@@ -73,12 +72,11 @@ class Monitor:
         self._lock = recorder.lock
         self._writers = Writers(recorder.records, capacity, every)
         guards = recorder.guards
-        self._warnings = FailedCheckWarnings(capacity, lambda: any(guard.is_alive for guard in guards))
-        self._clip_log = ClipLog(capacity)
+        self._messages = StepMessages(capacity, lambda: any(guard.is_alive for guard in guards))
         self._warned_of_bound = False
         recorder.writer = self._writers
-        recorder.listeners += [self._warnings, self._clip_log]
-        recorder.raising.append(FailedCheckErrors())
+        recorder.listeners.append(self._messages)
+        recorder.raising.append(raise_failed)
 
     def __repr__(self) -> str:
         return f"Monitor(capacity={self.capacity}, every={self.every}): {self._recorder.num_steps} steps"
@@ -164,7 +162,7 @@ class Monitor:
         if what not in known:
             raise ValueError(f"kept(what) is one of {', '.join(map(repr, known))}, got {what!r}")
         with self._lock:
-            self._flush_messages()
+            self._messages.flush()
             records = self._recorder.records
             found = records[-1].kept if records else {}
             return {site: tensor for (own, site), tensor in found.items() if own == what}
@@ -255,7 +253,7 @@ class Monitor:
     def flush(self) -> None:
         """Write the steps that are still missing to the files that are attached. Waits for the device."""
         with self._lock:
-            self._flush_messages()
+            self._messages.flush()
             self._writers.flush()
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
@@ -275,17 +273,12 @@ class Monitor:
                 failures = (failure_of(part, get_args(OnFailure)) for part in (record, *record.updates))
                 return next((failure for failure in failures if failure is not None), None)
             record.fetch()
-            found = find_anywhere(record.step, record.checked_graphs())
-            return None if found is None else found.error()
-
-    def _flush_messages(self) -> None:
-        self._clip_log.flush()
-        self._warnings.flush()
+            return find_anywhere(record.step, record.checked_graphs())
 
     def _read(self, last: int | None = None) -> list[StepRecord]:
         with self._lock:
-            self._flush_messages()
-            records = list(self._recorder.records)[-last:] if last is not None else list(self._recorder.records)
+            self._messages.flush()
+            records = list(self._recorder.records)[-(last or 0) :]
             for record in records:
                 record.fetch()
                 for part in (record, *record.updates):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
-from gradrewrite.replay.failure import Failure
 from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
@@ -81,8 +81,8 @@ class StepRecord:
     late: dict[tuple[RecordKey, ...], LateRecord] = field(default_factory=dict)
     # What optimizers reported of their steps since this backward and before the next: one record for each.
     updates: list[StepRecord] = field(default_factory=list)
-    # Analyses of the step, by the checks that failed in each of its graphs.
-    failures: dict[tuple[tuple[RecordKey, ...], ...], Failure] = field(default_factory=dict)
+    # Errors of the step, by the checks that failed in each of its graphs.
+    failures: dict[tuple[tuple[RecordKey, ...], ...], NonFiniteError] = field(default_factory=dict)
     was_read: bool = False  # whether it has been read
     has_known_bounds: bool = False  # whether somebody has looked at its bounds for zeros
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
@@ -97,12 +97,14 @@ class StepRecord:
                     self._ready[pack.device] = torch.cuda.Event()
                     self._ready[pack.device].record(torch.cuda.current_stream(pack.device))
 
+    @property
+    def _parts(self) -> list[LateRecord | StepRecord]:
+        return [*self.late.values(), *self.updates]
+
     def start_copy(self) -> None:
         """Start the copy of the records to the host; nothing waits."""
-        for late in self.late.values():
-            late.start_copy()
-        for update in self.updates:
-            update.start_copy()
+        for part in self._parts:
+            part.start_copy()
         if self._copied is not None:
             return
         self._copied = []
@@ -119,7 +121,7 @@ class StepRecord:
         """Whether the copy has arrived."""
         if self._copied is None or not all(event.query() for event in self._copied):
             return False
-        return all(late.is_here() for late in self.late.values()) and all(u.is_here() for u in self.updates)
+        return all(part.is_here() for part in self._parts)
 
     def fetch(self) -> None:
         """Wait for the copy, and begin it if need be."""
@@ -129,10 +131,8 @@ class StepRecord:
             event.synchronize()
         for graph in self.graphs:
             graph.on_device = []
-        for late in self.late.values():
-            late.fetch()
-        for update in self.updates:
-            update.fetch()
+        for part in self._parts:
+            part.fetch()
 
     def values(self) -> dict[RecordKey, float]:
         """All records in the order of the sites of the forward; counts of a site that reported several times add up."""
@@ -146,8 +146,9 @@ class StepRecord:
                     known[key] = known[key] + value if adds_up else value
             self._values = {key: known[key] for key in keys}
         updates = {key: value for update in self.updates for key, value in update.values().items()}
+        bounds = {key: value for graph in self.graphs for key, value in graph.bounds.items()}
         late = {key: value for added in self.late.values() for key, value in added.values().items()}
-        return self._values | updates | self.bounds() | self.host_values | late
+        return self._values | updates | bounds | self.host_values | late
 
     def on_host(self) -> Step:
         """Return the records of the step and its clips; the copy is here."""
@@ -158,10 +159,6 @@ class StepRecord:
         own = [clip for graph in reversed(self.graphs) for clip in graph.outputs.clips]
         found = [*own, *(clip for update in self.updates for clip in update.clips())]
         return tuple(dict.fromkeys(found)) if len(self.graphs) + len(self.updates) > 1 else tuple(found)
-
-    def bounds(self) -> dict[RecordKey, float]:
-        """Bounds of clips that the host has; those that are tensors on a device are records of the graph."""
-        return {key: value for graph in self.graphs for key, value in graph.bounds.items()}
 
     def zero_bound(self) -> RecordKey | None:
         """The first bound of a clip that made zeros, None without one; the copy to the host must have arrived."""
@@ -174,10 +171,6 @@ class StepRecord:
                 if key.record == "limit" and bound <= 0:
                     return key
         return None
-
-    def logs(self) -> bool:
-        """Whether a graph has clips that log."""
-        return any([graph.outputs.logs for graph in self.graphs])
 
     def is_checked(self, modes: Collection[OnFailure]) -> bool:
         """Whether there are checks of one of these kinds, other than those that the host knows to have passed."""
@@ -195,7 +188,8 @@ class StepRecord:
         """The graphs, for a look at their checks; the copy is here."""
         return [CheckedGraph(graph.outputs, graph.values(), graph.snapshot) for graph in self.graphs]
 
-    def drop_snapshots(self) -> None:
-        """Let go of the inputs of the step."""
+    def let_go(self) -> None:
+        """Let go of the inputs of the step, and of kept tensors."""
+        self.kept = {}
         for graph in self.graphs:
             graph.snapshot = None

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -92,13 +92,6 @@ class Seat:
     num_groups: int  # how many there are
 
 
-class _Outer(threading.local):
-    """The outer backward of a recomputed part of the model, on this thread."""
-
-    def __init__(self) -> None:
-        self.backward = -1
-
-
 class StepRecorder:
     """The records of the last steps of a training run."""
 
@@ -110,7 +103,8 @@ class StepRecorder:
         # Told of each step before its record joins the others, for the oldest may leave them then.
         self.writer: RecordWriter | None = None
         self.listeners: list[StepListener] = []  # told of each step after that; both with the lock held
-        self.raising: list[StepListener] = []  # told last, without the lock; what they raise leaves the backward
+        # Told last, without the lock; what they raise leaves the backward.
+        self.raising: list[Callable[[StepRecord], None]] = []
         # Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
         self.guards: list[SkipGuard] = []
         # Numbers of updates that guards which are gone have skipped, on their devices.
@@ -126,7 +120,7 @@ class StepRecorder:
         self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
         self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False
-        self._outer = _Outer()
+        self._outer = threading.local()  # ``backward``: the outer one of a recomputed part of the model
         self._outer_backwards: set[int] = set()  # those that run
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
         _to_flush.add(self)
@@ -241,7 +235,7 @@ class StepRecorder:
 
     def step_backward(self) -> int:
         """Number of the running backward, of the outermost where one runs inside another; -1 outside of one."""
-        task, outer = autograd.backward_id(), self._outer.backward
+        task, outer = autograd.backward_id(), getattr(self._outer, "backward", -1)
         is_inside = outer not in (-1, task) and outer in self._outer_backwards and autograd.is_called_by_python()
         return outer if is_inside else task
 
@@ -326,8 +320,8 @@ class StepRecorder:
                 self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
             for listener in self.listeners:
                 listener.on_step(update)
-        for listener in self.raising:
-            listener.on_step(update)
+        for told in self.raising:
+            told(update)
         return update.step
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
@@ -361,15 +355,14 @@ class StepRecorder:
             self._append(record)
             for listener in self.listeners:
                 listener.on_step(record)
-        for listener in self.raising:
-            listener.on_step(record)
+        for told in self.raising:
+            told(record)
 
     def _append(self, record: StepRecord) -> None:
         """Let a record join the others; the lock is held."""
         record.step = self.num_steps
         if self.records:
-            self.records[-1].drop_snapshots()
-            self.records[-1].kept = {}
+            self.records[-1].let_go()
         try:
             if self.writer is not None:
                 self.writer.on_step(record)

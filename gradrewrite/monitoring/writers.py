@@ -7,8 +7,9 @@ import itertools
 import json
 import math
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from gradrewrite.diagnostics.run_log import Step, clip_to_json
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import ClipRecords
-from gradrewrite.monitoring.clip_rates import ClipRates
 from gradrewrite.monitoring.step_record import StepRecord
 
 
@@ -146,8 +146,9 @@ def path_of_rank(path: str | os.PathLike[str]) -> str:
 class JsonLines:
     """A file with one object a line, ``{"step": 3, "graphs": 0, "records": {...}}``.
 
-    Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...]}``: which records belong to which
-    clip, its action, its rule and the call of its site. On several ranks steps have ``"rank": 1`` too.
+    Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...]}``: the number of the set, and
+    which records belong to which clip, its action, its rule and the call of its site. On several ranks steps have
+    ``"rank": 1`` too.
 
     A step is one write, so a kill leaves whole lines. What could not be written whole (a full disk) is taken back, and
     an unfinished line that an earlier run left is taken off when the file is opened.
@@ -206,6 +207,24 @@ class JsonLines:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+class ClipRates:
+    """Shares of clipped steps since the last log."""
+
+    def __init__(self) -> None:
+        self._acted: dict[str, list[bool]] = defaultdict(list)
+
+    def add(self, step: Step) -> None:
+        """Count one step; a factor of NaN counts as clipped."""
+        for clip in step.clips:
+            self._acted[str(replace(clip.factor, record="rate"))].append(step.records[str(clip.factor)] != 1)
+
+    def take(self) -> dict[str, float]:
+        """Return ``rate@site`` of the clips since the last call, each in [0, 1]."""
+        rates = {address: sum(acted) / len(acted) for address, acted in self._acted.items()}
+        self._acted.clear()
+        return rates
 
 
 class TensorBoard:

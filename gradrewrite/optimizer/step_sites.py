@@ -19,7 +19,8 @@ from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, this_rank
-from gradrewrite.distributed.shards import Spread, like_of, local_of, reduced, spread_of
+from gradrewrite.distributed.layouts import added_up
+from gradrewrite.distributed.shards import Spread, like_of, local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
@@ -130,7 +131,8 @@ class StepSites:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
         for parameter in parameters:
-            if parameter.grad is not None and (whole := reduced(parameter.grad)) is not parameter.grad:
+            grad = parameter.grad
+            if grad is not None and is_dtensor(grad) and (whole := added_up(grad)) is not grad:
                 parameter.grad = whole
         gradients = [p.grad for p in parameters]
         divides = _may_divide(optimizer, step)

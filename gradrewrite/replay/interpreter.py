@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
+from gradrewrite._utils.tensors import tensors_in
 from gradrewrite.ir import ops
 from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.inputs import GraphInput
@@ -53,12 +54,15 @@ class _Replay(fx.Interpreter):
         acting = {name: numbers[e.site] for name, e in replay_graph.actions.items() if e.site in numbers}
         self._ops = attribute_nodes(self._graph, replay_graph.backward, acting)
         self._output = self._graph.output_node()
+        returned = self._output.args[0]
+        assert isinstance(returned, list | tuple)
+        self._gradients = {site: returned[at] for at, site in replay_graph.gradients.items()}
         self._states: dict[fx.Node, _State] = {}
         self._result = ReplayResult()
         self._records: set[fx.Node] = set()
         self._failed = failed
         self._positions = self._positions_of_sites()
-        self._given = self._given_values(snapshot)
+        self._given = self._given_values()
 
     def result(self) -> ReplayResult:
         """Run, and find the roots."""
@@ -87,25 +91,22 @@ class _Replay(fx.Interpreter):
 
     def _positions_of_sites(self) -> dict[Site, int]:
         """Positions of the sites in the order of execution."""
-        returned = self._output.args[0]
-        assert isinstance(returned, list | tuple)
-        positions = {site: self._order[returned[at]] for at, site in self._replay_graph.gradients.items()}
+        positions = {site: self._order[node] for site, node in self._gradients.items()}
         for node in self._nodes:
-            if node.target in (ops.mark_activation, ops.mark_error):
-                is_forward = node.target is ops.mark_activation
-                site = (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(
-                    number_of(node)
-                )
-                if site is not None:
-                    positions[site] = self._order[node]
+            if node.target in (ops.mark_activation, ops.mark_error) and (site := self._marked_site(node)) is not None:
+                positions[site] = self._order[node]
         return positions
 
-    def _given_values(self, snapshot: StepSnapshot) -> dict[fx.Node, tuple[Any, str]]:
+    def _marked_site(self, marker: fx.Node) -> Site | None:
+        is_forward = marker.target is ops.mark_activation
+        return (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(number_of(marker))
+
+    def _given_values(self) -> dict[fx.Node, tuple[Any, str]]:
         """Return the placeholders' values in order, and the names of overwritten ones."""
         placeholders = self._graph.find_nodes(op="placeholder")
         inputs = [node for node in placeholders if node.name not in self._replay_graph.tangents]
         given = {}
-        for node, held in zip(inputs, snapshot.inputs, strict=True):
+        for node, held in zip(inputs, self._snapshot.inputs, strict=True):
             known = self._replay_graph.inputs.get(node.name)
             name = f"{known.role} {known.name}" if known is not None else node.name
             given[node] = (held.get(), name if held.is_overwritten() else "")
@@ -113,7 +114,7 @@ class _Replay(fx.Interpreter):
                 self._result.overwritten = name
         for node in placeholders:
             if node.name in self._replay_graph.tangents:
-                held = snapshot.tangents[node.name]
+                held = self._snapshot.tangents[node.name]
                 given[node] = (held.get(), "the gradient of an output" if held.is_overwritten() else "")
         return {node: given[node] for node in placeholders}
 
@@ -151,17 +152,13 @@ class _Replay(fx.Interpreter):
         return result
 
     def _look_at_marker(self, marker: fx.Node, value: Tensor) -> None:
-        number = number_of(marker)
-        is_forward = marker.target is ops.mark_activation
-        site = (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(number)
+        site = self._marked_site(marker)
         if site is not None and site not in self._failed.values():
+            is_forward = marker.target is ops.mark_activation
             self._look_at(site, marker.all_input_nodes[0], value, self._order[marker], is_forward=is_forward)
 
     def _look_at_gradients(self, values: Mapping[fx.Node, Any]) -> None:
-        returned = self._output.args[0]
-        assert isinstance(returned, list | tuple)
-        for position, site in self._replay_graph.gradients.items():
-            node = returned[position]
+        for site, node in self._gradients.items():
             if isinstance(node, fx.Node) and site not in self._failed.values():
                 self._look_at(site, node, values[node], self._order[node], is_forward=False)
 
@@ -183,9 +180,7 @@ class _Replay(fx.Interpreter):
         leads: set[fx.Node] = set()
         roots = []
         for node in reversed(self._nodes):
-            if node not in targets and not any(user in leads for user in node.users):
-                continue
-            if node not in bad:
+            if node not in bad or (node not in targets and leads.isdisjoint(node.users)):
                 continue
             leads.add(node)
             if not any(read in bad for read in node.all_input_nodes):
@@ -250,19 +245,15 @@ def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
 
 
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_finite(v) for v in value)
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return True
-    return bool(torch.isfinite(value).all())
+    return all(bool(torch.isfinite(t).all()) for t in _inexact_in(value))
 
 
 def _has_nan(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_has_nan(v) for v in value)
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return False
-    return bool(torch.isnan(value).any())
+    return any(bool(torch.isnan(t).any()) for t in _inexact_in(value))
+
+
+def _inexact_in(value: Any) -> list[Tensor]:
+    return [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
 
 
 @dataclass(frozen=True, slots=True)

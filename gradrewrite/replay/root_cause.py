@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import get_args
 
 from gradrewrite._compat import collectives
-from gradrewrite.errors import PrecedingSite
+from gradrewrite.distributed.groups import this_rank
+from gradrewrite.errors import NonFiniteError, PrecedingSite
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
-from gradrewrite.replay.failure import Failure
 from gradrewrite.replay.interpreter import ReplayResult, RootCause, SiteObservation, replay
 from gradrewrite.replay.step_snapshot import CheckedGraph
 from gradrewrite.sites import Site
@@ -26,8 +25,8 @@ _DID_NOT_FAIL = (
 )
 
 
-def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str = "") -> Failure:
-    """Return the failure of the first failed check of these modes, in the order of execution.
+def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], note: str = "") -> NonFiniteError:
+    """Return the error of the first failed check of these modes, in the order of execution.
 
     Graphs are in the order in which their backwards ran. RuntimeError if no such check failed.
     """
@@ -38,19 +37,20 @@ def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[
     (graph, check), *rest = forward + backward
     size = math.prod(math.nan if s is None else s for s in check.site.shape)
     is_activation = check.site.kind == "activation"
-    return Failure(
+    return NonFiniteError(
         check.site,
-        step,
+        step=step,
         percent=100.0 * graph.values[check.key] / size,
-        op=_name(check.site) if is_activation else "",
+        op=f"{check.site.module}/{check.site.op}" if is_activation else "",
         source=check.site.source if is_activation else "",
-        others=tuple(c.site for _, c in rest),
+        others=[c.site for _, c in rest],
         note=note,
+        rank=this_rank(),
     )
 
 
-def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -> Failure:
-    """Return the failure of a step by a replay; by the checks alone, with a note why, if it cannot be replayed."""
+def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -> NonFiniteError:
+    """Return the error of a step by a replay; by the checks alone, with a note why, if it cannot be replayed."""
     try:
         results = [_replay(graph, {c.node: c.site for c in graph.failed(modes)}) for graph in graphs]
         return _from_replays(step, graphs, modes, results)
@@ -59,8 +59,8 @@ def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -
         return analyse_checks(step, graphs, modes, f"the step could not be replayed: {reason}")
 
 
-def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> Failure | None:
-    """Return the failure that checks at all outputs of the graphs would find; RuntimeError without a replay."""
+def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> NonFiniteError | None:
+    """Return the error that checks at all outputs of the graphs would find; RuntimeError without a replay."""
     results = [_replay(graph, {}) for graph in graphs]
     return _from_replays(step, graphs, get_args(OnFailure), results) if any(r.roots for r in results) else None
 
@@ -77,7 +77,7 @@ def _replay(graph: CheckedGraph, failed: Mapping[str, Site]) -> ReplayResult:
 
 def _from_replays(
     step: int, graphs: Sequence[CheckedGraph], modes: Collection[str], results: Sequence[ReplayResult]
-) -> Failure:
+) -> NonFiniteError:
     last = len(graphs) - 1
 
     def position(number: int, item: RootCause | SiteObservation) -> tuple[bool, int, int]:
@@ -99,19 +99,22 @@ def _from_replays(
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
     first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), None)
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
-        return replace(analyse_checks(step, graphs, modes), op=root.op, source=root.source, cause=root.came_in)
+        error = analyse_checks(step, graphs, modes)
+        error.op, error.source, error.cause = root.op, root.source, root.came_in
+        return error
     before = [s for _, n, s in seen if position(n, s) < position(*first)]
     stale = next((e.overwritten for e in results if e.overwritten), "")
-    return Failure(
+    return NonFiniteError(
         first[1].site,
-        step,
+        step=step,
         percent=first[1].percent,
         op=root.op,
         source=root.source,
-        others=tuple(s.site for n, s in bad if s is not first[1]),
-        window=tuple(PrecedingSite(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]),
+        others=[s.site for n, s in bad if s is not first[1]],
+        window=[PrecedingSite(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
         cause=root.came_in,
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
+        rank=this_rank(),
     )
 
 
@@ -135,7 +138,3 @@ def _averages(graph: CheckedGraph) -> bool:
     if graph.snapshot is None:
         return False
     return any(map(collectives.is_collective, graph.snapshot.replay_graph.graph.graph.nodes))
-
-
-def _name(site: Site) -> str:
-    return f"{site.module}/{site.op}"

@@ -47,8 +47,7 @@ class VersionedRef(NamedTuple):
 
     def is_overwritten(self) -> bool:
         """Whether the tensor was changed in place since."""
-        value = self.get()
-        return _version(value) != self.version
+        return _version(self.get()) != self.version
 
 
 def _version(value: Any) -> int:
@@ -202,24 +201,18 @@ class PendingForwards:
 
     def end(self, begun: _Begun, names: Sequence[str], outputs: Sequence[Any]) -> None:
         """Record the outputs of a call; their storage identifies the backward."""
-        if self._key >= 0:
-            self._add(ForwardCall(*begun, {names[self._key]: _Key.of(outputs[self._key])}))
-            return
         keys: dict[str, _Key] = {}
-        for number in reversed(range(len(names))):
+        for number in (self._key,) if self._key >= 0 else reversed(range(len(names))):
             if not isinstance(outputs[number], Tensor):
                 continue
-            if self._saved and names[number] in self._saved:
+            if names[number] in self._saved:
                 self._key = number
                 keys = {names[number]: _Key.of(outputs[number])}
                 break
             if len(keys) < _KEYS:
                 keys[names[number]] = _Key.of(outputs[number])
-        self._add(ForwardCall(*begun, keys))
-
-    def _add(self, call: ForwardCall) -> None:
         with self._lock:
-            self._calls.append(call)
+            self._calls.append(ForwardCall(*begun, keys))
 
     def snapshot(self, args: Sequence[Any]) -> StepSnapshot:
         """Return the step snapshot for a backward with these arguments; see ``note_saved``."""
@@ -230,10 +223,10 @@ class PendingForwards:
             )
         tangents = {name: VersionedRef.of(args[position]) for name, position in self._tangents}
         if any([t.value.numel() * t.value.element_size() > _LARGEST_KEPT for t in tangents.values()]):
-            missing = (
-                "a gradient from outside the model is larger than 64 MiB and was not kept; compute the loss inside"
+            missing = "a gradient from outside the model is larger than 64 MiB and was not kept; "
+            return StepSnapshot(
+                self.replay_graph, missing=f"{missing}compute the loss inside the model, or call gr.locate"
             )
-            return StepSnapshot(self.replay_graph, missing=f"{missing} the model, or call gr.locate")
         return StepSnapshot(self.replay_graph, call.values, call.versions, tangents, call.random)
 
     def _find(self, args: Sequence[Any]) -> ForwardCall | None:
