@@ -51,7 +51,7 @@ class AdaptiveClip:
 
     Example:
         >>> AdaptiveClip(0.02)
-        AdaptiveClip(0.02)
+        AdaptiveClip(clipping=0.02)
     """
 
     clipping: float | Tensor | Schedule = 0.01

@@ -62,7 +62,7 @@ class AutoClip(_ClipByFollowedNorm):
 
     Example:
         >>> AutoClip(25.0)
-        AutoClip(25.0)
+        AutoClip(percentile=25.0)
     """
 
     percentile: float = 10.0
@@ -136,7 +136,7 @@ class ZClip(_ClipByFollowedNorm):
 
     Example:
         >>> ZClip(3.0)
-        ZClip(3.0)
+        ZClip(z=3.0)
     """
 
     z: float = 2.5

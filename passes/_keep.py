@@ -50,7 +50,7 @@ class Keep:
         >>> Keep()
         Keep()
         >>> Keep("example_norms")
-        Keep('example_norms')
+        Keep(what='example_norms')
     """
 
     what: Literal["tensor", "example_norms", "second_moment"] = "tensor"
