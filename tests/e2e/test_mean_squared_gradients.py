@@ -37,6 +37,7 @@ def by_hand(rows: int) -> dict[str, torch.Tensor]:
     return {name: torch.stack(squares).mean(0) for name, squares in terms.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", mostly_slow([5, 1]))
 def test_all_ways_agree(rows: int) -> None:
     wanted = by_hand(rows)

@@ -110,6 +110,7 @@ def check(fault: Fault, answer: nan_hunt.Answer) -> None:
         assert error.percent == pytest.approx(plain.watch.percent, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, 3), ids=lambda fault: fault.name)
 def test_each_fault_is_named(fault: Fault) -> None:
     check(fault, nan_hunt.hunt(fault))
@@ -130,6 +131,7 @@ def test_every_fault_has_an_expectation() -> None:
     assert {fault.name for fault in FAULTS if not fault.parts} == set(CAUSES)
 
 
+@pytest.mark.long
 def test_the_sites_of_the_picture_are_those_of_the_model(tmp_path: Path) -> None:
     answer = nan_hunt.hunt(FAULTS[3])
     bad = {answer.error.site, *answer.error.others}

@@ -14,6 +14,7 @@ from models.per_example import example_gradients
 PAGE = (ROOT / "docs" / "per-example.md").read_text()
 
 
+@pytest.mark.long
 def test_the_page() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     inputs = "torch.randn(16, 4), torch.randint(0, 3, (16,))"

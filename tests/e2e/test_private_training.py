@@ -46,12 +46,14 @@ def clipped_by_hand(network: Digits, images: Tensor, labels: Tensor, weights: Te
     return sums
 
 
+@pytest.mark.long
 def test_the_clipped_sum_is_that_of_a_loop() -> None:
     network = private_training.start(0).double()
     wanted = clipped_by_hand(network, *batch())
     torch.testing.assert_close(clipped_here(network, *batch()), wanted, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.long
 def test_an_empty_batch_is_noise_alone() -> None:
     trained, _ = private_training.load()
     ((images, labels, weights),) = private_training.poisson_batches(trained, 1, 0.0, seed=0)
@@ -63,6 +65,7 @@ def test_an_empty_batch_is_noise_alone() -> None:
     assert float(noise.std()) == pytest.approx(3.0 * private_training.BOUND, rel=0.05)
 
 
+@pytest.mark.long
 def test_the_clipped_sum_is_that_of_opacus() -> None:
     pytest.importorskip("opacus", reason=NO_OPACUS)
     from opacus import GradSampleModule

@@ -37,6 +37,7 @@ PACKAGES = (gradrewrite, gradrewrite.passes, gradrewrite.viz)
 MODULES = {m.name for p in PACKAGES for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(MODULES - {"gradrewrite.__main__"}))
 def test_docstring_examples(name: str) -> None:
     package, _, framework = name.rpartition(".")

@@ -99,6 +99,7 @@ def test_what_is_held_is_returned_last_and_hold_last_is_the_inverse_of_release(
     assert str(gm.graph) != plain
 
 
+@pytest.mark.long
 @given(chains(), SEED, st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=5), st.data())
 def test_live_tensors_become_the_last_inputs(chain: Chain, seed: int, read: list[int], data: st.DataObject) -> None:
     inputs = inputs_of(chain, seed)

@@ -36,6 +36,7 @@ def backward(model: gr.RewrittenModule, error: Tensor, scale: Tensor | float = 1
     return model.w.grad.clone()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", POLICIES)
 def test_powers_of_two_change_no_bit(name: str) -> None:
     scale = torch.tensor(1.0)

@@ -142,6 +142,7 @@ class Training(RuleBasedStateMachine):
         assert self.path is None or self.monitor.dropped <= self.first_written
 
 
+@pytest.mark.long
 def test_training() -> None:
     few = settings(max_examples=settings().max_examples // 2, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(Training, settings=few)

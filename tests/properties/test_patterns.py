@@ -76,6 +76,7 @@ def test_a_pattern_comes_back_from_its_text(kind: Any, glob: str, call: int | No
     assert Pattern.parse(text) == Pattern(kind, glob, call)
 
 
+@pytest.mark.long
 @given(st.none() | KIND, NAME, st.none() | CALL, ACTIONS | st.lists(ACTIONS, min_size=1, max_size=3))
 def test_a_rule_comes_back_from_its_representation(kind: Any, name: str, call: int | None, action: Any) -> None:
     text = (f"{kind}:" if kind else "") + name + ("" if call is None else f"#{call}")

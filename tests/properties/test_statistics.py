@@ -128,6 +128,7 @@ def test_norms_are_rounded_once(dtype: torch.dtype, size: float) -> None:
     assert [figures[NAMES.index("norm")].item() for _, figures in measured(x)] == [wanted] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", [0, 2047, 2048, 40_000, 69_999])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e4])

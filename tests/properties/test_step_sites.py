@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -86,6 +87,7 @@ def call(action: Any, g: Tensor, p: Tensor) -> Tensor:
 MIXED: Any = [((), torch.float64, "normal", [], [0, 3]), ((7,), torch.float32, "normal", [], [0, 3])]
 
 
+@pytest.mark.long
 @example(MIXED, False)
 @given(parameters, st.booleans())
 def test_step_sites_do_what_their_actions_say(found: Any, fused: bool) -> None:

@@ -292,6 +292,7 @@ def test_check_that_skips_is_not_silent_without_a_guard() -> None:
         model.monitor.latest()
 
 
+@pytest.mark.long
 def test_optimizers_on_one_monitor_skip_for_their_own_parameters() -> None:
     monitor = gr.Monitor()
     models = [gr.transform(nn.Linear(2, 2), SKIP, monitor=monitor) for _ in range(2)]

@@ -106,6 +106,7 @@ def test_enable_grad_inside_no_grad() -> None:
 # Layouts and views.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fn", [lambda g: g.mT.contiguous().mT, lambda g: (torch.eye(4) @ g.mT).mT, lambda g: g.flip(0), lambda g: g * 1]
 )

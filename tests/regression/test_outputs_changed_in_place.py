@@ -55,6 +55,7 @@ def total(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([output.sum() * 0.1 for output in outputs]).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", ENGINES)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", [Net, Loss])
@@ -101,6 +102,7 @@ def test_an_output_that_the_model_itself_saves_fails_as_without_a_policy(compile
         y.sum().backward()
 
 
+@pytest.mark.long
 def test_values_that_are_computed_from_an_output_are_saved_once() -> None:
     """A returned hidden state does not double what the backward keeps of all layers behind it."""
 

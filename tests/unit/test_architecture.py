@@ -17,6 +17,7 @@ from gradrewrite._compat import versions
 from helpers import ROOT
 
 
+@pytest.mark.long
 def test_importing_adds_no_heavy_package_to_what_torch_loads() -> None:
     program = """
 import sys, torch, torch._dynamo, torch._functorch.partitioners
@@ -33,6 +34,7 @@ sys.exit(", ".join(new) or 0)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_reading_files_does_not_import_the_compiler() -> None:
     program = """
 import sys, gradrewrite.cli

@@ -229,6 +229,7 @@ def test_copies_and_pickles_keep_class_and_policy(net: Net, batch: Tensor, inpla
         assert type(gr.restore(other)) is Net
 
 
+@pytest.mark.long
 def test_model_that_refers_to_itself_is_pickled(batch: Tensor, inplace: bool) -> None:
     net: Any = Net()
     net.me = [net]

@@ -46,6 +46,7 @@ def fails(policy: Any, error: type[Exception], match: str) -> BaseException:
     return caught.value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "match"),
     mostly_slow(

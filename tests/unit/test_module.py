@@ -34,6 +34,7 @@ def test_shares_parameters_and_state(plain: nn.Module) -> None:
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
 
 
+@pytest.mark.long
 def test_saves_and_loads(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     stream = io.BytesIO()
@@ -47,6 +48,7 @@ def test_saves_and_loads(plain: nn.Module, x: Tensor) -> None:
     assert torch.equal(other(x), model(x))
 
 
+@pytest.mark.long
 def test_deepcopy_keeps_policy_and_shares_nothing_else(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     wanted = gradient(model, x)
@@ -58,6 +60,7 @@ def test_deepcopy_keeps_policy_and_shares_nothing_else(plain: nn.Module, x: Tens
     assert not {id(p) for p in other.parameters()} & {id(p) for p in plain.parameters()}
 
 
+@pytest.mark.long
 def test_pickles_with_its_policy(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     stream = io.BytesIO()
@@ -68,6 +71,7 @@ def test_pickles_with_its_policy(plain: nn.Module, x: Tensor) -> None:
     assert torch.equal(gradient(other, x), gradient(model, x))
 
 
+@pytest.mark.long
 def test_train_and_eval_reach_the_original(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
 
@@ -112,6 +116,7 @@ def test_forward_is_that_of_the_plain_model() -> None:
     assert torch.equal(out, got)
 
 
+@pytest.mark.long
 def test_buffers_are_those_of_the_plain_model() -> None:
     case = CASES["cnn"]
     plain, inputs = make_case(case, torch.float32)
@@ -122,6 +127,7 @@ def test_buffers_are_those_of_the_plain_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
 
 
+@pytest.mark.long
 def test_second_transform_has_its_own_policy(plain: nn.Module, x: Tensor) -> None:
     wanted = gradient(plain, x)
     once, twice = gr.transform(plain, []), gr.transform(plain, DOUBLE)
@@ -177,6 +183,7 @@ def test_dynamic_shapes_reach_the_policy_as_none(x: Tensor) -> None:
     assert len(model.explain().graphs) == 1
 
 
+@pytest.mark.long
 def test_trace_changes_nothing(plain: nn.Module, x: Tensor) -> None:
     plain.train()
     model = gr.transform(plain, DOUBLE)
@@ -195,6 +202,7 @@ def test_trace_changes_nothing(plain: nn.Module, x: Tensor) -> None:
     torch.testing.assert_close(gradient(model, x), 2 * wanted)
 
 
+@pytest.mark.long
 def test_trace_is_the_same_compiled_or_not(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, gr.on("error:1", ClipByValue(0.1)))
     before = model.trace(x)
@@ -228,6 +236,7 @@ def test_late_backward_hook_is_honoured_or_refused(plain: nn.Module, x: Tensor) 
     assert not calls
 
 
+@pytest.mark.long
 def test_late_parameter_hook_is_honoured(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     gradient(model, x)

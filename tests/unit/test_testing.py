@@ -54,6 +54,7 @@ def test_what_actions_changed_is_told_from_where_they_stood(x: Tensor) -> None:
     assert found.changed == ("error:up",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bound", "is_changed"), [(1e-3, True), (1e6, False)])
 def test_a_group_changed_the_gradients_that_it_scaled(x: Tensor, bound: float, is_changed: bool) -> None:
     found = assert_matches_eager(Net(), gr.on("gradient:*", ClipByGlobalNorm(bound)), x, compiled=False)
@@ -61,6 +62,7 @@ def test_a_group_changed_the_gradients_that_it_scaled(x: Tensor, bound: float, i
     assert set(found.acted) == {f"gradient:{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
 
 
+@pytest.mark.long
 def test_what_the_host_computes_from_records(x: Tensor) -> None:
     bound = torch.tensor(1e-3, dtype=torch.float64)
     policy = [
@@ -74,6 +76,7 @@ def test_what_the_host_computes_from_records(x: Tensor) -> None:
     assert set(wanted) | {"norm_share@gradient:up.weight"} <= set(found.records)
 
 
+@pytest.mark.long
 def test_functions_of_a_gradient_and_its_value(x: Tensor) -> None:
     policy = [
         gr.on("gradient:*", lambda g, w: g + 0.1 * w),
@@ -117,6 +120,7 @@ def test_what_the_compiler_rounds_otherwise_is_not_blamed_on_the_rewrite() -> No
     assert 1e-10 < found.plain_error < 1e-6
 
 
+@pytest.mark.long
 def test_a_difference_of_the_rewrite_is_blamed_on_it(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClipByNorm, "apply", lambda self, g: g * (1.0 + 1e-3 * torch.compiler.is_compiling()))
     with pytest.raises(AssertionError, match=r"plain torch.compile agrees with the eager model.*the rewrite"):

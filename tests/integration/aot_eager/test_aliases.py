@@ -111,6 +111,7 @@ def test_error_of_a_returned_view_is_whole_or_refused(forward: Any, shape: tuple
         torch.testing.assert_close(got, clipped_by_hooks(plain, x, {name} if used and not refused else set()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("forward", "refused"),
     [
@@ -288,6 +289,7 @@ def test_no_gradient_at_all_comes_to_a_hook() -> None:
     assert not any(g.any() for g in grads(model))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4)])
 @pytest.mark.parametrize("name", ["mul_", "add_ through a view", "relu"])
 def test_error_before_an_in_place_op_is_whole_or_refused(name: str, shape: tuple[int, ...]) -> None:

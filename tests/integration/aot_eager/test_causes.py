@@ -113,6 +113,7 @@ def test_loss_outside_the_model_that_is_nan(policy: gr.Policy) -> None:
     assert str(err.site) == "error:/linear"
 
 
+@pytest.mark.long
 @POLICIES
 @pytest.mark.parametrize("pool", [F.avg_pool2d, F.max_pool2d])
 def test_pooling_at_the_border_is_no_alarm(policy: gr.Policy, pool: Callable[..., Tensor]) -> None:
@@ -139,6 +140,7 @@ class NormWithoutEpsilon(nn.Module):
         return (h - h.mean(0)) / h.var(0, correction=0).sqrt()
 
 
+@pytest.mark.long
 @POLICIES
 def test_batch_norm_over_equal_values(policy: gr.Policy) -> None:
     class Net(nn.Module):
@@ -176,6 +178,7 @@ def test_variance_of_one_sample(policy: gr.Policy) -> None:
     assert err.source.endswith('"return ((h - h.mean(0)) / h.std(0)).sum()"')
 
 
+@pytest.mark.long
 @POLICIES
 def test_batch_norm_of_one_sample_with_epsilon_is_no_fault(policy: gr.Policy) -> None:
     """One sample without variance; of one value a channel torch makes an error itself."""
@@ -196,6 +199,7 @@ class Attention(nn.Module):
         return (torch.softmax(scores, -1) @ self.v(x)).sum()
 
 
+@pytest.mark.long
 @POLICIES
 def test_float16_overflow_in_attention_scores(policy: gr.Policy) -> None:
     model = gr.transform(Attention(torch.float16), policy)

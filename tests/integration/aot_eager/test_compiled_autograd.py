@@ -45,6 +45,7 @@ def test_backward_is_refused_when_it_ran_before_without() -> None:
         model(batch).sum().backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", mostly_slow(POLICIES))
 def test_backward_in_a_compiled_training_step_is_refused(policy: Any) -> None:
     model, batch = make(policy), torch.ones(2, 3)
@@ -65,6 +66,7 @@ def test_backward_of_a_backend_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.long
 def test_other_models_use_compiled_autograd_as_ever() -> None:
     refused, plain, batch = make([]), nn.Linear(3, 1), torch.ones(2, 3)
     run = torch.compile(plain, backend="aot_eager")

@@ -92,6 +92,7 @@ def test_exploding_over_steps() -> None:
     assert 1.1 < finding.figures["growth_per_step"] < 4.0  # |1 - 2.6 e| for eigenvalues e of a batch around 1
 
 
+@pytest.mark.long
 def test_dead_and_saturated_layers() -> None:
     dead = Deep(2, nn.ReLU)
     with torch.no_grad():
@@ -103,6 +104,7 @@ def test_dead_and_saturated_layers() -> None:
     assert finding.site.startswith("activation:layers.")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bound", "kind"), [(1e-6, "clip acts always"), (1e6, "clip never acts")])
 def test_thresholds(bound: float, kind: str) -> None:
     finding = only(train(Deep(2, nn.Tanh), gr.on("gradient:*", ClipByGlobalNorm(bound))))
@@ -110,6 +112,7 @@ def test_thresholds(bound: float, kind: str) -> None:
     assert finding.figures["bound"] == pytest.approx(bound)
 
 
+@pytest.mark.long
 def test_faulty_input() -> None:
     def spoil(step: int, x: Tensor, _: torch.optim.Optimizer) -> Tensor:
         return torch.where(torch.arange(32)[:, None] < 3, torch.nan, x) if step == 7 else x
@@ -119,6 +122,7 @@ def test_faulty_input() -> None:
     assert findings[0].figures["count"] == 48.0
 
 
+@pytest.mark.long
 def test_faulty_loss() -> None:
     def loss_of(out: Tensor, step: int) -> Tensor:
         return out.square().sum() / (0 if step == 5 else out.numel())
@@ -127,6 +131,7 @@ def test_faulty_loss() -> None:
     assert (findings[0].kind, findings[0].site, findings[0].step) == ("faulty loss", "outside:0", 5)
 
 
+@pytest.mark.long
 def test_faulty_learning_rate() -> None:
     def spoil(step: int, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
         optimizer.param_groups[0]["lr"] = math.nan if step == 4 else 0.01

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.pure
 REFUSED = {"checkpointed": "don't yet support saved tensor hooks"}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
 def test_autograd_of_each_example_is_vmap_of_grad(name: str) -> None:

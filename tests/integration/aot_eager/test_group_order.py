@@ -35,6 +35,7 @@ ALL_FIRST = [gr.on("gradient:*", ALL), gr.on("gradient:decoder", DECODER)]
 BY_ALL = 10.0 / (3.0**2 + 100.0**2) ** 0.5  # the factor of the clip of all, if it is the first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "wanted"),
     [

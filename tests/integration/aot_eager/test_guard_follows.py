@@ -24,6 +24,7 @@ def total(model: nn.Module) -> float:
     return math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
 
 
+@pytest.mark.long
 def test_the_new_monitor_gets_the_records() -> None:
     model = gr.transform(nn.Linear(4, 2), clip(0.1), inplace=True)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -63,6 +64,7 @@ def test_the_first_check_of_the_new_policy_skips() -> None:
     assert model.monitor.skipped == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("records", [False, True])
 def test_two_optimizers_keep_their_order(records: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))

@@ -84,6 +84,7 @@ def test_negative_bounds_act_as_zero_and_nan_bounds_nothing(name: str, kind: str
     assert len(model.explain().graphs) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), [(n, k) for n, k in CASES if n != "value"])
 def test_bounds_that_are_valid_act_as_before(name: str, kind: str) -> None:
     """A tensor bounds exactly as the number does, and at the bound not a bit changes."""

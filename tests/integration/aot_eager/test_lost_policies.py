@@ -170,6 +170,7 @@ def test_two_runs_before_one_backward_warn(plain: nn.Module, x: Tensor) -> None:
         (model(x).sum() + model(2 * x).sum()).backward()
 
 
+@pytest.mark.long
 def test_part_of_the_gradients_warns(x: Tensor) -> None:
     model = gr.transform(Breaking(), GLOBAL, fullgraph=False)
     with pytest.warns(gr.RewriteWarning) as caught:
@@ -200,6 +201,7 @@ def quietly(run: Callable[[], Tensor]) -> Tensor:
         return run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
 @pytest.mark.parametrize("mode", mostly_slow([torch.no_grad, torch.inference_mode]))
 def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], Any], fullgraph: bool) -> None:
@@ -227,6 +229,7 @@ def test_graph_break_of_a_frozen_model_is_nothing(x: Tensor) -> None:
         model(x.requires_grad_())
 
 
+@pytest.mark.long
 def test_update_bn_of_a_breaking_model(x: Tensor) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Breaking())
     other = copy.deepcopy(plain)

@@ -81,6 +81,7 @@ def change_shape(model: gr.RewrittenModule, batch: Tensor) -> None:
     model(batch).sum().backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("use", mostly_slow([nothing, change_hooks, locate, trace, change_shape], 2))
@@ -229,6 +230,7 @@ def test_backend_keeps_its_policy_for_one_model_after_another() -> None:
         gc.collect()
 
 
+@pytest.mark.long
 def test_records_of_a_deleted_model_are_in_its_file(tmp_path: Path) -> None:
     model = gr.transform(nn.Linear(3, 1), gr.on("gradient:*", Observe("norm")))
     model.monitor.to_jsonl(tmp_path / "run.jsonl")

@@ -43,6 +43,7 @@ def loosely(plain: nn.Module) -> Callable[..., Any]:
     return gr.transform(plain, DOUBLE, fullgraph=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [transformed, traced, located, loosely])
 @pytest.mark.parametrize(
     ("number", "named"),
@@ -212,6 +213,7 @@ def without_fake(x: Tensor) -> Tensor:
     return x * 2.0
 
 
+@pytest.mark.long
 def test_an_op_that_only_the_tracer_lacks_is_not_blamed_on_the_inputs() -> None:
     class Custom(Head):
         def forward(self, x: Tensor) -> Tensor:

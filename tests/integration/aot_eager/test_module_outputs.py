@@ -105,11 +105,13 @@ def clip_errors_of(module: nn.Module, unwrap: Callable[[Any], Tensor]) -> None:
     module.register_forward_hook(hook)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", STORES)
 def test_what_a_module_stores_is_no_output(store: Callable[[Any, Tensor], None]) -> None:
     assert_only_the_output_is_clipped(Net(store), torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_outputs_in_containers(wrap: str) -> None:
     assert_only_the_output_is_clipped(Net(auxiliary_loss, wrap), torch.ones(3, 4))
@@ -177,6 +179,7 @@ def test_normalized_weight_is_no_output(normalize: Callable[[nn.Module], nn.Modu
         torch.testing.assert_close(p.grad, q[1].grad, msg=name)
 
 
+@pytest.mark.long
 def test_oracle_with_stored_values() -> None:
     for store in STORES:
         net = Net(store).double()
@@ -193,6 +196,7 @@ DROPOUTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", DROPOUTS)
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_that_drops_nothing_is_no_value(make: Callable[[float], nn.Module], training: bool) -> None:

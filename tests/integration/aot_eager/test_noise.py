@@ -50,6 +50,7 @@ def test_a_callback_may_make_the_action() -> None:
     assert_all_differ(noise_of(made_by_callback, (4, 4, 3, 3, 4)))
 
 
+@pytest.mark.long
 def test_noise_of_a_callback_goes_on_after_a_checkpoint() -> None:
     model = gr.transform(nn.Linear(20, 5, bias=False), made_by_callback, dynamic=False)
     noise_of(None, (4, 3), model)
@@ -63,6 +64,7 @@ def test_noise_of_a_callback_goes_on_after_a_checkpoint() -> None:
         assert all(map(torch.equal, noise_of(None, (4, 2), resumed), wanted))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [lambda n: gr.on("gradient:*", noisy((1 + n) * TINY)), lambda n: made_by_callback])
 def test_two_transforms_draw_other_numbers(make: Any) -> None:
     torch.manual_seed(0)
@@ -85,6 +87,7 @@ def test_groups_draw_other_numbers() -> None:
     assert_all_differ([p.grad for p in model.parameters()])
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_noise() -> None:
     drawn = []
     for seed in (7, 7, 8):
@@ -107,6 +110,7 @@ def test_only_making_an_action_with_noise_draws_from_torchs_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.long
 def test_equal_actions_are_one_group_and_a_copy_draws_other_numbers() -> None:
     first, second = noisy(), noisy()
     assert first == second

@@ -37,6 +37,7 @@ ACTIONS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", mostly_slow(ACTIONS))
 @pytest.mark.parametrize("name", CASES)
 def test_op_by_op_equals_eager_hooks(name: str, action: str) -> None:

@@ -28,6 +28,7 @@ def norms_of(terms: dict[str, Tensor]) -> Tensor:
     return torch.stack([t.flatten(1).square().sum(1) for t in terms.values()]).sum(0).sqrt()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_and_second_moments(name: str) -> None:
     model, inputs = make(name)
@@ -43,6 +44,7 @@ def test_norms_and_second_moments(name: str) -> None:
         torch.testing.assert_close(model.get_parameter(parameter).grad, terms.mean(0), **EXACT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_clipped_sums(name: str) -> None:
     model, inputs = make(name)
@@ -68,6 +70,7 @@ def clipped(terms: dict[str, Tensor], bound: float, reduction: str = "mean") -> 
     return {name: torch.einsum("b,b...->...", factors, own) for name, own in terms.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["linear 3-D", "recurrent", "conv 1-D", "conv 2-D", "attention", "parts"])
 def test_the_batch_may_be_symbolic(name: str) -> None:
     """One compilation serves every size of the batch above 1."""
@@ -86,6 +89,7 @@ def test_the_batch_may_be_symbolic(name: str) -> None:
     assert len(rewritten.explain().graphs) == 1
 
 
+@pytest.mark.long
 def test_the_length_may_be_symbolic() -> None:
     """One compilation serves sequences of every length."""
     model, (x, y) = make("attention")
@@ -148,6 +152,7 @@ def test_a_loose_bound_changes_nothing(name: str) -> None:
         torch.testing.assert_close(model.get_parameter(parameter).grad, gradient, **EXACT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["attention", "conv 2-D"])
 def test_norms_change_no_bit(name: str) -> None:
     model, inputs = make(name)
@@ -173,6 +178,7 @@ def _product(node: torch.fx.Node) -> str:
     return "convolution" if is_convolution and node.args[-1][1] else ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "what"), [("conv 2-D", "convolution"), ("linear 3-D", "product"), ("recurrent", "product")]
 )
@@ -183,6 +189,7 @@ def test_a_gradient_whose_terms_are_computed_is_their_sum(name: str, what: str) 
     assert 0 < products_of(model, gr.on("gradient:*", actions), *inputs)[what] <= products_of(model, [], *inputs)[what]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "number"), [(12, 1), (3, 2)])
 def test_a_clipped_sum_of_terms(size: int, number: int) -> None:
     """Terms that are no larger than the inputs of the convolution are kept from the norms; others computed again."""
@@ -211,6 +218,7 @@ class Sum(torch.nn.Module):
         return self.net(x).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["conv 2-D", "attention"])
 def test_the_plain_gradient_is_not_computed(name: str) -> None:
     """Nothing is left of what made it: products, and the halves of backwards of convolutions."""
@@ -250,6 +258,7 @@ def test_units_are_those_of_the_unscaled_loss() -> None:
         assert found == pytest.approx(float(own.var(0).sum()) / true, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_noise(reduction: Any) -> None:
     """Its deviation is that of the formula; it comes anew at each backward, and not from torch's own generator."""
@@ -285,6 +294,7 @@ def test_the_bound_may_follow_a_schedule() -> None:
             torch.testing.assert_close(model.get_parameter(name).grad, wanted, **EXACT)
 
 
+@pytest.mark.long
 def test_noise_goes_on_after_a_checkpoint() -> None:
     def made() -> Any:
         torch.manual_seed(5)

@@ -80,6 +80,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", [ClipPerExample(1.0), Keep("example_norms"), Keep("second_moment")], ids=repr)
 @pytest.mark.parametrize("name", REFUSED)
 def test_mixing_is_refused(name: str, action: Any) -> None:

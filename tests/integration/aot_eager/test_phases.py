@@ -63,6 +63,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, size: float = 1.0) -> dic
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 @pytest.mark.parametrize("way", WAYS)
 def test_schedules_go_on(way: str, kind: str) -> None:
@@ -74,6 +75,7 @@ def test_schedules_go_on(way: str, kind: str) -> None:
     assert gr.state_dict(model)["step"] == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_the_new_guard_has_the_address_and_the_state_of_the_old_one(way: str) -> None:
     """The percentiles are those of all norms of the run."""
@@ -90,6 +92,7 @@ def test_the_new_guard_has_the_address_and_the_state_of_the_old_one(way: str) ->
     assert all("#" not in key for key in gr.state_dict(model)["states"])
 
 
+@pytest.mark.long
 def test_of_two_optimizers_the_one_that_is_replaced_gets_its_number_back() -> None:
     model: Any = gr.transform(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), gr.on("step:*", ClipByGlobalNorm(1e3)))
     first, second = (make(model, part.parameters()) for part in model)
@@ -110,6 +113,7 @@ def test_of_two_optimizers_the_one_that_is_replaced_gets_its_number_back() -> No
     assert model.trace_step(second).edits[0].records[0].site == "step:group:default#1"
 
 
+@pytest.mark.long
 def test_the_optimizer_that_stays_carries_the_schedule_on() -> None:
     policy = gr.on("gradient:0.weight", ClipByNorm(gr.Schedule(harmonic)))
     model: Any = gr.transform(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), policy)
@@ -132,6 +136,7 @@ def test_without_a_guard_backwards_count_again() -> None:
     assert found == [harmonic(n) for n in range(4)]
 
 
+@pytest.mark.long
 def test_skips_of_guards_that_are_gone_are_counted() -> None:
     model = gr.transform(nn.Linear(3, 2), gr.on("gradient:*", CheckFinite("skip")))
     for optimizer in phases(model, "deleted"):
@@ -139,6 +144,7 @@ def test_skips_of_guards_that_are_gone_are_counted() -> None:
     assert model.monitor.skipped == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_deleted_optimizer_is_freed_at_once(fused: bool, scheduled: bool) -> None:

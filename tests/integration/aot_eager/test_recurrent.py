@@ -47,6 +47,7 @@ def clipped_by_a_hook(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return gradients_of(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layer", "settings", "input_needs_grad"),
     mostly_slow(

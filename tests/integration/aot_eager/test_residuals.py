@@ -30,6 +30,7 @@ CLIP = ClipByValue(0.5)
 X = torch.linspace(1.0, 2.0, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy",
     [

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "optimize", "fused", "unscales"), mostly_slow(list(dict.fromkeys(CASES)), 4))
 def test_equal_to_the_reference_without_a_scale(name: str, optimize: Any, fused: bool, unscales: bool) -> None:
     """Growth at every second step; a step with an infinity is skipped, and the scale is halved, as without us."""
@@ -92,6 +93,7 @@ def test_a_scaler_that_is_disabled() -> None:
     assert total == pytest.approx(0.1, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_step_that_only_our_check_skips() -> None:
     """The scaler sees nothing of it: its scale goes on growing."""
     model = gr.transform(
@@ -105,6 +107,7 @@ def test_a_step_that_only_our_check_skips() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("action", [ClipByValue(1.0), ClipByGlobalNorm(1.0), lambda g: g.clamp(-1, 1)])
 def test_thresholds_in_the_backward_without_loss_scale_are_told(action: Any, fused: bool) -> None:
@@ -156,6 +159,7 @@ class TakesScaler(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("policy", [[], gr.on("step:*", ClipByGlobalNorm(0.1))], ids=["empty", "clip"])
@@ -214,6 +218,7 @@ def readers(way: str, model: Any, scheduled: bool) -> tuple[torch.optim.Optimize
     return gr.guard(optimizer, model), seen, begin
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [None, 2.0**10])
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("way", ["subclass", "hook", "global hook"])

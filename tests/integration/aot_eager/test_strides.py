@@ -44,6 +44,7 @@ def test_policy_holds_behind_a_kernel_with_unpredicted_strides() -> None:
     assert torch.equal(plain.fc.weight.grad, model.fc.weight.grad)
 
 
+@pytest.mark.long
 def test_symbolic_sizes() -> None:
     class Anywhere(Gate):
         def forward(self, x: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ def clipped(model: gr.RewrittenModule, batch: Tensor) -> list[float]:
     return model.fc.bias.grad.tolist()
 
 
+@pytest.mark.long
 def test_identity_is_a_site_while_another_thread_calls_its_model(during_trace: list[Callable[[], Any]]) -> None:
     other = gr.transform(nn.Linear(3, 1), [])
     other(torch.ones(1, 3)).sum().backward()
@@ -70,6 +71,7 @@ def test_identity_is_a_site_while_another_thread_calls_its_model(during_trace: l
         assert [abs(g) for g in clipped(model, torch.ones(1, 3))] == [0.5] * 3
 
 
+@pytest.mark.long
 def test_code_of_torch_waits_for_no_other_thread(during_trace: list[Callable[[], Any]]) -> None:
     """It is not traced: what torch notes of it does not go with a model, and needs no other thread to have finished."""
     gone, other = (gr.transform(nn.Linear(3, 1), []) for _ in range(2))
@@ -109,6 +111,7 @@ def test_no_hook_is_left_behind(during_trace: list[Callable[[], Any]]) -> None:
     assert hooks_in(model) == 0
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::gradrewrite.RewriteWarning")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_nothing_is_traced_again(fullgraph: bool, during_trace: list[Callable[[], Any]]) -> None:
@@ -129,6 +132,7 @@ def test_nothing_is_traced_again(fullgraph: bool, during_trace: list[Callable[[]
     assert len(traced) == count
 
 
+@pytest.mark.long
 def test_hook_of_the_user_on_an_identity_is_noticed_and_the_name_stays(during_trace: list[Callable[[], Any]]) -> None:
     model = gr.transform(Net(), gr.on("error:here", ClipByValue(0.5)))
     clipped(model, torch.ones(1, 3))
@@ -140,6 +144,7 @@ def test_hook_of_the_user_on_an_identity_is_noticed_and_the_name_stays(during_tr
     assert traced == []
 
 
+@pytest.mark.long
 def test_guards_that_the_user_filters_stay_filtered(during_trace: list[Callable[[], Any]]) -> None:
     seen: list[int] = []
     traced: list[int] = []

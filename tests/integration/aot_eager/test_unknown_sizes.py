@@ -78,6 +78,7 @@ def wanted_gradient(values: list[float], fn: Any) -> Tensor:
     return wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_slow(ACTIONS, 4))
 def test_action_at_every_size(name: str) -> None:
     action, fn = ACTIONS[name]

@@ -44,6 +44,7 @@ def warned_lines(run: Callable[[], object]) -> list[str]:
     return [linecache.getline(w.filename, w.lineno).partition("#")[2].strip() for w in ours]
 
 
+@pytest.mark.long
 def test_forward(x: Tensor) -> None:
     model = gr.transform(Breaking(), DOUBLE, fullgraph=False)
 
@@ -64,6 +65,7 @@ def test_trace(x: Tensor) -> None:
     assert warned_lines(run) == ["the trace"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_function", [False, pytest.param(True, marks=pytest.mark.inductor)])
 def test_backward(plain: nn.Module, x: Tensor, is_function: bool) -> None:
     model = torch.compile(plain, backend=gr.backend(GLOBAL)) if is_function else gr.transform(plain, GLOBAL)
@@ -89,6 +91,7 @@ def test_check_that_warns(plain: nn.Module, x: Tensor) -> None:
     assert warned_lines(run) == ["the next step", "the reading"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_scheduler", [False, True])
 def test_guard(plain: nn.Module, x: Tensor, has_scheduler: bool) -> None:
     model = gr.transform(plain, gr.on("gradient:*", ClipByValue(1.0)))

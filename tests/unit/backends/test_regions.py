@@ -114,6 +114,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "shared"),
     [
@@ -137,6 +138,7 @@ def test_gradients_and_records_are_those_of_the_whole_model(
     assert found == {site for site in sites if "blocks" in site}
 
 
+@pytest.mark.long
 def test_reentrant_checkpoints_are_parts_of_one_backward(x: Tensor) -> None:
     wanted = trained(gr.transform(made(), EQUAL), x)
     model = gr.transform(made(CheckpointedReentrant), EQUAL, regions="blocks.*")
@@ -161,6 +163,7 @@ class Halves(Net):
         return checkpoint(self.blocks[first], x.sin(), use_reentrant=True) + x
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in the inner checkpoint
 @pytest.mark.parametrize("kind", ["gradient", "error"])
 @pytest.mark.parametrize("net", [Checkpointed, CheckpointedReentrant, Halves])
@@ -190,6 +193,7 @@ def test_schedules_in_checkpoints_follow_the_backwards_of_the_user(net: Any, kin
     assert len(model.monitor.steps()) == 3
 
 
+@pytest.mark.long
 def test_a_region_that_is_called_several_times_counts_its_calls(x: Tensor) -> None:
     policy = [
         gr.on("error:cell*", [ClipByNorm(1e-2), Observe("norm")]),
@@ -235,6 +239,7 @@ def test_checkpoints_around_a_region_that_is_called_several_times(inside: int, x
         regions(x).sum().backward()
 
 
+@pytest.mark.long
 def test_a_checkpoint_runs_the_code_of_its_own_call(x: Tensor) -> None:
     def halve_small(g: Tensor, value: Tensor) -> Tensor:
         return torch.where(value.sin() > 0, g / 2, g)
@@ -272,6 +277,7 @@ def clip_at_call_3(site: gr.Site) -> ClipByNorm | None:
     return ClipByNorm(1e-3) if str(site) == "error:cell.fc#3" else None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the policy clip_at_call_3 answered None at every site so far")
 def test_a_graph_that_is_made_at_a_later_call_is_counted_at_others(x: Tensor) -> None:
     policy = [gr.on("error:cell.*", Observe("norm")), clip_at_call_3]
@@ -306,6 +312,7 @@ def test_a_failed_check_names_the_region(x: Tensor) -> None:
         model(x).sum().backward()
 
 
+@pytest.mark.long
 def test_a_region_with_another_flag_recompiles_in_the_shared_function(x: Tensor) -> None:
     policy = gr.on("error:blocks.*", [ClipByNorm(0.01), Observe("norm")])
     whole, regions = gr.transform(made(), policy), gr.transform(made(), policy, regions="blocks.*")
@@ -318,6 +325,7 @@ def test_a_region_with_another_flag_recompiles_in_the_shared_function(x: Tensor)
     assert len(entries_of(regions)) == 1
 
 
+@pytest.mark.long
 def test_more_kinds_of_regions_than_torch_compiles_for_one_function(x: Tensor) -> None:
     model = gr.transform(made(lambda: Net(6)), EQUAL, regions="blocks.*")
     for number, block in enumerate(model.blocks):
@@ -328,6 +336,7 @@ def test_more_kinds_of_regions_than_torch_compiles_for_one_function(x: Tensor) -
     assert len(entries_of(model)) > 1
 
 
+@pytest.mark.long
 def test_regions_of_other_shapes_have_code_of_their_own(x: Tensor) -> None:
     model = made()
     model.blocks[1].fc, model.blocks[1].out = nn.Linear(SIZE, 5).double(), nn.Linear(5, SIZE).double()
@@ -336,6 +345,7 @@ def test_regions_of_other_shapes_have_code_of_their_own(x: Tensor) -> None:
     assert entries_of(rewritten) == [["blocks.0", "blocks.2", "blocks.3"], ["blocks.1"]]
 
 
+@pytest.mark.long
 def test_a_tensor_function_is_shared_where_it_is_one_object(x: Tensor) -> None:
     def halve(g: Tensor) -> Tensor:
         return g / 2
@@ -348,6 +358,7 @@ def test_a_tensor_function_is_shared_where_it_is_one_object(x: Tensor) -> None:
     assert (len(entries_of(shared)), len(entries_of(own))) == (1, 4)
 
 
+@pytest.mark.long
 def test_the_plain_model_has_no_policy(x: Tensor) -> None:
     plain = made()
     wanted = trained(made(), x)
@@ -364,6 +375,7 @@ def test_the_plain_model_has_no_policy(x: Tensor) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_have_regions_of_their_own(again: Callable[[Any], Any], inplace: bool, x: Tensor) -> None:
@@ -412,6 +424,7 @@ class SplitNet(Net):
         self.blocks.extend(Split() for _ in range(3))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the tracer skipped a region")
 @pytest.mark.parametrize("rule", [[], [gr.on("error:blocks.2.out", Scale(0.5))]])
 def test_regions_with_graph_breaks(rule: Any, x: Tensor) -> None:
@@ -507,6 +520,7 @@ def test_a_global_clip_over_several_graphs_is_refused(pattern: str, text: str, x
             act(x)
 
 
+@pytest.mark.long
 def test_a_global_clip_in_one_region(x: Tensor) -> None:
     policy = gr.on("gradient:blocks.1.*", ClipByGlobalNorm(1e-3))
     got = trained(gr.transform(made(), policy, regions="blocks.*"), x)
@@ -549,6 +563,7 @@ def test_trace_shows_the_regions(x: Tensor) -> None:
     assert not [site for site in sites if "head" in site or "embed" in site]
 
 
+@pytest.mark.long
 def test_hooks_of_a_region_run(x: Tensor) -> None:
     whole, regions = gr.transform(made(), EQUAL), gr.transform(made(), EQUAL, regions="blocks.*")
     for model in (whole, regions):
@@ -599,6 +614,7 @@ def test_compiled(compiled: Any, x: Tensor) -> None:
     assert len(entries_of(compiled)) == 1
 
 
+@pytest.mark.long
 def test_what_is_not_used_any_more_is_freed(x: Tensor) -> None:
     plain = made()
     model = gr.transform(plain, EQUAL, regions="blocks.*")

@@ -22,6 +22,7 @@ def names(graph: JointGraph) -> list[str]:
     return [node.name for node in graph.graph_module.graph.nodes if node.op != "output"]
 
 
+@pytest.mark.long
 @EACH
 def test_every_node_belongs_somewhere(make: Make) -> None:
     graph = make()

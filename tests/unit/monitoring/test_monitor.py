@@ -296,6 +296,7 @@ def test_several_shapes_and_evaluation_in_between() -> None:
     assert model.monitor.history("norm@error:fc") == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.long
 def test_monitor_outlives_its_model_and_is_not_copied() -> None:
     model = watched()
     run_probe(model, 1.0)

@@ -56,6 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: Tensor) -
         optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, 3))
 @pytest.mark.parametrize("inputs", [(GOOD, BAD, GOOD), (BAD, GOOD, BAD, BAD, GOOD)], ids=["later", "first"])
 def test_bad_steps_leave_no_trace(name: str, inputs: tuple[Tensor, ...]) -> None:
@@ -227,6 +228,7 @@ def test_guard_before_and_after_a_scheduler() -> None:
     assert torch.equal(model.fc.weight, before)
 
 
+@pytest.mark.long
 def test_two_optimizers_of_one_model() -> None:
     model = gr.transform(Net(), SKIP)
     one, two = (gr.guard(torch.optim.SGD([p], lr=0.1), model) for p in model.parameters())

@@ -84,6 +84,7 @@ def test_step_sites_match_only_patterns_of_their_kind() -> None:
     assert gr.on("step:*", ClipByValue(1.0))(site) == ClipByValue(1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "bound"), mostly_slow([(n, b) for b in (0.05, 1e3) for n in OPTIMIZERS], 2))
 def test_accumulated_micro_batches_equal_one_large_batch(name: str, bound: float) -> None:
     """Three micro-batches, the last one shorter, each weighted by its share."""
@@ -222,6 +223,7 @@ def test_records_join_the_last_backward() -> None:
     assert "norm@gradient:one.weight" not in model.monitor.latest()
 
 
+@pytest.mark.long
 def test_records_without_a_recording_backward_and_of_two_optimizers() -> None:
     _, model = pair(gr.on("step:*", ClipByGlobalNorm(0.5)))
     optimizers = [gr.guard(torch.optim.SGD(m.parameters(), lr=0.1), model) for m in (model.one, model.two)]
@@ -239,6 +241,7 @@ def test_records_without_a_recording_backward_and_of_two_optimizers() -> None:
     assert {latest[f"lr@optimizer:{n}"] for n in (0, 1)} == {0.1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("later_first", [False, True])
 def test_records_of_a_guard_that_is_added_later(records: bool, later_first: bool) -> None:
@@ -571,6 +574,7 @@ SAME_NAMES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", SAME_NAMES)
 def test_two_models_with_equal_names_in_one_optimizer(name: str, fused: bool) -> None:
@@ -924,6 +928,7 @@ def test_checks_in_the_backward_and_at_the_step_both_skip(fused: bool) -> None:
     assert model.monitor.skipped == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["global norm", "checked"])
 def test_a_step_inside_of_torch_compile(name: str, fused: bool) -> None:

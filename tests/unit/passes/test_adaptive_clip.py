@@ -61,6 +61,7 @@ def step(model: gr.RewrittenModule, gradients: dict[str, Tensor], kind: str) -> 
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 @pytest.mark.parametrize(
     ("dtype", "rel"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str
@@ -86,6 +87,7 @@ def test_units_are_clipped_by_the_norms_of_the_parameter(kind: str, dtype: torch
     assert records[f"unit_share@{kind}:empty"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_units_that_are_not_finite_stay_as_they_are(dtype: torch.dtype) -> None:
     parameters, gradients = made(0, dtype), made(1, dtype)
@@ -112,6 +114,7 @@ def test_norms_neither_overflow_nor_vanish(unit: float) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 def test_the_bound_may_be_a_tensor() -> None:
     clipping = torch.tensor(1e9)
     gradients = made(1)

@@ -81,6 +81,7 @@ CASES: list[tuple[Any, Callable[[Sequence[float]], list[float]]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("number", range(len(CASES)))

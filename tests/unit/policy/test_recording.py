@@ -147,6 +147,7 @@ def test_evaluation_in_between_changes_no_record() -> None:
     assert model.monitor.latest()["largest@error:h"] == 1.0
 
 
+@pytest.mark.long
 def test_a_row_is_one_backward_of_several_graphs() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

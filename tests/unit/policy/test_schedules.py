@@ -91,6 +91,7 @@ def test_the_steps_of_a_guarded_optimizer_count(kind: str, fused: bool) -> None:
     assert gr.state_dict(model)["step"] == 3
 
 
+@pytest.mark.long
 def test_two_optimizers_of_one_model_count_once() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     model: Any = gr.transform(net, gr.on("gradient:*", ClipByGlobalNorm(gr.Schedule(lambda step: 1.0 / (step + 1)))))

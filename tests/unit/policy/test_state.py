@@ -327,6 +327,7 @@ def saved(*objects: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_called_before", [False, True])
 def test_resuming_is_bit_equal(is_called_before: bool) -> None:
     model, optimizer = made()
@@ -354,6 +355,7 @@ def test_resuming_is_bit_equal(is_called_before: bool) -> None:
     assert not torch.equal(alone[0].weight, model[0].weight)
 
 
+@pytest.mark.long
 def test_copies_and_pickles_have_states_of_their_own() -> None:
     policy = gr.on("gradient:*", [ZClip(warmup=2)])
     model = gr.transform(nn.Linear(3, 1).double(), policy)
@@ -383,6 +385,7 @@ def test_a_backend_has_states_too() -> None:
     assert gr.state_dict(backend)["step"] == 3
 
 
+@pytest.mark.long
 def test_loading_what_does_not_fit() -> None:
     model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", counting(gr.State())))
     with pytest.raises(TypeError, match="Linear has no policy"):
@@ -410,6 +413,7 @@ def test_states_that_are_not_among_the_loaded_begin_anew() -> None:
     assert float(states_of(model)["gradient:weight/0"]) == 5.0
 
 
+@pytest.mark.long
 def test_a_guard_that_comes_later_goes_on_counting() -> None:
     steps: list[int] = []
     schedule = gr.Schedule(lambda step: steps.append(step) or 1.0)  # type: ignore[func-returns-value]
@@ -450,6 +454,7 @@ class Unbroken(Broken):
         return self.layers[1](self.layers[0](x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "options"), [(Broken, {"fullgraph": False}), (Unbroken, {"regions": "layers.*"})], ids=["break", "regions"]
 )

@@ -64,6 +64,7 @@ CASES: list[tuple[Ending, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ending", "policy"), mostly_slow(CASES, quick=2))
 def test_lines_are_linear_in_the_steps(ending: Ending, policy: Any) -> None:
     def trace(steps: int) -> Counter[str]:

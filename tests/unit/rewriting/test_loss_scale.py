@@ -50,6 +50,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_slow(POLICIES, 2))
 def test_scaled_and_unscaled_runs_agree(name: str) -> None:
     torch.manual_seed(0)
@@ -68,6 +69,7 @@ def test_scaled_and_unscaled_runs_agree(name: str) -> None:
     assert len(scaled.explain().graphs) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", [ClipByValue(100.0), ClipByNorm(100.0)])
 @pytest.mark.parametrize("factor", [65536.0, 3.0])
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float16, torch.bfloat16, torch.float32]))

@@ -33,6 +33,7 @@ def targets(graph: gr.JointGraph) -> Counter[str]:
     return Counter(str(node.target) for node in graph.graph_module.graph.nodes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "operations"), [(1 << 20, 0), (1200, 3), (400, 11), (1, 13)])
 def test_a_batch_has_as_many_bytes_as_it_may_have(size: int, operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 values and a gradient of 400 bytes; those of the last batches are measured where records are packed."""

@@ -40,6 +40,7 @@ def test_pair_rewritten_graph_is_that_of_the_model_written_by_hand() -> None:
     assert ops(ours) != ops(ours.before)
 
 
+@pytest.mark.long
 def test_untouched_graph_is_that_without_probes() -> None:
     """A policy that never answers leaves the ops that torch itself traces."""
     from torch._dynamo.backends.common import aot_autograd

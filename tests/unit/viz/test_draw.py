@@ -119,6 +119,7 @@ def test_the_share_that_is_not_finite_is_of_the_elements() -> None:
     assert found.describe(0.25) == "largest share of elements not finite: 0.25"
 
 
+@pytest.mark.long
 def test_rate_and_factor_stand_in_the_box_of_the_edit_and_its_color_is_the_legend_s() -> None:
     model, graph_view = trained(gr.on("gradient:second.weight", ClipByNorm(1e-2)), [1e3, 1e-9, 1e3, 1e3])
     norms = model.monitor.history("norm@gradient:second.weight")

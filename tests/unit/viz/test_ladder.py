@@ -41,6 +41,7 @@ def scene_of(graph: JointGraph) -> _scene.Scene:
     return _layout.draw_ladder(_layout.LadderLayout(ladder_of(graph)), "title", "a note")
 
 
+@pytest.mark.long
 @EACH
 def test_every_node_is_drawn_once_and_every_edit_is_one_box(make: Make) -> None:
     graph = make()
@@ -118,6 +119,7 @@ def test_nothing_overlaps(make: Make) -> None:
     assert all(frame.y + frame.height <= scene.height for frame in scene.frames)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", mostly_slow([transformer, recurrent]), ids=["transformer", "recurrent"])
 def test_bands_enclose_their_module_and_nothing_else(make: Make) -> None:
     ladder = ladder_of(make())
