@@ -18,10 +18,10 @@ from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.host_copy import pack_of
-from gradrewrite.monitoring.messages import StepMessages, failure_of, raise_failed
+from gradrewrite.monitoring.messages import failure_of
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.monitoring.writers import JsonLines, TensorBoard, Writers, path_of_rank
+from gradrewrite.monitoring.writers import JsonLines, TensorBoard, path_of_rank
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.replay.root_cause import find_anywhere
 from gradrewrite.sites import Site
@@ -67,16 +67,9 @@ class Monitor:
             raise ValueError(f"Monitor: every={every} steps would not fit into capacity={capacity}")
         self.capacity = capacity
         self.every = every
-        recorder = StepRecorder(capacity)
-        self._recorder = recorder
-        self._lock = recorder.lock
-        self._writers = Writers(recorder.records, capacity, every)
-        guards = recorder.guards
-        self._messages = StepMessages(capacity, lambda: any(guard.is_alive for guard in guards))
+        self._recorder = StepRecorder(capacity, every)
+        self._lock = self._recorder.lock
         self._warned_of_bound = False
-        recorder.writer = self._writers
-        recorder.listeners.append(self._messages)
-        recorder.raising.append(raise_failed)
 
     def __repr__(self) -> str:
         return f"Monitor(capacity={self.capacity}, every={self.every}): {self._recorder.num_steps} steps"
@@ -87,7 +80,7 @@ class Monitor:
     @property
     def dropped(self) -> int:
         """Number of steps that left the buffer before the host had read them."""
-        return self._writers.num_dropped
+        return self._recorder.writers.num_dropped
 
     @property
     def skipped(self) -> int:
@@ -162,7 +155,7 @@ class Monitor:
         if what not in known:
             raise ValueError(f"kept(what) is one of {', '.join(map(repr, known))}, got {what!r}")
         with self._lock:
-            self._messages.flush()
+            self._recorder.messages.flush()
             records = self._recorder.records
             found = records[-1].kept if records else {}
             return {site: tensor for (own, site), tensor in found.items() if own == what}
@@ -234,8 +227,8 @@ class Monitor:
             OSError: The file cannot be written now.
         """
         with self._lock:
-            own = path_of_rank(path)
-            self._writers.attach(self._writers.find(os.path.abspath(own)) or JsonLines(own), self._read())
+            own, writers = path_of_rank(path), self._recorder.writers
+            writers.attach(writers.find(os.path.abspath(own)) or JsonLines(own), self._read())
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the steps with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
@@ -248,13 +241,12 @@ class Monitor:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"Monitor.to_tensorboard takes a SummaryWriter, got {type(writer).__name__}")
         with self._lock:
-            self._writers.attach(self._writers.find(id(writer)) or TensorBoard(writer), self._read())
+            writers = self._recorder.writers
+            writers.attach(writers.find(id(writer)) or TensorBoard(writer), self._read())
 
     def flush(self) -> None:
         """Write the steps that are still missing to the files that are attached. Waits for the device."""
-        with self._lock:
-            self._messages.flush()
-            self._writers.flush()
+        self._recorder.flush()
 
     def failure(self, *, anywhere: bool = False) -> NonFiniteError | None:
         """Return the failure of the last step as an error; None if nothing failed. Waits for the device.
@@ -277,7 +269,7 @@ class Monitor:
 
     def _read(self, last: int | None = None) -> list[StepRecord]:
         with self._lock:
-            self._messages.flush()
+            self._recorder.messages.flush()
             records = list(self._recorder.records)[-(last or 0) :]
             for record in records:
                 record.fetch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -17,6 +17,15 @@ from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
+
+
+def verdicts_of(outputs: BackwardOutputs, packs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the verdicts on checks that skip, one a pack with such: 0-d float32, 1 if one of them failed, else 0."""
+    return [
+        (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
+        for pack, count, has_verdict in zip(packs, outputs.num_skips, outputs.verdicts, strict=False)
+        if count
+    ]
 
 
 @dataclass(slots=True)
@@ -47,10 +56,7 @@ class GraphRecord:
 
     def has_passed(self, mode: OnFailure) -> bool:
         """Whether the packs are in host memory, and no check of this kind failed."""
-        for pack in self.packs:
-            if not pack.is_cpu:
-                return False
-        return not self.on_device and not self.has_failed(mode)
+        return not self.on_device and all([pack.is_cpu for pack in self.packs]) and not self.has_failed(mode)
 
     def has_failed(self, mode: OnFailure) -> bool:
         """Whether a check of this kind failed; the packs are on the host."""
@@ -88,6 +94,13 @@ class StepRecord:
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
     _values: dict[RecordKey, float] | None = None
+
+    def add(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], snapshot: StepSnapshot | None = None) -> None:
+        """Add the report of a graph: its packs, then its kept tensors."""
+        number = len(outputs.packs)
+        self.graphs.append(GraphRecord(outputs, list(tensors[:number]), snapshot))
+        if outputs.kept:
+            self.kept.update(zip(outputs.kept_keys, tensors[number:], strict=True))
 
     def close(self) -> None:
         """Note on each device that the records are complete: who copies them waits for that on the device."""
@@ -174,11 +187,7 @@ class StepRecord:
 
     def is_checked(self, modes: Collection[OnFailure]) -> bool:
         """Whether there are checks of one of these kinds, other than those that the host knows to have passed."""
-        for graph in self.graphs:
-            for mode in modes:
-                if mode in graph.outputs.checked and not graph.has_passed(mode):
-                    return True
-        return False
+        return any(mode in g.outputs.checked and not g.has_passed(mode) for g in self.graphs for mode in modes)
 
     def has_failed(self, modes: Collection[OnFailure]) -> bool:
         """Whether a check of one of these kinds failed; the copy is here."""

@@ -8,12 +8,11 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor, distributed
 
 from gradrewrite._compat import autograd
@@ -21,66 +20,34 @@ from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.monitoring.host_copy import LateRecord
-from gradrewrite.monitoring.step_record import GraphRecord, StepRecord
+from gradrewrite.monitoring.messages import StepMessages, raise_failed
+from gradrewrite.monitoring.step_record import StepRecord, verdicts_of
+from gradrewrite.monitoring.writers import Writers
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 _MAX_OPEN = 1000
 
 
-class StepListener(Protocol):
-    """Reacts to finished steps."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """React to a step after its backward; figures may still be on their device."""
-
-    def flush(self) -> None:
-        """React to the steps that wait for their figures; waits for the device."""
-
-
-class RecordWriter(StepListener, Protocol):
-    """Writes records to files."""
-
-    def __bool__(self) -> bool:
-        """Whether there is a file."""
-
-    def note_late(self, step: int, key: RecordKey) -> None:
-        """A record was added to a step after its backward."""
-
-
-class SkipGuard(Protocol):
+class _SkipGuard(Protocol):
     """Watches an optimizer (``gr.guard``)."""
 
-    def begin(self) -> None:
-        """A backward begins."""
+    def begin(self) -> None: ...  # a backward begins
+    def note_backward(self) -> None: ...  # a rewritten backward runs, whether or not it records anything
+    def follow(self) -> None: ...  # joins the recorders of the models' current monitors
+    def leave(self) -> None: ...  # its optimizer is gone: its steps do not count any more
+
+    # Notes a graph's verdict: 0-d float32, 1 if a check that skips failed.
+    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None: ...
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether its optimizer has made a step."""
-
-    def note_backward(self) -> None:
-        """A rewritten backward runs, whether or not it records anything."""
-
-    def follow(self) -> None:
-        """Join the recorders of the models' current monitors."""
-
-    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
-        """Note a graph's verdict: 0-d float32, 1 if a check that skips failed."""
-
+    def is_alive(self) -> bool: ...  # whether its optimizer is still there
     @property
-    def is_alive(self) -> bool:
-        """Whether its optimizer is still there."""
-
-    def leave(self) -> None:
-        """Its optimizer is gone: its steps do not count any more."""
-
+    def has_stepped(self) -> bool: ...  # whether its optimizer has made a step
     @property
-    def has_step_sites(self) -> bool:
-        """Whether it runs the actions at step sites."""
-
+    def has_step_sites(self) -> bool: ...  # whether it runs the actions at step sites
     @property
-    def num_skipped(self) -> Tensor | None:
-        """Number of skipped updates, on its device; None if none was counted."""
+    def num_skipped(self) -> Tensor | None: ...  # skipped updates, on its device; None if none was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +62,18 @@ class Seat:
 class StepRecorder:
     """The records of the last steps of a training run."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, every: int | None = None) -> None:
         self.capacity = capacity  # how many records are kept
         self.lock = threading.RLock()  # held while records, listeners or guards change; reentrant
         self.records: deque[StepRecord] = deque()  # records of the last steps, oldest first
         self.num_steps = 0  # how many steps there were
         # Told of each step before its record joins the others, for the oldest may leave them then.
-        self.writer: RecordWriter | None = None
-        self.listeners: list[StepListener] = []  # told of each step after that; both with the lock held
-        # Told last, without the lock; what they raise leaves the backward.
-        self.raising: list[Callable[[StepRecord], None]] = []
+        self.writers = Writers(self.records, capacity, every)
         # Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
-        self.guards: list[SkipGuard] = []
+        self.guards: list[_SkipGuard] = []
+        guards = self.guards  # no cycle: ``__del__`` is to run at once
+        # Told of each step after that; both with the lock held.
+        self.messages = StepMessages(capacity, lambda: any(guard.is_alive for guard in guards))
         # Numbers of updates that guards which are gone have skipped, on their devices.
         self.num_skipped: list[Tensor] = []
         self.closed = -1  # number of the last step that belongs to guards which were removed; -1 if there is none
@@ -148,18 +115,16 @@ class StepRecorder:
     def flush(self) -> None:
         """Log, warn and write the waiting steps; waits for the device."""
         with self.lock:
-            for listener in self.listeners:
-                listener.flush()
-            if self.writer is not None:
-                self.writer.flush()
+            self.messages.flush()
+            self.writers.flush()
 
     def __del__(self) -> None:
         """Flush where there is a file: the last backward may be over long before the program is."""
-        if self.__dict__.get("writer") and self.num_steps and not sys.is_finalizing():
+        if self.__dict__.get("writers") and self.num_steps and not sys.is_finalizing():
             self.flush()
 
     @property
-    def live_guards(self) -> list[SkipGuard]:
+    def live_guards(self) -> list[_SkipGuard]:
         """The guards of existing optimizers."""
         with self.lock:
             if not self.guards:
@@ -174,7 +139,7 @@ class StepRecorder:
                 guard.leave()
                 self.remove_guard(guard)
 
-    def add_guard(self, guard: SkipGuard, num_groups: int) -> Seat:
+    def add_guard(self, guard: _SkipGuard, num_groups: int) -> Seat:
         """Add a guard, told of every check that skips; return its seat."""
         with self.lock:
             self.let_go()
@@ -184,7 +149,7 @@ class StepRecorder:
             self._seats[id(guard)] = seat = self._free_seat(num_groups)
             return seat
 
-    def move_up(self, guard: SkipGuard) -> Seat:
+    def move_up(self, guard: _SkipGuard) -> Seat:
         """Give a guard the first free seat, its own or that of one that is gone, and return it."""
         with self.lock:
             self.let_go()
@@ -213,7 +178,7 @@ class StepRecorder:
                 return self.records[-1].step
             return self.closed
 
-    def remove_guard(self, guard: SkipGuard) -> None:
+    def remove_guard(self, guard: _SkipGuard) -> None:
         """Remove a guard; later guards begin records of their own."""
         with self.lock:
             self.guards.remove(guard)
@@ -231,7 +196,7 @@ class StepRecorder:
         with self.lock:
             if outer not in self._outer_backwards:
                 self._outer_backwards.add(outer)
-                autograd.at_end_of_backward(partial(self._finish_outer, outer))
+                autograd.at_end_of_backward(partial(self._finish, outer))
 
     def step_backward(self) -> int:
         """Number of the running backward, of the outermost where one runs inside another; -1 outside of one."""
@@ -258,10 +223,7 @@ class StepRecorder:
                 record = self._begin(task)
             again = [group for group in outputs.groups if group in record.groups]
             record.groups += outputs.groups
-            number = len(outputs.packs)
-            record.graphs.append(GraphRecord(outputs, list(tensors[:number]), snapshot))
-            if outputs.kept:
-                record.kept.update(zip(outputs.kept_keys, tensors[number:], strict=True))
+            record.add(outputs, tensors, snapshot)
             if any(outputs.num_skips):
                 self._note_verdicts(outputs, tensors, parameters)
             return again
@@ -287,11 +249,9 @@ class StepRecorder:
         guards = self.live_guards if self.guards else ()
         if not guards:
             return
-        for pack, count, has_verdict in zip(packs, outputs.num_skips, outputs.verdicts, strict=False):
-            if count:
-                bad = (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
-                for guard in guards:
-                    guard.note(bad, parameters)
+        for bad in verdicts_of(outputs, packs):
+            for guard in guards:
+                guard.note(bad, parameters)
 
     def collect_update(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int) -> int:
         """Record the report of a step graph in the record of the last backward, or else in a record of its own.
@@ -300,28 +260,25 @@ class StepRecorder:
         this one. NonFiniteError if a check that raises failed.
         """
         update = StepRecord()
-        number = len(outputs.packs)
-        update.graphs.append(GraphRecord(outputs, list(tensors[:number])))
+        update.add(outputs, tensors)
         update.close()
-        kept = dict(zip(outputs.kept_keys, tensors[number:], strict=True))
         with self.lock:
             if self.records and self.records[-1].step != previous:
                 record = self.records[-1]
                 record.updates.append(update)
                 update.step = record.step
-                if self.writer is not None and outputs.keys:
-                    self.writer.note_late(record.step, outputs.keys[0])
+                if outputs.keys:
+                    self.writers.note_late(record.step, outputs.keys[0])
             else:
                 record = StepRecord(updates=[update])
                 update.step = self.num_steps
                 self._append(record)
-            record.kept.update(kept)
+            record.kept |= update.kept
+            update.kept = {}
             if any(outputs.num_skips):
                 self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
-            for listener in self.listeners:
-                listener.on_step(update)
-        for told in self.raising:
-            told(update)
+            self.messages.on_step(update)
+        raise_failed(update)
         return update.step
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
@@ -339,24 +296,20 @@ class StepRecorder:
             if not self.records:
                 return False
             self.records[-1].late[keys] = LateRecord(keys, pack)
-            if self.writer is not None and not is_own:
-                self.writer.note_late(self.records[-1].step, keys[0])
+            if not is_own:
+                self.writers.note_late(self.records[-1].step, keys[0])
             return True
 
-    def _finish_outer(self, task: int) -> None:
-        self._outer_backwards.discard(task)
-        if task in self._open:
-            self._finish(task)
-
     def _finish(self, task: int) -> None:
+        self._outer_backwards.discard(task)
         with self.lock:
-            record = self._open.pop(task)
+            record = self._open.pop(task, None)
+            if record is None:  # of an outer backward without reports
+                return
             record.close()
             self._append(record)
-            for listener in self.listeners:
-                listener.on_step(record)
-        for told in self.raising:
-            told(record)
+            self.messages.on_step(record)
+        raise_failed(record)  # without the lock; it leaves the backward
 
     def _append(self, record: StepRecord) -> None:
         """Let a record join the others; the lock is held."""
@@ -364,8 +317,7 @@ class StepRecorder:
         if self.records:
             self.records[-1].let_go()
         try:
-            if self.writer is not None:
-                self.writer.on_step(record)
+            self.writers.on_step(record)
         finally:
             if len(self.records) == self.capacity:
                 self.records.popleft()
@@ -373,7 +325,7 @@ class StepRecorder:
             self.num_steps += 1
 
 
-_guards: weakref.WeakValueDictionary[int, SkipGuard] = weakref.WeakValueDictionary()  # by number, in order
+_guards: weakref.WeakValueDictionary[int, _SkipGuard] = weakref.WeakValueDictionary()  # by number, in order
 _numbers = itertools.count()
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.run_log import Step, clip_to_json
@@ -113,20 +113,6 @@ class Writers:
 
 _BEGINS = (b'{"step"', b'{"graphs"')
 _BLOCK = 1 << 16
-
-
-class Sink(Protocol):
-    """Takes the records of a run, each once, in order; two sinks with one key are one."""
-
-    @property
-    def key(self) -> object:
-        """The identity of the sink."""
-
-    def write(self, step: Step) -> None:
-        """Write one step; OSError on failure."""
-
-    def finish(self) -> None:
-        """Write the summary of the steps since the last call; OSError on failure."""
 
 
 def path_of_rank(path: str | os.PathLike[str]) -> str:
@@ -254,6 +240,9 @@ class TensorBoard:
 
     def __str__(self) -> str:
         return f"TensorBoard ({type(self.writer).__name__})"
+
+
+Sink = JsonLines | TensorBoard  # takes the records of a run, each once, in order; two sinks with one key are one
 
 
 def plain_number(value: float) -> float | str:
