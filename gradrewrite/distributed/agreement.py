@@ -35,15 +35,12 @@ class Ballot:
         if self._work is None and self._result is None:
             self._work = dist.all_reduce(self.votes, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
 
-    def add(self, number: int, vote: Tensor) -> None:
-        """Add a verdict to one of those of this rank, before the collective has started."""
+    def add(self, vote: Tensor) -> None:
+        """Add a verdict to the first one of this rank, unless the sums are here; the collective has not started."""
+        if self._result is not None:
+            return
         assert self._work is None
-        self.votes[number] += vote.to(self.votes.device, torch.float64, non_blocking=True).reshape(())
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the sums of all ranks' votes are here."""
-        return self._result is not None
+        self.votes[0] += vote.to(self.votes.device, torch.float64, non_blocking=True).reshape(())
 
     def decide(self, sums: Tensor) -> None:
         """Take the sums of all ranks' votes from a collective that another has made."""

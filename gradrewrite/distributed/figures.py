@@ -40,24 +40,17 @@ class Part:
     size: int  # number of elements of the part
 
 
-def num_slots(how: Combination, ranks: Sequence[int]) -> int:
-    """Return how many numbers of the sum over the ranks a figure takes.
-
-    A sum or a mean takes one and an L2 norm three. Anything else is no sum: each rank writes to a number of its own.
-    """
-    if how.kind in ("sum", "mean"):
-        return 1
-    return 3 if how.kind == "norm" and how.order == 2 else len(ranks)
-
-
 def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Sequence[int], rank: int) -> Tensor:
-    """Return this rank's summand ``[num_slots]``, float64, of the figures of its parts ``[parts]``, real.
+    """Return this rank's summand ``[slots]``, float64, of the figures of its parts ``[parts]``, real.
 
+    A sum or a mean takes one slot and an L2 norm three. Anything else is no sum: each rank writes to a slot of its own.
     ``ranks`` are the global ranks that are summed over, ascending. The figure of an empty part does not matter.
     """
     # The norm and the counts of an empty part are 0.
     there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
-    slots = num_slots(how, ranks)
+    slots = 1 if how.kind in ("sum", "mean") else len(ranks)
+    if how.kind == "norm" and how.order == 2:
+        slots = 3
     if not there:
         return _in_slot(values.new_full((), how.neutral, dtype=torch.float64), slots, ranks, rank)
     wide = values.to(torch.float64)
@@ -87,7 +80,7 @@ def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Seque
 
 
 def decode(sums: Tensor, how: Combination) -> Tensor:
-    """Return the figure of the whole, 0-d float64, from the sums over the ranks, ``[num_slots]``."""
+    """Return the figure of the whole, 0-d float64, from the sums over the ranks, ``[slots]``."""
     if how.kind in ("sum", "mean"):
         return sums.reshape(())
     if how.kind == "norm" and how.order == 2:

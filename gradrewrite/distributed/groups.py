@@ -44,12 +44,8 @@ class RankGroups:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._meshes: dict[int, tuple[object, tuple[int, ...]]] = {}  # by id; the mesh is held, so the id stays its own
 
-    def note_tensor(self, tensor: Tensor) -> None:
-        """Use the group of the mesh of a DTensor for its ranks, if there is one."""
-        if is_dtensor(tensor):
-            self._note_mesh(tensor.device_mesh)
-
-    def _note_mesh(self, mesh: DeviceMesh) -> None:
+    def note_mesh(self, mesh: DeviceMesh) -> None:
+        """Use the group of a mesh for its ranks, if there is one."""
         if mesh.ndim == 1:
             self.ranks_of(mesh.get_group())
 
@@ -87,7 +83,7 @@ class RankGroups:
         for number, mesh in meshes.items():
             if number not in self._meshes:
                 self._meshes[number] = mesh, ranks_of(mesh)
-                self._note_mesh(mesh)
+                self.note_mesh(mesh)
             sets.append(frozenset(self._meshes[number][1]))
         ranks: frozenset[int] = frozenset().union(*sets)
         if sets and ranks not in sets:

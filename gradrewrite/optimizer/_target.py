@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -38,14 +38,12 @@ class Target:
     @property
     def session(self) -> Session | None:
         """The policy at work; None for a bare monitor, and where the model is gone."""
-        session: Session | None = getattr(self._state, "session", None)
-        return session
+        return cast("Session | None", getattr(self._state, "session", None))
 
     @property
     def engine(self) -> Engine | None:
         """The engine of its graphs; None without a session."""
-        engine: Engine | None = getattr(self._state, "engine", None)
-        return engine
+        return cast("Engine | None", getattr(self._state, "engine", None))
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters by name; of a backend those that it has met."""

@@ -22,7 +22,7 @@ from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
-from gradrewrite.optimizer.update_ratios import Before, UpdateRatios, packs_of
+from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
 from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.numbers import python_number
@@ -216,27 +216,23 @@ class Guard:
         self._optimizer = weakref.ref(optimizer)
         self.is_removed = False  # whether it was taken off
         self.targets = targets  # what it was given
-        self._attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
+        self.attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
         self._is_settled = False
         groups = RankGroups()
         has_policy = any(target.session is not None for target in targets)
-        self._step_sites = StepSites(targets, self.number, groups) if has_policy else None
-        self._verdict = UpdateVerdict(optimizer, targets, self._attached, max_consecutive_skips, process_group, groups)
+        self._step_sites = StepSites(targets, self.attached, groups) if has_policy else None
+        self._verdict = UpdateVerdict(optimizer, targets, self.attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._ratios = ratios
         self._warned_of_no_step = False
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
         self._changes: tuple[tuple[int, ...], int] | None = ((), -1)
-        self._add_to_states()
+        for states in self._states:
+            states.add_guard(id(self))
 
     def _attach(self, recorder: StepRecorder, optimizer: torch.optim.Optimizer) -> Attachment:
         last_step = recorder.last_used_step()
         return Attachment(recorder, recorder.add_guard(self, len(optimizer.param_groups)), last_step)
-
-    @property
-    def number(self) -> int:
-        """Its number among the guards of its first monitor."""
-        return self._attached[0].seat.number
 
     @property
     def is_alive(self) -> bool:
@@ -248,17 +244,17 @@ class Guard:
         optimizer = self._optimizer()
         if not self._has_moved or optimizer is None or self.is_removed:
             return
-        recorders, before = _recorders_of(self.targets), {id(a.recorder): a for a in self._attached}
-        last_skip = self._attached[0].recorder.last_skip
-        for attachment in self._attached:
+        recorders, before = _recorders_of(self.targets), {id(a.recorder): a for a in self.attached}
+        last_skip = self.attached[0].recorder.last_skip
+        for attachment in self.attached:
             if attachment.recorder not in recorders:
                 attachment.recorder.remove_guard(self)
-        self._attached[:] = [before.get(id(r)) or self._attach(r, optimizer) for r in recorders]
+        self.attached[:] = [before.get(id(r)) or self._attach(r, optimizer) for r in recorders]
         for recorder in recorders:
             if id(recorder) not in before:
                 recorder.note_last_skip(last_skip)
-        self._renumber()
-        self._add_to_states()
+        for states in self._states:
+            states.add_guard(id(self))
 
     def settle(self) -> None:
         """Take the numbers of the guards of deleted optimizers.
@@ -269,27 +265,18 @@ class Guard:
         if self._is_settled:
             return
         self._is_settled = True
-        if any(len(attachment.recorder.guards) > 1 for attachment in self._attached):
+        if any(len(attachment.recorder.guards) > 1 for attachment in self.attached):
             gc.collect()  # the other optimizers may be in cycles
-            for attachment in self._attached:
+            for attachment in self.attached:
                 attachment.seat = attachment.recorder.move_up(self)
-            self._renumber()
-
-    def _renumber(self) -> None:
-        if self._step_sites is not None:
-            self._step_sites.set_number(self.number)
 
     @property
     def _has_moved(self) -> bool:
-        return _recorders_of(self.targets) != [attachment.recorder for attachment in self._attached]
+        return _recorders_of(self.targets) != [attachment.recorder for attachment in self.attached]
 
     @property
     def _states(self) -> list[StateStore]:
         return [target.session.config.states for target in self.targets if target.session is not None]
-
-    def _add_to_states(self) -> None:
-        for states in self._states:
-            states.add_guard(id(self))
 
     def leave(self) -> None:
         """The optimizer is gone: its steps do not count any more."""
@@ -304,7 +291,7 @@ class Guard:
         """Let the optimizer, and the monitors, be without it."""
         self.is_removed = True
         self.leave()
-        for attachment in self._attached:
+        for attachment in self.attached:
             attachment.recorder.remove_guard(self)
 
     @property
@@ -392,7 +379,7 @@ class Guard:
         if self._step_sites is not None:
             outcome = self._step_sites.run(optimizer, inner, scale, ballot)
         self._verdict.start(ballot, outcome.verdict)
-        for at in self._attached:
+        for at in self.attached:
             if outcome.outputs.packs or outcome.outputs.kept:
                 at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step)
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
@@ -435,7 +422,7 @@ class Guard:
                 continue
             if self._num_graphs.get(id(session)) == len(session.graphs):
                 continue
-            edits = [edit for graph in session.graphs for edit in graph.edits if edit.site.kind != "activation"]
+            edits = (edit for graph in session.graphs for edit in graph.edits if edit.site.kind != "activation")
             edit = next((edit for edit in edits if has_units(edit.action)), None)
             scaler = None if edit is None else optimizers.scaler_in_use()
             if edit is None or scaler is None or not scaler.is_enabled():
@@ -450,8 +437,9 @@ class Guard:
             session.warnings.flush_warnings()
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
-        for keys, ratios in packs_of(before):
-            added = [attachment.recorder.add_late(keys, ratios) for attachment in self._attached]
+        for part in before:
+            ratios = part.ratios()
+            added = [attachment.recorder.add_late(part.keys, ratios) for attachment in self.attached]
             if not any(added) and not self._warned_of_no_step:
                 self._warned_of_no_step = True
                 warn(

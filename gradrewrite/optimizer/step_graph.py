@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -54,6 +54,8 @@ from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.rewrite import Rewriter
 from gradrewrite.sites import Site
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True)
 class StepGradient:
@@ -98,7 +100,6 @@ class StepRewrite:
     # factors is their sums.
     takes_votes: bool
     outputs: BackwardOutputs  # auxiliary outputs
-    live: Mapping[str, Tensor]  # tensors that it reads at every step, by name
     # Factors of parameters after the update, with the positions of their gradients.
     parameter_factors: Sequence[tuple[ParameterScaling, Sequence[int]]]
 
@@ -115,7 +116,8 @@ def rewrite_step(
     plan = lower((point, given.answers) for point, given in zip(builder.points, gradients, strict=True))
     groups = plan.groups
     divides = settings.divides and not further and len(groups) == 1 and len(groups[0].points) == len(gradients)
-    divides = divides and all(_is_narrow(given.gradient) for given in gradients)
+    # A float32 divisor is as good as one in the gradient's own precision where that is no wider.
+    divides = divides and all(given.gradient.dtype in _NARROW for given in gradients)
     takes_scale = divides and not any(map(is_in_units, [*groups, *chain.from_iterable(plan.single.values())]))
     scale = builder.add_input("loss_scale", ()) if takes_scale else None
     for point, own in plan.single.items():
@@ -141,24 +143,16 @@ def rewrite_step(
     return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
 
 
-def _is_narrow(gradient: Tensor) -> bool:
-    """Whether a float32 divisor is as good as one in the gradient's own precision."""
-    return gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
 class _Builder:
     def __init__(self, gradients: Sequence[StepGradient], settings: StepSettings) -> None:
         graph = fx.Graph()
         self.nodes = [_placeholder(graph, f"grad_{given.site.name}", given.gradient) for given in gradients]
-        self.parameters = tuple(
-            n for n, given in enumerate(gradients) if any(takes_value(a.action) for a in given.answers)
-        )
         values = {
-            n: _placeholder(graph, f"parameter_{gradients[n].site.name}", gradients[n].parameter)
-            for n in self.parameters
+            n: _placeholder(graph, f"parameter_{given.site.name}", given.parameter)
+            for n, given in enumerate(gradients)
+            if any(takes_value(a.action) for a in given.answers)
         }
-        self.names = {node.name: given.site.name for node, given in zip(self.nodes, gradients, strict=True)}
-        self.names |= {node.name: gradients[n].site.name for n, node in values.items()}
+        self.parameters = tuple(values)
         output = graph.output(tuple(self.nodes))
         self.points = [
             InsertionPoint(given.site, node, output, n, output=n, value=values.get(n))
@@ -388,7 +382,6 @@ class _Builder:
             takes_scale,
             self.votes is not None,
             outputs,
-            editing.live_tensors(graph),
             tuple(self.parameter_factors.items()),
         )
 
@@ -399,16 +392,17 @@ class _Builder:
         return fx.GraphModule({}, graph)
 
     def _provenance(self, edits: Sequence[Edit], records: Collection[str], outputs: Sequence[str]) -> Provenance:
-        def origin(number: int, op: str, name: str = "") -> Origin:
-            module = self.points[number].site.module
-            return Origin("backward", number, ((module, 0),) if module else (), op, name)
+        def origin(number: int, op: str) -> Origin:
+            site = self.points[number].site
+            name = "" if op == "step" else site.name
+            return Origin("backward", number, ((site.module, 0),) if site.module else (), op, name)
 
         orders = {point.site: point.order for point in self.points}
-        found = {node.name: origin(n, "gradient", self.names[node.name]) for n, node in enumerate(self.nodes)}
+        found = {node.name: origin(n, "gradient") for n, node in enumerate(self.nodes)}
         placeholders = self.graph.find_nodes(op="placeholder")
         values = placeholders[len(self.nodes) : len(self.nodes) + len(self.parameters)]
         for number, node in zip(self.parameters, values, strict=True):
-            found[node.name] = origin(number, "parameter", self.names[node.name])
+            found[node.name] = origin(number, "parameter")
         for node in placeholders[len(self.nodes) + len(self.parameters) :]:
             found[node.name] = Origin("backward", 0, op="input", name=node.name)
         for edit in edits:
@@ -444,4 +438,5 @@ def runnable(rewrite: StepRewrite) -> tuple[fx.GraphModule, list[Tensor]]:
     lifted = editing.lift_live(gm)
     gm.graph.lint()
     gm.recompile()
-    return gm, [rewrite.live[name] for name, _ in lifted]
+    live = editing.live_tensors(rewrite.shown.graph_module.graph)
+    return gm, [live[name] for name, _ in lifted]

@@ -26,7 +26,8 @@ from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.monitoring.host_copy import number_of
-from gradrewrite.optimizer._target import Target, targets_of
+from gradrewrite.monitoring.step_record import verdicts_of
+from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling
@@ -69,11 +70,9 @@ class _Plan:
 class StepSites:
     """The actions at an optimizer's step sites: one graph for each set of gradients."""
 
-    def __init__(self, targets: Sequence[Target], number: int, groups: RankGroups | None = None) -> None:
-        """Ask the policies of these targets for the optimizer of this number at its monitor."""
-        self._targets = targets
-        self._groups = groups or RankGroups()
-        self.set_number(number)
+    def __init__(self, targets: Sequence[Target], attached: Sequence[Attachment], groups: RankGroups) -> None:
+        """Ask the policies of these targets; attachments of the guard, if there is one, are read at each use."""
+        self._targets, self._attached, self._groups = targets, attached, groups
         # When names were read: the parameters of the optimizer, the sessions of the targets, and how many graphs each
         # has.
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -86,9 +85,10 @@ class StepSites:
         self._warned_of_lost = False
         self.check_rules()
 
-    def set_number(self, number: int) -> None:
-        """Renumber the optimizer, for a policy without graphs so far."""
-        self._suffix = f"#{number}" if number else ""
+    @property
+    def _suffix(self) -> str:
+        number = self._attached[0].seat.number if self._attached else 0
+        return f"#{number}" if number else ""
 
     def check_rules(self) -> None:
         """Raise NoSuchSiteError for a step rule that matches no parameter of its model."""
@@ -165,7 +165,7 @@ class StepSites:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
         gradients = [p.detach() if p.requires_grad else None for p in parameters]
-        asked = ask_at_step_sites(self._targets, self._named, parameters, gradients)
+        asked = self._ask(parameters, gradients)
         settings = StepSettings(_may_divide(optimizer, optimizer.step), self._suffix, states=self._states())
         known = [n for n, (site, _) in asked.items() if site is not None]
         if not known:
@@ -177,6 +177,35 @@ class StepSites:
         settings = replace(settings, exchange=self._exchange(asked, parameters, gradients, None))
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
+
+    def _ask(self, parameters: Sequence[Tensor], gradients: _Gradients) -> _Asked:
+        """Ask the policies at each gradient that is there.
+
+        Where several models have a parameter of one name, the policies are asked at equal sites, and the ``call`` of
+        the sites that are returned numbers the models, in the optimizer's order. PolicyError for an answer that is not
+        allowed, UnsupportedGradientError for an action at a sparse gradient.
+        """
+        asked: dict[int, tuple[Site | None, tuple[Answered, ...]]] = {}
+        counts: Counter[str] = Counter()  # of equal names of several models
+        for n, (own, parameter, gradient) in enumerate(zip(self._named, parameters, gradients, strict=True)):
+            if own is not None:
+                counts[own[1]] += 1
+            if gradient is None:
+                continue
+            session = None if own is None else self._targets[own[0]].session
+            if own is None or session is None:
+                asked[n] = (None, ())
+                continue
+            site = step_site(own[1], parameter)
+            answers = ask_in_order(session.config.policy, site, (own[0],))
+            site = replace(site, call=counts[own[1]] - 1)
+            for answered in answers:
+                check_dense(answered.action, site, gradient)
+            if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
+                refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
+            asked[n] = (site, answers)
+            session.rules.note_step_answers(answered.position[1:] for answered in answers)
+        return asked
 
     def _exchange(
         self, asked: _Asked, parameters: Sequence[Tensor], gradients: _Gradients, voters: tuple[int, ...] | None
@@ -190,7 +219,7 @@ class StepSites:
             return None
         everywhere = asked
         if len(asked) < len(parameters):
-            everywhere = ask_at_step_sites(self._targets, self._named, parameters, missing)
+            everywhere = self._ask(parameters, missing)
         position = {n: number for number, n in enumerate(n for n, (_, answers) in asked.items() if answers)}
         sites = [
             SpreadSite(site, spread, answers, position.get(n))
@@ -200,8 +229,8 @@ class StepSites:
         if not sites:
             return None
         for n, tensor in enumerate(missing):
-            if tensor is not None and n in everywhere:
-                self._groups.note_tensor(tensor)
+            if tensor is not None and n in everywhere and is_dtensor(tensor):
+                self._groups.note_mesh(tensor.device_mesh)
         sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
         group_of = self._groups.known if voters is None else self._groups.of_ranks
         groups = {ranks: group_of(ranks) for ranks in sets}
@@ -218,26 +247,22 @@ class StepSites:
         ballot: Ballot | None,
     ) -> StepOutcome:
         rewrite = plan.rewrite
-        is_unscaled = scale is not None and not rewrite.takes_scale
         own = [local_of(g).detach() for n in plan.gradients if (g := gradients[n]) is not None]
         with torch.no_grad():
-            if is_unscaled:
-                assert scale is not None
+            if scale is not None and not rewrite.takes_scale:
                 inverse = scale.double().reciprocal().float()  # as GradScaler.unscale_
                 optimizers.foreach_scale([local_of(g) for g in gradients if g is not None], inverse)
             inputs = [*own, *(local_of(parameters[plan.gradients[n]]).detach() for n in rewrite.parameters)]
             if rewrite.takes_scale:
                 inputs.append(self._one(own[-1].device) if scale is None else scale.to(own[-1].device))
-            if rewrite.takes_votes:
-                assert ballot is not None
+            if ballot is not None and rewrite.takes_votes:
                 inputs.append(ballot.votes)
             for target in self._targets:
                 if target.session is not None:
                     target.session.config.states.begin_step()
             results = list(plan.run(*inputs, *plan.live))
             factors, tensors = results[: len(rewrite.scaled)], results[len(rewrite.scaled) :]
-            if rewrite.takes_votes:
-                assert ballot is not None
+            if ballot is not None and rewrite.takes_votes:
                 ballot.decide(tensors.pop(0))
             if rewrite.outputs.states:
                 first_state = len(tensors) - len(rewrite.outputs.states)
@@ -256,8 +281,8 @@ class StepSites:
             tensors,
             _verdict(rewrite.outputs, tensors),
             # Beside a scale even 1 is given, or the optimizer would divide by the scaler's own.
-            factors[0] if rewrite.is_divided and not (idle[0] and (scale is None or is_unscaled)) else None,
-            is_unscaled,
+            factors[0] if rewrite.is_divided and not (idle[0] and (scale is None or not rewrite.takes_scale)) else None,
+            scale is not None and not rewrite.takes_scale,
             [
                 (action, [local_of(parameters[plan.gradients[n]]) for n in members])
                 for action, members in rewrite.parameter_factors
@@ -323,7 +348,7 @@ class StepSites:
 
         Where only spread gradients that are missing here may have actions, their exchange.
         """
-        asked = ask_at_step_sites(self._targets, self._named, parameters, gradients)
+        asked = self._ask(parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
         exchange = self._exchange(asked, parameters, gradients, voters)
         if not own:
@@ -345,48 +370,13 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
         raise TypeError(f"trace_step takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     optimizer = optimizers.inside_of(optimizer)
     guard = optimizer.__dict__.get(GUARD)
-    targets, number = (targets_of(model), 0) if guard is None else (guard.targets, guard.number)
-    return StepSites(targets, number).trace(optimizer)
+    targets, attached = (targets_of(model), ()) if guard is None else (guard.targets, guard.attached)
+    return StepSites(targets, attached, RankGroups()).trace(optimizer)
 
 
 def step_rules_of(session: Session) -> list[Rule]:
     """Return a policy's rules for step sites."""
     return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
-
-
-def ask_at_step_sites(
-    targets: Sequence[Target],
-    named: Sequence[tuple[int, str] | None],
-    parameters: Sequence[Tensor],
-    gradients: _Gradients,
-) -> _Asked:
-    """Ask the policies at each gradient that is there.
-
-    Where several models have a parameter of one name, the policies are asked
-    at equal sites, and the ``call`` of the sites that are returned numbers the models, in the optimizer's order.
-    PolicyError for an answer that is not allowed, UnsupportedGradientError for an action at a sparse gradient.
-    """
-    asked: dict[int, tuple[Site | None, tuple[Answered, ...]]] = {}
-    counts: Counter[str] = Counter()  # of equal names of several models
-    for n, (own, parameter, gradient) in enumerate(zip(named, parameters, gradients, strict=True)):
-        if own is not None:
-            counts[own[1]] += 1
-        if gradient is None:
-            continue
-        session = None if own is None else targets[own[0]].session
-        if own is None or session is None:
-            asked[n] = (None, ())
-            continue
-        site = step_site(own[1], parameter)
-        answers = ask_in_order(session.config.policy, site, (own[0],))
-        site = replace(site, call=counts[own[1]] - 1)
-        for answered in answers:
-            check_dense(answered.action, site, gradient)
-        if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
-            refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
-        asked[n] = (site, answers)
-        session.rules.note_step_answers(answered.position[1:] for answered in answers)
-    return asked
 
 
 def _rewrite(
@@ -435,11 +425,7 @@ def _spread_of(gradient: Tensor | None) -> Spread | None:
 
 
 def _verdict(outputs: BackwardOutputs, tensors: Sequence[Tensor]) -> Tensor | None:
-    found = [
-        (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
-        for pack, count, has_verdict in zip(tensors, outputs.num_skips, outputs.verdicts, strict=False)
-        if count
-    ]
+    found = verdicts_of(outputs, tensors)
     if len(found) < 2:
         return found[0] if found else None
     return torch.stack([bad.to(found[0].device, non_blocking=True) for bad in found]).amax()

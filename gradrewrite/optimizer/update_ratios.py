@@ -20,9 +20,31 @@ from gradrewrite.optimizer._target import Target
 class Before:
     """Parameters of one device and dtype, before a step."""
 
-    names: tuple[str, ...]
+    keys: tuple[RecordKey, ...]  # of their ratios
     parameters: list[Tensor]
     copies: list[Tensor]  # what they were, float32 or float64; complex ones as pairs of real numbers
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, Tensor]]) -> Before:
+        """Copy parameters."""
+        now = _real([p for _, p in named])
+        wide = torch.promote_types(now[0].dtype, torch.float32)
+        copies = [torch.empty_like(t, dtype=wide) for t in now]
+        optimizers.foreach_copy(copies, now)
+        keys = tuple(RecordKey("update_ratio", 1, f"gradient:{name}") for name, _ in named)
+        return cls(keys, [p for _, p in named], copies)
+
+    def ratios(self) -> Tensor:
+        """Return the ratios after the step, flat float64 (float32 where there is none); the copies are used up.
+
+        0 where nothing moved, inf where something came from nothing, NaN where a parameter is not finite.
+        """
+        # Squares of small differences underflow, and long sums lose digits, in float32.
+        dtype = torch.float32 if self.copies[0].device.type == "mps" else torch.float64
+        sizes = optimizers.foreach_norm(self.copies, dtype)
+        optimizers.foreach_subtract(self.copies, _real(self.parameters))
+        changes = optimizers.foreach_norm(self.copies, dtype)
+        return torch.where(changes == 0, changes, changes / sizes)
 
 
 class UpdateRatios:
@@ -31,7 +53,7 @@ class UpdateRatios:
     def __init__(self, targets: Sequence[Target]) -> None:
         """Take the targets for their names, asked again where the optimizer has a parameter without a name."""
         self._targets = targets
-        self._named: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._names: list[str | None] = []
         self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too
 
     def before(self, optimizer: torch.optim.Optimizer) -> list[Before]:
@@ -43,48 +65,12 @@ class UpdateRatios:
         if not is_known:
             names = {id(p): name for target in reversed(self._targets) for name, p in target.parameters().items()}
             self._own = [weakref.ref(p) for p in own]
-            self._named = [(names[id(p)], weakref.ref(p)) for p in own if id(p) in names]
+            self._names = [names.get(id(p)) for p in own]
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
-        for name, ref in self._named:
-            parameter = ref()
-            assert parameter is not None  # the optimizer has it
-            alike[parameter.device, parameter.dtype].append((name, parameter))
-        return [_copy(named) for named in alike.values()]
-
-
-def packs_of(parts: Sequence[Before]) -> list[tuple[tuple[RecordKey, ...], Tensor]]:
-    """Return the keys and ratios after the step, one flat float64 (float32 where there is none) tensor a device.
-
-    0 where nothing moved, inf where something came from nothing, NaN where a parameter is not finite. The copies
-    are used up.
-    """
-    by_device: dict[torch.device, list[Before]] = defaultdict(list)
-    for part in parts:
-        by_device[part.copies[0].device].append(part)
-    packs = []
-    for device, some in by_device.items():
-        # squares of small differences underflow, and long sums lose digits, in float32
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        ratios = torch.cat([_ratios(part, dtype) for part in some])
-        keys = tuple(RecordKey("update_ratio", 1, f"gradient:{name}") for part in some for name in part.names)
-        packs.append((keys, ratios))
-    return packs
-
-
-def _copy(named: Sequence[tuple[str, Tensor]]) -> Before:
-    parameters = [p for _, p in named]
-    now = _real(parameters)
-    wide = torch.promote_types(now[0].dtype, torch.float32)
-    copies = [torch.empty_like(t, dtype=wide) for t in now]
-    optimizers.foreach_copy(copies, now)
-    return Before(tuple(name for name, _ in named), parameters, copies)
-
-
-def _ratios(part: Before, dtype: torch.dtype) -> Tensor:
-    sizes = optimizers.foreach_norm(part.copies, dtype)
-    optimizers.foreach_subtract(part.copies, _real(part.parameters))
-    changes = optimizers.foreach_norm(part.copies, dtype)
-    return torch.where(changes == 0, changes, changes / sizes)
+        for name, parameter in zip(self._names, own, strict=True):
+            if name is not None:
+                alike[parameter.device, parameter.dtype].append((name, parameter))
+        return [Before.of(named) for named in alike.values()]
 
 
 def _real(tensors: Sequence[Tensor]) -> list[Tensor]:

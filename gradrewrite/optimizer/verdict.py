@@ -42,7 +42,6 @@ _JOINS = (
     "torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)). torch keeps the "
     "setting after the context; model.join(enable=False) ends it"
 )
-_BAD = 0  # among the votes: checks; then what a GradScaler found
 
 
 class UpdateVerdict:
@@ -155,8 +154,8 @@ class UpdateVerdict:
     def start(self, ballot: Ballot | None, of_step_sites: Tensor | None) -> None:
         """Start to exchange the verdicts of all ranks."""
         if ballot is not None:
-            if of_step_sites is not None and not ballot.is_decided:
-                ballot.add(_BAD, of_step_sites)
+            if of_step_sites is not None:
+                ballot.add(of_step_sites)
             ballot.start()
 
     def decide(
