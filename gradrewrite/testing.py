@@ -586,7 +586,8 @@ class _Observer(TorchFunctionMode):
         before = [(_key_of(t), t._version) for t in read]
         result = func(*args, **kwargs)
         self._num_ops += 1
-        op = _Op(self._op_name(func, sys._getframe(1)), tuple(self._stack), _source(), self._num_ops)
+        source = user_line(traceback.extract_stack(limit=11)[:-1])
+        op = _Op(self._op_name(func, sys._getframe(1)), tuple(self._stack), source, self._num_ops)
         for tensor, (key, version) in zip(read, before, strict=True):
             if tensor._version != version and tensor.layout is torch.strided:
                 self._writers[fake_tensors.storage_key(tensor)] = op
@@ -691,10 +692,6 @@ _BINARY_3_10 = {
     "add": "+", "subtract": "-", "multiply": "*", "true_divide": "/", "floor_divide": "//", "modulo": "%",
     "matrix_multiply": "@", "power": "**", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
 }  # fmt: skip
-
-
-def _source() -> str:
-    return user_line(traceback.extract_stack(limit=12)[:-2])
 
 
 def _check_sites(edited: set[str], hooked: _Hooked) -> None:

@@ -105,15 +105,14 @@ def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
 
 
 def _summary(address: str, values: list[float]) -> Summary:
-    finite = sorted(v for v in values if math.isfinite(v))
-    known = sorted(v for v in values if not math.isnan(v))
-    nan = math.nan
+    finite = [v for v in values if math.isfinite(v)]
+    known = [v for v in values if not math.isnan(v)]
     return Summary(
         address,
         last=values[-1],
-        smallest=known[0] if known else nan,
-        median=finite[len(finite) // 2] if finite else nan,
-        largest=known[-1] if known else nan,
+        smallest=min(known, default=math.nan),
+        median=sorted(finite)[len(finite) // 2] if finite else math.nan,
+        largest=max(known, default=math.nan),
         steps=len(values),
         nonfinite=len(values) - len(finite),
     )

@@ -86,7 +86,7 @@ class _Replay(fx.Interpreter):
         site = self._failed.get(n.name)
         if site is not None and isinstance(value, Tensor):
             order = self._positions.get(site, self._order[n])
-            self._look_at(site, n, value, order, is_forward=site.kind == "activation")
+            self._look_at(site, n, value, order)
         return value
 
     def _positions_of_sites(self) -> dict[Site, int]:
@@ -103,20 +103,18 @@ class _Replay(fx.Interpreter):
 
     def _given_values(self) -> dict[fx.Node, tuple[Any, str]]:
         """Return the placeholders' values in order, and the names of overwritten ones."""
-        placeholders = self._graph.find_nodes(op="placeholder")
-        inputs = [node for node in placeholders if node.name not in self._replay_graph.tangents]
+        inputs = iter(self._snapshot.inputs)
         given = {}
-        for node, held in zip(inputs, self._snapshot.inputs, strict=True):
+        for node in self._graph.find_nodes(op="placeholder"):
             known = self._replay_graph.inputs.get(node.name)
-            name = f"{known.role} {known.name}" if known is not None else node.name
+            if node.name in self._replay_graph.tangents:
+                held, name = self._snapshot.tangents[node.name], "the gradient of an output"
+            else:
+                held, name = next(inputs), node.name if known is None else f"{known.role} {known.name}"
             given[node] = (held.get(), name if held.is_overwritten() else "")
             if held.is_overwritten() and known is not None and known.role != "buffer":  # a step updates its buffers
                 self._result.overwritten = name
-        for node in placeholders:
-            if node.name in self._replay_graph.tangents:
-                held = self._snapshot.tangents[node.name]
-                given[node] = (held.get(), "the gradient of an output" if held.is_overwritten() else "")
-        return {node: given[node] for node in placeholders}
+        return given
 
     def _state_of_given(self, node: fx.Node, value: Any, overwritten: str) -> _State:
         if _is_finite(value):
@@ -154,15 +152,14 @@ class _Replay(fx.Interpreter):
     def _look_at_marker(self, marker: fx.Node, value: Tensor) -> None:
         site = self._marked_site(marker)
         if site is not None and site not in self._failed.values():
-            is_forward = marker.target is ops.mark_activation
-            self._look_at(site, marker.all_input_nodes[0], value, self._order[marker], is_forward=is_forward)
+            self._look_at(site, marker.all_input_nodes[0], value, self._order[marker])
 
     def _look_at_gradients(self, values: Mapping[fx.Node, Any]) -> None:
         for site, node in self._gradients.items():
             if isinstance(node, fx.Node) and site not in self._failed.values():
-                self._look_at(site, node, values[node], self._order[node], is_forward=False)
+                self._look_at(site, node, values[node], self._order[node])
 
-    def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int, *, is_forward: bool) -> None:
+    def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int) -> None:
         if not value.is_floating_point() and not value.is_complex():
             return
         at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
@@ -172,6 +169,7 @@ class _Replay(fx.Interpreter):
         smallest = float(finite.amin()) if finite.numel() else float("nan")
         largest = float(finite.amax()) if finite.numel() else float("nan")
         percent = 100.0 * bad / max(value.numel(), 1)
+        is_forward = site.kind == "activation"
         self._result.seen.append(SiteObservation(site, order, is_forward, percent, smallest, largest, node.name))
 
     def _find_roots(self) -> list[RootCause]:

@@ -28,11 +28,6 @@ class VersionedRef(NamedTuple):
     value: Any
     version: int
 
-    @classmethod
-    def of(cls, value: Any) -> VersionedRef:
-        """Note the version of a tensor."""
-        return cls(value, _version(value))
-
     def get(self) -> Any:
         """The value; RuntimeError if it is gone with its model, or its memory was released since."""
         value = self.value() if isinstance(self.value, weakref.ref) else self.value
@@ -221,7 +216,7 @@ class PendingForwards:
             return StepSnapshot(
                 self.replay_graph, missing="its forward is not known (a second backward through one graph?)"
             )
-        tangents = {name: VersionedRef.of(args[position]) for name, position in self._tangents}
+        tangents = {name: VersionedRef(args[at], _version(args[at])) for name, at in self._tangents}
         if any([t.value.numel() * t.value.element_size() > _LARGEST_KEPT for t in tangents.values()]):
             missing = "a gradient from outside the model is larger than 64 MiB and was not kept; "
             return StepSnapshot(
