@@ -185,10 +185,8 @@ def assert_matches_eager(
 def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled: bool) -> float:
     """Return plain torch.compile's error, relative to each element and the largest."""
     eager, traced = copy.deepcopy(model), copy.deepcopy(model)
-    options = {"fallback_random": True} if compiled else None
-    run = inductor.compiled_alone(
-        traced, backend="inductor" if compiled else aot_autograd.compile_plain, options=options
-    )
+    backend, options = ("inductor", {"fallback_random": True}) if compiled else (aot_autograd.compile_plain, None)
+    run = inductor.compiled_alone(traced, backend=backend, options=options)
     with kept_random_state():
         got = _run(run, traced, held, loss_fn)
     wanted = _run(eager, eager, held, loss_fn)

@@ -65,7 +65,7 @@ class StepRecorder:
     def __init__(self, capacity: int, every: int | None = None) -> None:
         self.capacity = capacity  # how many records are kept
         self.lock = threading.RLock()  # held while records, listeners or guards change; reentrant
-        self.records: deque[StepRecord] = deque()  # records of the last steps, oldest first
+        self.records: deque[StepRecord] = deque(maxlen=capacity)  # records of the last steps, oldest first
         self.num_steps = 0  # how many steps there were
         # Told of each step before its record joins the others, for the oldest may leave them then.
         self.writers = Writers(self.records, capacity, every)
@@ -78,8 +78,7 @@ class StepRecorder:
         self.num_skipped: list[Tensor] = []
         self.closed = -1  # number of the last step that belongs to guards which were removed; -1 if there is none
         self.last_skip: FiniteCheck | None = None  # check that skips of the last graph that has one
-        # Site of a check that skips and may fail on one rank of several that have equal parameters; None if there is
-        # none.
+        # Site of a check that skips and may fail on one rank of several with equal parameters; None without one.
         self.lone_skip: Site | None = None
         # Group of the data parallelism that the model was last called in, or that averages its gradients.
         self.process_group: distributed.ProcessGroup | None = None
@@ -144,8 +143,7 @@ class StepRecorder:
         with self.lock:
             self.let_go()
             self.guards.append(guard)
-            if all(known is not guard for known in _guards.values()):
-                _guards[next(_numbers)] = guard
+            _guards.setdefault(id(guard), guard)
             self._seats[id(guard)] = seat = self._free_seat(num_groups)
             return seat
 
@@ -319,14 +317,11 @@ class StepRecorder:
         try:
             self.writers.on_step(record)
         finally:
-            if len(self.records) == self.capacity:
-                self.records.popleft()
             self.records.append(record)
             self.num_steps += 1
 
 
-_guards: weakref.WeakValueDictionary[int, _SkipGuard] = weakref.WeakValueDictionary()  # by number, in order
-_numbers = itertools.count()
+_guards: weakref.WeakValueDictionary[int, _SkipGuard] = weakref.WeakValueDictionary()  # by identity, in order
 
 
 def let_guards_follow() -> None:
