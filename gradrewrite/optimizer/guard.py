@@ -209,8 +209,8 @@ class Guard:
         optimizer: torch.optim.Optimizer,
         targets: Sequence[Target],
         max_consecutive_skips: int,
-        ratios: UpdateRatios | None = None,
-        process_group: distributed.ProcessGroup | None = None,
+        ratios: UpdateRatios | None,
+        process_group: distributed.ProcessGroup | None,
     ) -> None:
         """Watch an optimizer; NoSuchSiteError if a rule for step sites matches no parameter."""
         self._optimizer = weakref.ref(optimizer)
@@ -332,7 +332,7 @@ class Guard:
         # The kernels of a fused optimizer read it instead of a GradScaler's.
         replaced = {} if outcome.divisor is None and not outcome.is_unscaled else {"grad_scale": outcome.divisor}
         with optimizers.attributes_set(optimizer, replaced):
-            result = self._update(optimizer, inner, bad, kwargs, outcome)
+            result = self._update(optimizer, functools.partial(inner, **kwargs), bad, outcome)
         _finish(self, bad, before)
         return loss if closure is not None else result
 
@@ -395,12 +395,7 @@ class Guard:
             self._verdict.look_at_counts()
 
     def _update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inner: Callable[..., Any],
-        bad: Tensor | None,
-        kwargs: dict[str, Any],
-        outcome: StepOutcome,
+        self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome
     ) -> Any:
         skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
         if bad is not None and not _decides_on_device(optimizer):
@@ -410,7 +405,7 @@ class Guard:
         elif bad is not None:
             skipped = bad if skipped is None else torch.maximum(bad, skipped.to(bad.device).reshape(()))
         with optimizers.attributes_set(optimizer, {} if skipped is None else {"found_inf": skipped}):
-            result = inner(**kwargs)
+            result = update()
         _scale_parameters(outcome, skipped)
         return result
 

@@ -39,6 +39,7 @@ from gradrewrite.sites import Pattern, Site
 
 # By position of a parameter: its site, None without a name, and the answers of its model's policy there.
 _Asked = Mapping[int, tuple[Site | None, tuple[Answered, ...]]]
+_Parameters = Sequence[Tensor]
 _Gradients = Sequence[Tensor | None]
 
 GUARD = "_gradrewrite_guard"  # name of the guard among the attributes of its optimizer
@@ -178,7 +179,7 @@ class StepSites:
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
 
-    def _ask(self, parameters: Sequence[Tensor], gradients: _Gradients) -> _Asked:
+    def _ask(self, parameters: _Parameters, gradients: _Gradients) -> _Asked:
         """Ask the policies at each gradient that is there.
 
         Where several models have a parameter of one name, the policies are asked at equal sites, and the ``call`` of
@@ -208,7 +209,7 @@ class StepSites:
         return asked
 
     def _exchange(
-        self, asked: _Asked, parameters: Sequence[Tensor], gradients: _Gradients, voters: tuple[int, ...] | None
+        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients, voters: tuple[int, ...] | None
     ) -> ExchangeSettings | None:
         """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any.
 
@@ -239,12 +240,7 @@ class StepSites:
         return ExchangeSettings(tuple(sites), groups, rank, voters or ())
 
     def _run(
-        self,
-        plan: _Plan,
-        parameters: Sequence[Tensor],
-        gradients: _Gradients,
-        scale: Tensor | None,
-        ballot: Ballot | None,
+        self, plan: _Plan, parameters: _Parameters, gradients: _Gradients, scale: Tensor | None, ballot: Ballot | None
     ) -> StepOutcome:
         rewrite = plan.rewrite
         own = [local_of(g).detach() for n in plan.gradients if (g := gradients[n]) is not None]
@@ -298,7 +294,7 @@ class StepSites:
             self._ones[device] = torch.ones((), device=device)
         return self._ones[device]
 
-    def _read_names(self, parameters: Sequence[Tensor]) -> None:
+    def _read_names(self, parameters: _Parameters) -> None:
         """Read names again after a change of parameters, policies or known names."""
         sessions = [target.session for target in self._targets]
         is_known = len(parameters) == len(self._parameters) and len(sessions) == len(self._sessions)
@@ -342,7 +338,7 @@ class StepSites:
             )
 
     def _plan(
-        self, parameters: Sequence[Tensor], gradients: _Gradients, divides: bool, voters: tuple[int, ...]
+        self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]
     ) -> _Plan | ExchangeSettings | None:
         """Ask, rewrite and compile for the present gradients; None without actions.
 
@@ -380,7 +376,7 @@ def step_rules_of(session: Session) -> list[Rule]:
 
 
 def _rewrite(
-    asked: _Asked, own: Sequence[int], parameters: Sequence[Tensor], gradients: _Gradients, settings: StepSettings
+    asked: _Asked, own: Sequence[int], parameters: _Parameters, gradients: _Gradients, settings: StepSettings
 ) -> StepRewrite:
     """Make the graph of the gradients at these positions; the sites of others are listed."""
     tensors = [t for n in own for t in (gradients[n], parameters[n]) if t is not None]
