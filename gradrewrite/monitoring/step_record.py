@@ -102,6 +102,12 @@ class StepRecord:
         if outputs.kept:
             self.kept.update(zip(outputs.kept_keys, tensors[number:], strict=True))
 
+    def add_late(self, keys: tuple[RecordKey, ...], pack: Tensor) -> None:
+        """Add records after the backward; where the copy to the host has begun, that of these begins too."""
+        self.late[keys] = LateRecord(keys, pack)
+        if self._copied is not None:
+            self.late[keys].start_copy()
+
     def close(self) -> None:
         """Note on each device that the records are complete: who copies them waits for that on the device."""
         for graph in self.graphs:

@@ -19,7 +19,6 @@ from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
-from gradrewrite.monitoring.host_copy import LateRecord
 from gradrewrite.monitoring.messages import StepMessages, raise_failed
 from gradrewrite.monitoring.step_record import StepRecord, verdicts_of
 from gradrewrite.monitoring.writers import Writers
@@ -293,7 +292,7 @@ class StepRecorder:
         with self.lock:
             if not self.records:
                 return False
-            self.records[-1].late[keys] = LateRecord(keys, pack)
+            self.records[-1].add_late(keys, pack)
             if not is_own:
                 self.writers.note_late(self.records[-1].step, keys[0])
             return True

@@ -204,3 +204,19 @@ def test_nothing_waits(
     if mode == "reduce-overhead":
         assert simulation.num_graphs == 2  # forward and backward
         assert not simulation.graph_refusals
+
+
+def test_log_lines_come_while_training_logs_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = gr.transform(nn.Linear(4, 2).cuda(), gr.on("gradient:*", ClipByNorm(1e-3, log=True)))
+    with caplog.at_level(logging.INFO, "gradrewrite"):
+        for _ in range(20):
+            loss = model(torch.ones(3, 4, device="cuda")).sum()
+            loss.backward()
+            model.monitor.log("loss", loss)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        before = len(caplog.records)
+        model.monitor.flush()
+
+    assert len(caplog.records) == 40  # of two parameters
+    assert before >= 10  # an event of the simulated device has happened at the second look, and each step has two
