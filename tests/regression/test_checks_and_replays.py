@@ -333,6 +333,7 @@ def test_too_many_skips_are_said_though_the_row_is_gone() -> None:
     assert "1 updates in a row were skipped" in err.note
 
 
+@pytest.mark.long
 def test_locate_writes_no_gradient() -> None:
     x, w = torch.ones(1, 2, requires_grad=True), nn.Parameter(torch.ones(2))
     assert gr.locate(nn.Linear(2, 2), x, loss_fn=lambda out: (out * w).sum()) is None

@@ -210,6 +210,7 @@ def test_replaced_forward_is_traced(net: Net, batch: Tensor, inplace: bool) -> N
     torch.testing.assert_close(gradients(copied, copied(batch).sum()), wanted)
 
 
+@pytest.mark.long
 def test_copies_and_pickles_keep_class_and_policy(net: Net, batch: Tensor, inplace: bool) -> None:
     model: Any = gr.transform(net, DOUBLE, inplace=inplace)
     wanted = gradients(model, model.loss(batch))

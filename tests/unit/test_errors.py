@@ -188,6 +188,7 @@ def counts(g: Tensor) -> Tensor:
     return g
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "match"),
     mostly_slow(

@@ -46,6 +46,7 @@ def test_two_bounds_have_no_one_threshold() -> None:
     assert clip.bounds == [pytest.approx(float("nan"), nan_ok=True)]
 
 
+@pytest.mark.long
 def test_the_second_clip_of_a_site_has_its_own() -> None:
     model = run(ClipByValue(0.75, log=True), ClipByValue(0.25, log=True))
 

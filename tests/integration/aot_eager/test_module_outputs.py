@@ -221,6 +221,7 @@ def test_dropout_that_drops_nothing_is_no_value(make: Callable[[float], nn.Modul
     assert_matches_eager(net, gr.on("error:*/*", Scale(0.5)), x, compiled=False)
 
 
+@pytest.mark.long
 def test_dropout_that_drops_is_a_value() -> None:
     model = gr.transform(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)), gr.on("error:1", Scale(2.0)))
     assert [str(edit.site) for edit in model.trace(torch.ones(2, 4)).edits] == ["error:1"]

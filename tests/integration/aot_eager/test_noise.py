@@ -44,6 +44,7 @@ def assert_all_differ(drawn: list[Tensor]) -> None:
         assert 0.7 < float(d.std()) < 1.3
 
 
+@pytest.mark.long
 def test_a_callback_may_make_the_action() -> None:
     """Its noise goes on where another size is compiled, with another action of the callback."""
     torch.manual_seed(0)

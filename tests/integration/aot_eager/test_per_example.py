@@ -141,6 +141,7 @@ def test_loss_reduction_and_batch_dim() -> None:
         assert records[f"noise_scale@gradient:{name}"] == pytest.approx(trace / true)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["attention", "conv 2-D"])
 def test_a_loose_bound_changes_nothing(name: str) -> None:
     model, inputs = make(name)
@@ -240,6 +241,7 @@ def test_the_plain_gradient_is_not_computed(name: str) -> None:
     assert len(outputs) == 1  # the loss
 
 
+@pytest.mark.long
 def test_units_are_those_of_the_unscaled_loss() -> None:
     model, inputs = make("linear 3-D")
     terms, scale = example_gradients(model, *inputs), torch.tensor(1024.0)
@@ -326,6 +328,7 @@ def test_noise_goes_on_after_a_checkpoint() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(gradients(model, inputs, 1), wanted, strict=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_no_examples_give_the_noise_alone(dynamic: bool | None) -> None:
     """A batch that was drawn empty is one step of private training as any other, if the loss is a sum."""

@@ -127,6 +127,7 @@ def test_the_optimizer_that_stays_carries_the_schedule_on() -> None:
         assert step(model, seldom)["bound@gradient:0.weight"] == harmonic(number)
 
 
+@pytest.mark.long
 def test_without_a_guard_backwards_count_again() -> None:
     model = gr.transform(nn.Linear(3, 2), gr.on("gradient:*", ClipByGlobalNorm(gr.Schedule(harmonic))))
     optimizer = make(model)

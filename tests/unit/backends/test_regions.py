@@ -223,6 +223,7 @@ class RecurrentCheckpointed(Recurrent):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [1, 2])
 def test_checkpoints_around_a_region_that_is_called_several_times(inside: int, x: Tensor) -> None:
     whole, regions = (
@@ -255,6 +256,7 @@ def test_a_checkpoint_runs_the_code_of_its_own_call(x: Tensor) -> None:
         trained(regions, x)
 
 
+@pytest.mark.long
 def test_a_reentrant_checkpoint_around_a_region_that_is_called_several_times_is_refused(x: Tensor) -> None:
     model = gr.transform(made(RecurrentCheckpointed), gr.on("error:cell.fc#1", ClipByNorm(1e-3)), regions="cell")
     model.is_reentrant = True
@@ -528,6 +530,7 @@ def test_a_global_clip_in_one_region(x: Tensor) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.long
 def test_rules_are_checked_on_all_regions_together(x: Tensor) -> None:
     model = gr.transform(made(), [*EQUAL, gr.on("error:blocks.3.fc", NORM)], regions="blocks.*")
     trained(model, x)
@@ -573,6 +576,7 @@ def test_hooks_of_a_region_run(x: Tensor) -> None:
     assert records_of(regions) == records_of(whole)
 
 
+@pytest.mark.long
 def test_evaluation_and_other_methods(x: Tensor) -> None:
     model = gr.transform(made(), EQUAL, regions="blocks.*", methods=("run",))
     with torch.no_grad():

@@ -33,6 +33,7 @@ def test_every_node_belongs_somewhere(make: Make) -> None:
     assert {origins[name].op for name in graph.record_nodes} <= {"records"}
 
 
+@pytest.mark.long
 @EACH
 def test_what_was_inserted_is_what_the_edits_and_carriers_say(make: Make) -> None:
     graph = make()

@@ -21,6 +21,7 @@ from helpers import mostly_slow
 from models.graphs import Three, three_layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["svg", "png", "pdf", "dot", "html"])
 @pytest.mark.parametrize("view", ["ladder", "overview"])
 def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: str, form: viz.Format) -> None:
@@ -276,6 +277,7 @@ def test_an_edit_without_nodes_is_colored_too() -> None:
     assert f"edit {number}" in _metric_colors.box_colors(drawing._ladder.ladder, largest)
 
 
+@pytest.mark.long
 def test_pdf_does_not_say_when_it_was_made(tmp_path: Path) -> None:
     for view in ("overview", "ladder"):
         data = Path(viz.draw(three_layers(), view).render(tmp_path / "a", "pdf")).read_bytes()

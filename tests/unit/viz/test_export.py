@@ -38,6 +38,7 @@ def test_networkx_has_the_graph_node_by_node(make: Callable[[], JointGraph]) -> 
     assert saved == {(a, b) for a, b in found.edges if (lanes[a], lanes[b]) == ("forward", "backward")}
 
 
+@pytest.mark.long
 @EACH
 def test_json_and_graphml_come_back_as_they_were(make: Callable[[], JointGraph], tmp_path: Path) -> None:
     graph = make()

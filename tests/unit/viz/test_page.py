@@ -56,6 +56,7 @@ def page_of(graph: JointGraph, **options: Any) -> tuple[Reader, dict[str, Any]]:
     return reader, json.loads(reader.scripts[0], parse_constant=pytest.fail)
 
 
+@pytest.mark.long
 @EACH
 def test_every_edit_is_in_the_page_with_the_names_of_its_nodes(make: Make) -> None:
     graph = make()
