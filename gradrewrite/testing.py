@@ -16,7 +16,7 @@ import itertools
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -174,7 +174,13 @@ def assert_matches_eager(
                     _check_step(got, wanted, rtol, where, _SLACK * plain_error)
                 except AssertionError:
                     raise AssertionError(f"{err}\n{_blame(plain_error)}") from None
-            of_step = (hooked.acted, hooked.changed, sorted(lost), got.gradients, hooked.records)
+            of_step: tuple[Iterable[str], ...] = (
+                hooked.acted,
+                hooked.changed,
+                sorted(lost),
+                got.gradients,
+                hooked.records,
+            )
             for names, new in zip(found, of_step, strict=True):
                 names |= dict.fromkeys(new)
             _descend(plain, rewritten)
