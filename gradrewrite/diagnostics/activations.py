@@ -24,9 +24,9 @@ def saturated(run: Run) -> list[Finding]:
     return _share_finding("saturated", "Units sit at the bounds of their tanh or sigmoid", found, advice)
 
 
-def dead(run: Run) -> list[Finding]:
-    """Return a finding for units, or errors, with almost only zeros."""
-    found = _high_shares(run, DEAD_LIMITS)
+def dead(run: Run, limits: Mapping[tuple[str, str], float] = DEAD_LIMITS) -> list[Finding]:
+    """Return a finding for units, or errors, with almost only zeros; limits are by record and kind."""
+    found = _high_shares(run, limits)
     advice = "Lower the learning rate or use a unit that leaks (LeakyReLU, GELU): a unit at zero learns nothing."
     return _share_finding("dead", "Almost all elements are exactly 0", found, advice)
 

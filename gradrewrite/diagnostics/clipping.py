@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median, quantiles
+from typing import Any
 
 from typing_extensions import assert_never
 
@@ -42,7 +44,7 @@ class _Habit:
 
 def clips_always(run: Run) -> list[Finding]:
     """Return a finding for each clip that acts in nearly every step: the most frequent first, then the strongest."""
-    found = [habit for habit in _habits(clips_of(run)) if habit.share > CLIPS_ALWAYS]
+    found = [habit for habit in _habits(clips_of_modules(run)) if habit.share > CLIPS_ALWAYS]
     return [_always(habit) for habit in sorted(found, key=lambda habit: (-habit.share, habit.strength))]
 
 
@@ -70,7 +72,7 @@ def _always(habit: _Habit) -> Finding:
 
 def clips_never(run: Run) -> list[Finding]:
     """Return a finding for each clip by norm that acts in no step, the farthest from its bound first."""
-    by_norm = [clip for clip in clips_of(run) if clip.kind == "norm"]
+    by_norm = [clip for clip in clips_of_modules(run) if clip.kind == "norm"]
     found = [habit for habit in _habits(by_norm) if not any(habit.acted) and 0 < habit.bound < math.inf]
     return [_never(habit) for habit in sorted(found, key=lambda habit: max(habit.sizes) / habit.bound)]
 
@@ -132,6 +134,7 @@ class ClipHistory:
     action: str  # name of its class
     rule: str  # pattern of the rule that made it; ``""`` for a callback
     share: RecordKey | None = None  # record of the share of the elements that a clip by value changed
+    num_calls: int = 1  # of the module, whose lists are one behind the other
 
     @property
     def kind(self) -> str:
@@ -166,6 +169,19 @@ def clips_of(run: Run) -> list[ClipHistory]:
     """Return the clips with records, those by norm first."""
     found = [_history_of(run, clip) for clip in run.clips]
     return sorted((clip for clip in found if clip is not None), key=lambda clip: clip.kind)
+
+
+def clips_of_modules(run: Run) -> list[ClipHistory]:
+    """Return the clips with records, those at the calls of one module as one, under its name."""
+    alike: dict[tuple[str, str, str], list[ClipHistory]] = {}
+    for clip in clips_of(run):
+        alike.setdefault((clip.site.partition("#")[0], clip.action, clip.key.name), []).append(clip)
+    found = []
+    for (name, *_), clips in alike.items():
+        lists = ("steps", "sizes", "bounds", "acted", "factors")
+        joined: dict[str, Any] = {of: list(chain.from_iterable(getattr(clip, of) for clip in clips)) for of in lists}
+        found.append(replace(clips[0], site=name, num_calls=len(clips), **joined) if len(clips) > 1 else clips[0])
+    return found
 
 
 def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, ClipHistory]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from statistics import median
 
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import (
     BACKWARD,
     LISTED,
@@ -30,6 +31,9 @@ SLACK = 2  # steps; where growth begins is no sharper than this under noise
 MIN_LAYERS = 4  # fewer sites make no geometric sequence
 EXPLODING_LAYERS, MIN_LAYER_GROWTH = 1e3, 1.2  # a sound model keeps errors within two orders from end to end
 VANISHING_LAYERS, MAX_LAYER_SHARE = 1e-6, 0.8  # float32 has 7 digits; larger maps alone make errors 1e-3 as large
+MIN_CALL_GROWTH, MAX_CALL_SHARE = 1.02, 0.95  # a recurrence has many steps: the ends tell
+MOST_SLOTS = 4  # calls of one module in each step of a loop
+LARGE_JUMP = 100.0  # between neighboring layers; healthy models keep errors within two orders from end to end
 MAX_ONE_LAYER = 0.6  # of the ratio from end to end, in logs; four layers have three steps of 0.33 each
 _LARGEST_LOG = 700.0  # exp of more overflows
 
@@ -143,61 +147,140 @@ def _is_geometric(logs: Sequence[float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Profile:
-    """Medians over a run of one record of the errors, walking backward."""
+class Chain:
+    """Errors on their way back: those of layers one behind the other, or of the calls of one module."""
 
     record: str  # name of the record
-    sites: list[tuple[str, float]]  # sites with their medians, from the output end to the input end
+    module: str  # the module that is called; ``""`` for layers
+    sites: tuple[str, ...]  # from the output end to the input end
+    sizes: tuple[float, ...]  # medians over the judged steps
+
+    @property
+    def logs(self) -> list[float]:
+        """Logarithms of the sizes; -inf for 0."""
+        return [math.log(size) if size > 0 else -math.inf for size in self.sizes]
+
+    @property
+    def slope(self) -> float:
+        """Growth per layer or call, as a logarithm; -inf where all but one are 0."""
+        points = [(n, log) for n, log in enumerate(self.logs) if log > -math.inf]
+        return _slope(points) if len(points) > 1 else -math.inf
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smaller and the larger of two ratios of the ends, as logarithms: as fitted, and as they are."""
+        ratios = (self.slope * (len(self.logs) - 1), self.logs[-1] - self.logs[0])
+        return min(ratios), max(ratios)
+
+    @property
+    def unit(self) -> str:
+        """Name of one link: ``"call"`` or ``"layer"``."""
+        return "call" if self.module else "layer"
+
+    @property
+    def link(self) -> str:
+        """One link, as text."""
+        return f"call of {self.module}" if self.module else "layer"
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no single link makes most of the ratio, as a layer that scales on purpose does."""
+        return _is_spread([log for log in self.logs if log > -math.inf])
+
+    @property
+    def explodes(self) -> bool:
+        """Whether the errors grow by a factor of 1,000 or more, steadily."""
+        least = MIN_CALL_GROWTH if self.module else MIN_LAYER_GROWTH
+        far = self.ends[0] >= math.log(EXPLODING_LAYERS)
+        return far and self.slope >= math.log(least) and self.is_steady
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether the errors fall below a millionth, steadily, or to 0."""
+        if not self.module and self.sizes[-1] == self.sizes[-2] == 0:
+            return True
+        most = MAX_CALL_SHARE if self.module else MAX_LAYER_SHARE
+        far = self.ends[1] <= math.log(VANISHING_LAYERS)
+        return far and self.slope <= math.log(most) and self.is_steady
 
     def first_step(self, steps: Sequence[Step], is_far: Callable[[float], bool]) -> int:
         """Return the number of the first step with a far ratio of input end to output end; else of the first."""
-        (first, _), (last, _) = self.sites[0], self.sites[-1]
         for step in steps:
-            output = step.records.get(f"{self.record}@{first}", 0.0)
-            back = step.records.get(f"{self.record}@{last}", math.nan)
+            output = step.records.get(f"{self.record}@{self.sites[0]}", 0.0)
+            back = step.records.get(f"{self.record}@{self.sites[-1]}", math.nan)
             if output > 0 and is_far(back / output):
                 return step.step
         return steps[0].step
 
 
-def growth_over_layers(run: Run) -> list[Finding]:
-    """Return a finding for errors that grow or shrink steadily per layer backward."""
-    profile = _profile(run)
-    values = [v for _, v in profile.sites]
-    if len(values) < MIN_LAYERS:
-        return []
-    points = [(n, math.log(v)) for n, v in enumerate(values) if v > 0]
-    slope = _slope(points) if len(points) > 1 else -math.inf
-    factor, fitted, ratio = _exp(slope), _exp(slope * (len(values) - 1)), values[-1] / values[0]
-    is_spread = _is_spread([log for _, log in points])
-    explodes = is_spread and min(fitted, ratio) >= EXPLODING_LAYERS and factor >= MIN_LAYER_GROWTH
-    vanishes = is_spread and max(fitted, ratio) <= VANISHING_LAYERS and factor <= MAX_LAYER_SHARE
-    if explodes:
-        return [_exploding(run, profile, factor)]
-    if vanishes or values[-1] == values[-2] == 0:
-        return [_vanishing(run, profile, factor)]
-    return []
+def factor_of(chain: Chain) -> float:
+    """Return the growth per layer or call; 0 where all but one are 0."""
+    return _exp(chain.slope)
 
 
-def _profile(run: Run) -> _Profile:
-    profiles = [_profile_of(run, record) for record in ("norm", "max_abs", "mean_abs")]
-    return max(profiles, key=lambda profile: len(profile.sites))  # the first of those that are as long
+def judged_steps(run: Run) -> Sequence[Step]:
+    """Return the steps before the first that is not finite; that step itself if it is the first of all."""
+    bad = {one.step.step for one in bad_steps(run)[:1]}
+    loss = next((one for one in run.series.values() if one.record == "loss"), None)
+    if loss is not None:
+        rows = zip(loss.steps, loss.values, strict=True)
+        bad |= {step for step, value in rows if not math.isfinite(value)}
+    before = [step for step in run.steps if step.step < min(bad)] if bad else run.steps
+    return before or run.steps[:1]
 
 
-def _profile_of(run: Run, record: str) -> _Profile:
+def chains_of(run: Run, steps: Sequence[Step]) -> list[Chain]:
+    """Return the chain of the layers, and one for each module that is called at least four times in a step."""
+    record, sizes = max(
+        (_sizes_of(steps, record) for record in ("norm", "max_abs", "mean_abs")), key=lambda s: len(s[1])
+    )
+    calls: dict[str, list[str]] = {}
+    for site in sizes:
+        calls.setdefault(site.partition("#")[0], []).append(site)
+    single = [own[0] for own in calls.values() if len(own) == 1]
+    modules = [site for site in single if "/" not in site]
+    layers = modules if len(modules) >= MIN_LAYERS else single
+    found = [_chain(record, "", layers[::-1], sizes)]
+    for name, own in calls.items():
+        found.append(_chain_of_calls(record, name, own[::-1], sizes))
+    return [chain for chain in found if chain is not None]
+
+
+def _sizes_of(steps: Sequence[Step], record: str) -> tuple[str, dict[str, float]]:
     begin = f"{record}@error:"
-    rows = [[address for address in step.records if address.startswith(begin)] for step in run.steps]
-    sites = []
-    for address in reversed(max(rows, key=len, default=[])):
-        series = run.series[address]
-        values = [v for v in series.values if math.isfinite(v)]
+    rows = [[address for address in step.records if address.startswith(begin)] for step in steps]
+    sizes = {}
+    for address in max(rows, key=len, default=[]):
+        values = [value for step in steps if math.isfinite(value := step.records.get(address, math.nan))]
         if values:
-            sites.append((series.at.site, median(values)))
-    modules = [pair for pair in sites if "/" not in pair[0]]
-    sites = modules if len(modules) >= MIN_LAYERS else sites
-    while sites and sites[0][1] <= 0:
-        del sites[0]  # what the loss does not use
-    return _Profile(record, sites)
+            sizes[address.partition("@")[2]] = median(values)
+    return record, sizes
+
+
+def _chain(record: str, module: str, sites: Sequence[str], sizes: Mapping[str, float]) -> Chain | None:
+    rest = tuple(dropwhile(lambda site: sizes[site] <= 0, sites))  # what the loss does not use
+    return Chain(record, module, rest, tuple(map(sizes.__getitem__, rest))) if len(rest) >= MIN_LAYERS else None
+
+
+def _chain_of_calls(record: str, name: str, sites: Sequence[str], sizes: Mapping[str, float]) -> Chain | None:
+    """Return the chain of a module's calls: of all, or of those that come at one place of each step of a loop."""
+    module = name.partition(":")[2]
+    for period in range(1, MOST_SLOTS + 1):
+        slots = [_chain(record, module, sites[n::period], sizes) for n in range(period)]
+        known = [chain for chain in slots if chain is not None]
+        if len(known) == period and all(chain.is_steady for chain in known):
+            return max(known, key=lambda chain: abs(chain.slope))
+    return None
+
+
+def growth_over_layers(run: Run) -> list[Finding]:
+    """Return a finding for errors that grow or shrink steadily per layer, or per call of a module, backward."""
+    steps = judged_steps(run) if run.steps else ()
+    chains = chains_of(run, steps)
+    grow = [chain for chain in chains if chain.explodes]
+    if grow:
+        return [exploding(steps, max(grow, key=lambda chain: chain.ends[0]))]
+    return [vanishing(steps, chain) for chain in chains if chain.vanishes][:1]
 
 
 def _is_spread(logs: Sequence[float]) -> bool:
@@ -207,35 +290,43 @@ def _is_spread(logs: Sequence[float]) -> bool:
     return largest <= MAX_ONE_LAYER * abs(smooth[-1] - smooth[0])
 
 
-def _exploding(run: Run, profile: _Profile, factor: float) -> Finding:
-    (first, low), (last, high) = profile.sites[0], profile.sites[-1]
-    number = len(profile.sites)
+def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
+    """Return the finding for a chain that explodes."""
+    (first, last), (low, high) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
+    number, factor = len(chain.sites), factor_of(chain)
+    unit, where = chain.unit, chain.link
     text = (
-        f"Errors grow by a factor of {factor:.4g} per layer on the way back: median {profile.record} is {low:.4g} at "
-        f"{first} and {high:.4g} at {last}, over {number} layers."
+        f"Errors grow by a factor of {factor:.4g} per {where} on the way back: median {chain.record} is {low:.4g} at "
+        f"{first} and {high:.4g} at {last}, over {number} {unit}s."
     )
-    figures = {"growth_per_layer": factor, "at_output_end": low, "at_input_end": high, "layers": number}
-    begin = profile.first_step(run.steps, lambda ratio: ratio >= EXPLODING_LAYERS)
+    figures = {f"growth_per_{unit}": factor, "at_output_end": low, "at_input_end": high, f"{unit}s": number}
+    begin = chain.first_step(steps, lambda ratio: ratio >= EXPLODING_LAYERS)
     advice = (
         "Normalise between the layers or start from smaller weights; ClipByNorm on error:* holds it back until then."
     )
-    return Finding("exploding", last, begin, text, figures, advice)
+    site = last.partition("#")[0]
+    if chain.module:
+        rule = f'gr.on("{site}", ClipByNorm({2 * low:.2g}))'
+        advice = f"Start from smaller weights, or clip each call: {rule}; a clip of the gradients acts too late."
+    return Finding("exploding", site, begin, text, figures, advice)
 
 
-def _vanishing(run: Run, profile: _Profile, factor: float) -> Finding:
-    (first, high), (last, low) = profile.sites[0], profile.sites[-1]
-    number = len(profile.sites)
-    gone = [(site, v) for site, v in profile.sites if v <= VANISHING_LAYERS * high]
-    how, figures = f", by a factor of {factor:.4g} per layer", {"growth_per_layer": factor}
+def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
+    """Return the finding for a chain that vanishes."""
+    (first, last), (high, low) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
+    number, factor = len(chain.sites), factor_of(chain)
+    unit, where = chain.unit, chain.link
+    gone = [(site, v) for site, v in zip(chain.sites, chain.sizes, strict=True) if v <= VANISHING_LAYERS * high]
+    how, figures = f", by a factor of {factor:.4g} per {where}", {f"growth_per_{unit}": factor}
     if low == 0 and factor > MAX_LAYER_SHARE:
         how, figures = "", {}  # zeros at once, not little by little
     text = (
-        f"Errors vanish on the way back{how}: median {profile.record} is {high:.4g} at {first} and {low:.4g} at "
-        f"{last}, over {number} layers; gone at {listed(gone)}."
+        f"Errors vanish on the way back{how}: median {chain.record} is {high:.4g} at {first} and {low:.4g} at "
+        f"{last}, over {number} {unit}s; gone at {listed(gone)}."
     )
-    figures |= {"at_output_end": high, "at_input_end": low, "layers": number, "vanished_layers": len(gone)}
-    figures |= {f"{profile.record}@{site}": v for site, v in gone[:LISTED]}
-    begin = profile.first_step(run.steps, lambda ratio: ratio <= VANISHING_LAYERS)
+    figures |= {"at_output_end": high, "at_input_end": low, f"{unit}s": number, f"vanished_{unit}s": len(gone)}
+    figures |= {f"{chain.record}@{site}": v for site, v in gone[:LISTED]}
+    begin = chain.first_step(steps, lambda ratio: ratio <= VANISHING_LAYERS)
     advice = "Add residual connections or normalisation, or use units that do not saturate."
     if low == 0:
         advice = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
 from gradrewrite.diagnostics.doctor import diagnose, report
+from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import COUNTS, Finding, Run, Step, last_run, words
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
@@ -67,7 +68,7 @@ class Health:
         return f"{basis}\n\n{text}" if basis else text
 
 
-def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None) -> Health:
+def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evidence: Evidence | None = None) -> Health:
     """Judge a run, or the last of several, against such as the same training without clipping."""
     run, findings = last_run(steps), diagnose(steps)
     sites, loss = sites_of(run), loss_of(run)
@@ -76,7 +77,7 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None) -> He
     if compared is not None and (other is None or math.isfinite(other.last)):
         sites = with_baseline(sites, compared)
         findings = tuple(_with_bound(one, sites) for one in findings)
-    verdict = judge(run, sites, findings, loss, other)
+    verdict = judge(run, sites, findings, loss, other, evidence)
     sites = where_needed(sites)
     if not verdict.is_sound and verdict.kind != "clip acts always":  # a higher bound is no remedy
         sites = tuple(replace(row, suggestion=math.nan, from_baseline=False, keep=False) for row in sites)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import TypedDict
 
-from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, ClipHistory, clips_of
+from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, ClipHistory, clips_of_modules
 from gradrewrite.diagnostics.run_log import Run, Series, as_executed, is_group, kind_of
 
 COLUMNS = (
@@ -57,6 +57,12 @@ class SiteHealth:
     # Record that tells the clip from others at the site (``norm.2``); ``""`` for the first of its kind.
     record: str = ""
     key: str = ""  # text of the key of the record that tells the clip from all others; ``""`` without a clip
+    num_calls: int = 1  # of the module in a step, whose figures are together
+
+    @property
+    def name(self) -> str:
+        """The site, with the number of its calls."""
+        return f"{self.site} x {self.num_calls}" if self.num_calls > 1 else self.site
 
     @property
     def code(self) -> str:
@@ -82,7 +88,7 @@ class SiteHealth:
         shares += [f"{percent(self.norm_share)} of the squared total norm"] if self.norm_share >= 0 else []
         notes = ", ".join(note for note in (self.record, self.mark) if note)
         texts = (
-            f"{self.site} ({notes})" if notes else self.site,
+            f"{self.name} ({notes})" if notes else self.name,
             f"{self.action}({_number(self.bound)})" if self.action else "none",
             percent(self.rate),
             _number(self.median_factor, "x "),
@@ -106,20 +112,24 @@ def _quoted(text: str) -> str:
 
 def sites_of(run: Run) -> tuple[SiteHealth, ...]:
     """Return the figures of all sites with a clip, a norm, a largest value or a share of a total norm."""
-    clips = clips_of(run)
+    clips = clips_of_modules(run)
     rows = [_of_clip(run, clip) for clip in clips]
-    clipped = {clip.site for clip in clips}
-    measured: dict[str, Series] = {}
+    clipped = {_module(clip.site) for clip in clips}
+    measured: dict[str, dict[str, Series]] = {}  # by module and call
     for measure in _MEASURES:
         for one in run.series.values():
             if one.record == measure and one.at.kind not in ("activation", "data", "output", "run"):
-                measured.setdefault(one.at.site, one)
-    rows += [_of_sizes(run, one) for site, one in measured.items() if site not in clipped]
+                measured.setdefault(_module(one.at.site), {}).setdefault(one.at.site, one)
+    rows += [_of_sizes(run, list(calls.values())) for name, calls in measured.items() if name not in clipped]
     known = clipped | measured.keys()
     shares = [one for one in run.series.values() if one.record == "norm_share" and one.at.site not in known]
     rows += [SiteHealth(one.at.site, "", "", len(one.steps), norm_share=_median(one.values)) for one in shares]
-    order = {site: n for n, site in enumerate(backward_order(run))}
-    return tuple(sorted(rows, key=lambda row: order[row.site]))
+    order = {_module(site): n for n, site in enumerate(backward_order(run))}
+    return tuple(sorted(rows, key=lambda row: order[_module(row.site)]))
+
+
+def _module(site: str) -> str:
+    return site.partition("#")[0] if site.startswith("error:") else site
 
 
 def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealth, ...]:
@@ -163,9 +173,11 @@ def backward_order(run: Run) -> list[str]:
 def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     share = None if clip.share is None else run.series.get(str(clip.share))
     shares = [] if share is None else [value for value in share.values if 0 <= value <= 1]
+    steps = len(set(clip.steps))
     if math.isinf(clip.bound) and not any(clip.acted):
         norm_share = _norm_share(run, clip.site)
-        return SiteHealth(clip.site, "", clip.record, len(clip.steps), norm_share=norm_share, **_quantiles(clip.sizes))
+        row = SiteHealth(clip.site, "", clip.record, steps, norm_share=norm_share, **_quantiles(clip.sizes))
+        return replace(row, num_calls=clip.num_calls)
     factors = [factor for factor in clip.factors if not math.isnan(factor)]
     sizes = _quantiles(clip.sizes)
     if math.isnan(clip.bound) or clip.action not in _ACTIONS.values():
@@ -174,7 +186,8 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
         clip.site,
         clip.action,
         clip.record,
-        len(clip.steps),
+        steps,
+        num_calls=clip.num_calls,
         bound=clip.bound,
         rate=clip.rate,
         median_factor=clip.median_factor,
@@ -187,9 +200,13 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     )
 
 
-def _of_sizes(run: Run, sizes: Series) -> SiteHealth:
-    share = _norm_share(run, sizes.at.site)
-    return SiteHealth(sizes.at.site, "", sizes.record, len(sizes.steps), norm_share=share, **_quantiles(sizes.values))
+def _of_sizes(run: Run, calls: Sequence[Series]) -> SiteHealth:
+    first = calls[0]
+    site = first.at.site if len(calls) == 1 else _module(first.at.site)
+    values = [value for one in calls for value in one.values]
+    share = _norm_share(run, site)
+    row = SiteHealth(site, "", first.record, len(first.steps), norm_share=share, **_quantiles(values))
+    return replace(row, num_calls=len(calls))
 
 
 def _norm_share(run: Run, site: str) -> float:

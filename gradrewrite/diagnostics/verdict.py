@@ -8,20 +8,30 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import Loss
+from gradrewrite.diagnostics.growth import LARGE_JUMP
+from gradrewrite.diagnostics.judge import Evidence, judge_run
 from gradrewrite.diagnostics.run_log import Finding, Run, is_group, words
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 
-LARGE_JUMP = 100.0  # between neighboring layers; healthy models keep errors within two orders from end to end
 STRONG_CLIP = 0.2  # median factor of a clip that hides such a jump, over that of the clips of other errors
 _HEADLINES = {
     "healthy": "Healthy",
     "no records": "Nothing to judge",
     "too short": "Nothing wrong so far",
     "clip acts always": "Clipping bound too low",
+    "clip too low": "Clipping bound too low",
     "exploding": "Exploding gradients",
+    "one layer": "One layer explodes",
     "vanishing": "Vanishing gradients",
+    "stalls": "It does not learn",
+    "diverges": "It diverges",
+    "non-finite op": "Values are not finite",
+    "learning rate": "Learning rate too high",
+    "dead": "Dead units",
+    "saturated": "Saturated units",
     "non-finite": "Values are not finite",
 }
 _SOUND = ("healthy", "no records", "too short")
@@ -34,7 +44,8 @@ class Verdict:
     """The answer to "is the backward pass healthy?"."""
 
     # ``"healthy"``, ``"too short"``, ``"no records"``, ``"large error"``, ``"clip sets the values"`` (between bounds
-    # that are not known), or the kind of the gravest finding of the doctor.
+    # that are not known), ``"stalls"`` or ``"diverges"`` without a known cause, or the kind of the gravest cause, or of
+    # the gravest finding of the doctor where no loss tells the outcome.
     kind: str
     site: str  # where it is worst; ``""`` if nowhere
     text: str  # one sentence with its figures
@@ -42,6 +53,9 @@ class Verdict:
     code: tuple[str, ...] = ()  # lines of code that do it; empty if none
     basis: str = ""  # records that it rests on, where no finding of the doctor names them
     mark: str = "see the verdict"  # a note for the site in the table of all sites
+    outcome: Outcome = "unknown"
+    causes: tuple[Cause, ...] = ()
+    remarks: tuple[str, ...] = ()  # sentences on what is no fault
 
     @property
     def headline(self) -> str:
@@ -106,8 +120,58 @@ def judge(
     findings: Sequence[Finding],
     loss: Loss | None,
     baseline: Loss | None = None,
+    evidence: Evidence | None = None,
 ) -> Verdict:
-    """Return the verdict on a run, from the figures of its sites and the doctor's findings, the gravest first."""
+    """Return the verdict on a run: the outcome first, from its loss, then the cause, then the clips.
+
+    Of a run that learns, and ends no higher than its baseline, nothing is a fault but a bad batch or a spike: what the
+    doctor found is in the remarks.
+    """
+    judged = judge_run(run, evidence)
+    remarks = judged.remarks
+    first = judged.causes[0] if judged.causes else None
+    jump = hidden_jump(run, sites)
+    if first is not None and not _says_more(first, findings, jump, evidence):
+        verdict = Verdict(first.kind, first.site, judged.text, judged.advice, judged.rules)
+    elif judged.outcome == "learns" and not _ends_higher(loss, baseline):
+        verdict = _healthy(run, sites, loss)
+        remarks += () if loss is None or loss.bad_step < 0 else (_of_loss(loss).text,)
+        remarks += () if jump is None else (_of_jump(jump, len(run.steps)).text,)
+        remarks += tuple(one.text for one in findings if one.kind not in _MILD)
+    else:
+        verdict = _of_findings(run, sites, findings, jump, loss, baseline)
+        if verdict.is_sound and judged.outcome in ("stalls", "diverges"):
+            text = f"{judged.text} Nothing that was recorded tells why."
+            advice = 'Look at data, loss and learning rate; gr.on("error:*", Observe("norm")) shows the layers.'
+            verdict = Verdict(judged.outcome, "", text, advice)
+    return replace(verdict, outcome=judged.outcome, causes=judged.causes, remarks=remarks)
+
+
+def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
+    """Whether a run ends higher than its baseline, by more than twice the standard error of the difference."""
+    if loss is None or baseline is None or not math.isfinite(baseline.last):
+        return False
+    return not loss.last - baseline.last <= 2 * math.hypot(loss.noise, baseline.noise)
+
+
+def _says_more(cause: Cause, findings: Sequence[Finding], jump: Jump | None, evidence: Evidence | None) -> bool:
+    """Whether the doctor's findings say more of a cause: bounds to try, a clip that holds a layer, a faulty input."""
+    if cause.kind == "non-finite op":
+        return evidence is None or evidence.failure is None
+    return (cause.kind == "one layer" and jump is not None) or (
+        cause.kind == "clip too low" and any("bound" in one.figures for one in findings)
+    )
+
+
+def _of_findings(
+    run: Run,
+    sites: Sequence[SiteHealth],
+    findings: Sequence[Finding],
+    jump: Jump | None,
+    loss: Loss | None,
+    baseline: Loss | None,
+) -> Verdict:
+    """Return the verdict where no cause was found: that of the gravest finding of the doctor."""
     if loss is not None and loss.bad_step >= 0 and not any(one.kind in _NON_FINITE for one in findings):
         return _of_loss(loss)
     if not findings and not any(row.measure for row in sites):
@@ -115,11 +179,10 @@ def judge(
         advice = 'Record norms: gr.on("gradient:*", Observe("norm")), and monitor.to_jsonl(path).'
         return Verdict("no records", "", text, advice)
     grave = next((one for one in findings if one.kind not in _MILD), None)
-    jump = hidden_jump(run, sites)
     if jump is not None and (grave is None or grave.kind == "vanishing"):
         return _of_jump(jump, len(run.steps))
     if grave is not None:
-        return _of_vanishing(grave) if grave.kind == "vanishing" else _of_finding(grave)
+        return _of_finding(grave)
     always = [one for one in findings if one.kind == "clip acts always"]
     low = [one for one in always if "bound" in one.figures]
     if always and not low:
@@ -149,18 +212,6 @@ def _of_loss(loss: Loss) -> Verdict:
         "look at log, sqrt and divisions by zero or by an empty mask."
     )
     return Verdict("non-finite", "", text, advice)
-
-
-def _of_vanishing(finding: Finding) -> Verdict:
-    figures = finding.figures
-    fall = f"from {words(figures['at_output_end'])} at the last layer to {words(figures['at_input_end'])} at the first"
-    rate = f", by a factor of {words(figures['growth_per_layer'])} per layer" if "growth_per_layer" in figures else ""
-    text = (
-        f"Gradients vanish: on the way back through {words(figures['layers'])} layers the error falls {fall}{rate}; "
-        f"from {finding.site} on nothing is left, so the layers before it do not learn."
-    )
-    advice = f"{finding.suggestion} A clip is no remedy: it only makes gradients smaller."
-    return Verdict(finding.kind, finding.site, text, advice)
 
 
 def _of_jump(jump: Jump, steps: int) -> Verdict:
@@ -196,7 +247,7 @@ def _of_bound(findings: Sequence[Finding], sites: Sequence[SiteHealth]) -> Verdi
     known = {one.key for one in findings}
     found = [row for row in clips if row.key in known]
     worst = min(found, key=lambda row: row.median_factor if row.median_factor >= 0 else 1.0)
-    where = worst.site if len(found) == 1 else f"{len(found)} of {len(clips)} clipped sites, most at {worst.site},"
+    where = worst.name if len(found) == 1 else f"{len(found)} of {len(clips)} clipped sites, most at {worst.name},"
     group = next((row for row in found if is_group(row.site) and row is not worst), None)
     also = "" if group is None else f", and that on gradients together, {group.site}, {_effect(group)}"
     text = (

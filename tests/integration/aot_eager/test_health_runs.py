@@ -29,16 +29,16 @@ def test_verdict(tmp_path: Path, kind: str) -> None:
     plain = health_runs.train(kind, tmp_path / "plain.jsonl", clips=False)
     health = viz.report(run, baseline=plain).health
 
-    assert health.verdict.kind == kind
+    assert health.verdict.kind == (kind if kind == "clip acts always" else "healthy")  # all others learn
+    remarks = health.verdict.remarks
     factors = {row.site: row.median_factor for row in health.sites if row.action}
     if kind == "exploding":  # layers.3 was made too large, so the error of layers.2 is clipped
-        assert health.verdict.site == "error:layers.2"
-        assert health.verdict.advice.startswith("Change layers.3, ")
+        assert any(text.startswith("One layer explodes: on its way back through layers.3") for text in remarks)
         assert health.loss.startswith("This run trains and the baseline does not.")
         assert "In the baseline, the first value that was not finite" in health.first_bad_text
-        assert [row.site for row in health.sites if row.mark] == ["error:layers.2"]
-    if kind == "vanishing":
+    if kind == "vanishing":  # the layers before do not learn, and the loss falls all the same
         assert set(factors.values()) == {1.0}
+        assert any(text.startswith("Errors vanish on the way back") for text in remarks)
     if kind == "clip acts always":
         assert max(factors.values()) < 0.1
         assert len(health.verdict.code) == len(factors)

@@ -29,12 +29,12 @@ def noisy(level: float, spread: float = 0.2) -> float:
     return level * math.exp(random.gauss(0.0, spread))
 
 
-def run_of(norm: Norms, *, bound: float = 1.0, steps: int = 60) -> list[Step]:
+def run_of(norm: Norms, *, bound: float = 1.0, steps: int = 60, learns: bool = True) -> list[Step]:
     """Steps of a chain of layers; ``norm`` gives the norm of the error of a layer in a step."""
     random.seed(0)
     rows = []
     for step in range(steps):
-        records = {"loss@run": noisy(1.0, 0.01) * (4 - 3 * step / steps)}
+        records = {"loss@run": noisy(1.0, 0.01) * (4 - 3 * step * learns / steps)}
         for layer in range(LAYERS):
             records |= {f"norm@error:layers.{layer}": norm(layer, step), f"bound@error:layers.{layer}": bound}
         rows.append(step_of(step, records))
@@ -90,7 +90,7 @@ def test_no_clip_ever_acted() -> None:
 
 
 def test_bound_too_low() -> None:
-    health = examine(run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005))
+    health = examine(run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005, learns=False))
 
     where = "at 6 of 6 clipped sites, most at error:layers.2, the clip acts in 100 % of 60 steps and leaves 0.1 % of"
     check(health, "clip acts always", where)
@@ -98,7 +98,7 @@ def test_bound_too_low() -> None:
     assert "It is a first step" in health.verdict.advice
     assert "until the clip acts in about a tenth of the steps" in health.verdict.advice
     assert all("as a first step" in one.suggestion for one in health.findings)
-    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005)
+    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005, learns=False)
     diverged = examine(steps, [step_of(0, {"loss@run": 1.0}), step_of(1, {"loss@run": NAN})])
     assert diverged.verdict.advice.startswith(health.verdict.advice)
     assert "Raise it little by little" in diverged.verdict.advice
@@ -130,8 +130,10 @@ def test_findings_belong_to_the_clip_of_their_record() -> None:
 
 
 def test_the_baseline_suggests_a_higher_bound() -> None:
-    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005)
-    plain = run_of(lambda layer, step: 0.2 if layer == 1 else NAN if layer == 3 and step == 7 else 9.0, bound=INF)
+    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005, learns=False)
+    plain = run_of(
+        lambda layer, step: 0.2 if layer == 1 else NAN if layer == 3 and step == 7 else 9.0, bound=INF, learns=False
+    )
     health = examine(steps, plain)
 
     found = {row.site: (row.suggestion, row.from_baseline) for row in health.sites}
@@ -157,7 +159,7 @@ def test_a_baseline_whose_loss_diverged_suggests_no_bound() -> None:
 
 def test_the_verdict_names_the_clip_of_all_gradients() -> None:
     group = {"total_norm@step:group:default": 2.0, "bound@step:group:default": 0.1}
-    steps = run_of(lambda layer, step: 0.5, bound=0.005)
+    steps = run_of(lambda layer, step: 0.5, bound=0.005, learns=False)
     health = examine([step_of(s.step, s.records | group) for s in steps])
 
     check(health, "clip acts always", "step:group:default, acts in 100 % of 60 steps and leaves 5 % of the size")
@@ -165,7 +167,7 @@ def test_the_verdict_names_the_clip_of_all_gradients() -> None:
 
 
 def test_a_layer_that_explodes_behind_a_clip() -> None:
-    health = examine(run_of(lambda layer, step: noisy(300.0) if layer == 2 else noisy(0.5)))
+    health = examine(run_of(lambda layer, step: noisy(300.0) if layer == 2 else noisy(0.5), learns=False))
 
     behind = (
         "The error behind layers.3, at error:layers.2 (what comes back through layers.3), is cut by its clip to 0.33"
@@ -229,7 +231,7 @@ def test_a_clip_by_value_with_two_bounds_has_no_suggestion(factor: float) -> Non
 
 
 def test_what_the_rules_found_beyond_the_verdict() -> None:
-    steps = run_of(lambda layer, step: 300.0 if layer == 2 else 5.0 if layer == 0 else 0.5)
+    steps = run_of(lambda layer, step: 300.0 if layer == 2 else 5.0 if layer == 0 else 0.5, learns=False)
     text = examine(steps).findings_text
 
     assert text.startswith("The verdict rests on the norms of error:layers.3 and error:layers.2")
@@ -248,7 +250,7 @@ def test_the_first_value_of_a_baseline_that_is_not_finite() -> None:
 
 
 def test_a_jump_where_every_clip_is_as_strong_is_a_bound_too_low() -> None:
-    steps = run_of(lambda layer, step: 50.0 if layer == 2 else 0.5, bound=0.005)
+    steps = run_of(lambda layer, step: 50.0 if layer == 2 else 0.5, bound=0.005, learns=False)
     quiet = {"norm@error:layers.2": 0.5, "norm@error:layers.3": 0.001}
     rows = [step_of(s.step, {k: v for k, v in (s.records | quiet).items() if "factor" not in k}) for s in steps]
     check(examine(rows), "clip acts always", "at 5 of 6 clipped sites")
@@ -259,20 +261,20 @@ def test_a_jump_that_no_clip_hides_is_left_to_the_doctor() -> None:
 
 
 def test_exploding_over_steps() -> None:
-    health = examine(run_of(lambda layer, step: 0.01 * 1.3**step, bound=INF))
+    health = examine(run_of(lambda layer, step: 0.01 * 1.3**step, bound=INF, learns=False))
 
     check(health, "exploding", "grows by a factor of 1.3 per step")
 
 
 def test_vanishing() -> None:
-    health = examine(run_of(lambda layer, step: noisy(0.5, 0.01) * 0.02 ** (LAYERS - 1 - layer)))
+    health = examine(run_of(lambda layer, step: noisy(0.5, 0.01) * 0.02 ** (LAYERS - 1 - layer), learns=False))
 
-    check(health, "vanishing", "from 0.49", "at the last layer to 1.5", "at the first, by a factor of 0.02 per layer")
-    assert "A clip is no remedy" in health.verdict.advice
+    check(health, "vanishing", "by a factor of 0.02 per layer: median norm is 0.49", "and 1.5", "over 6 layers")
+    assert "No clip is a remedy" in health.verdict.advice
 
 
 def test_not_finite_comes_first() -> None:
-    steps = run_of(lambda layer, step: NAN if step >= 40 and layer == 1 else 300.0 if layer == 2 else 0.5)
+    steps = run_of(lambda layer, step: NAN if step >= 40 and layer == 1 else 300.0 if layer == 2 else 0.5, learns=False)
     rows = [step_of(s.step, {**s.records, "nonfinite@error:layers.1": 7.0 * (s.step >= 40)}) for s in steps]
     health = examine(rows)
 
@@ -365,3 +367,24 @@ def test_any_run_has_a_verdict(rows: list[dict[str, float]], times: int) -> None
     assert health.verdict.text
     assert health.loss
     assert all(len(row.cells()) == 11 for row in health.sites)
+
+
+def test_nothing_is_a_fault_where_the_loss_falls() -> None:
+    always = examine(run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005))
+    behind = examine(run_of(lambda layer, step: noisy(300.0) if layer == 2 else noisy(0.5)))
+
+    for health in (always, behind):
+        assert (health.verdict.kind, health.verdict.outcome, health.verdict.causes) == ("healthy", "learns", ())
+    assert (
+        "ClipByNorm at error:layers.2 always acts, and leaves 0.001 of the size (median)" in always.verdict.remarks[2]
+    )
+    assert any(
+        text.startswith("One layer explodes: on its way back through layers.3") for text in behind.verdict.remarks
+    )
+
+
+def test_a_run_that_neither_learns_nor_tells_why_is_not_healthy() -> None:
+    verdict = examine(run_of(lambda layer, step: noisy(0.5), learns=False)).verdict
+
+    assert (verdict.kind, verdict.headline, verdict.is_sound) == ("stalls", "It does not learn", False)
+    assert verdict.text.endswith(" in 60 steps. Nothing that was recorded tells why.")

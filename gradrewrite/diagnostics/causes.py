@@ -1,0 +1,49 @@
+"""Judgements of training runs, as values: outcome, causes, remarks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "exploding", "vanishing", "non-finite op", "learning rate", "dead", "saturated", "spike", "bad batch", "one layer",
+    "underflow", "clip too low",
+]  # fmt: skip
+
+Outcome = Literal["learns", "stalls", "diverges", "non-finite", "untrained", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One cause of a bad outcome.
+
+    Attributes:
+        kind: ``"exploding"``, ``"vanishing"``, ``"non-finite op"``, ``"learning rate"``, ``"dead"``, ``"saturated"``,
+            ``"spike"``, ``"bad batch"``, ``"one layer"``, ``"underflow"`` or ``"clip too low"``.
+        site: Where, as ``error:wh``; ``""`` if nowhere.
+        source: The line of the forward behind it, ``file:line "code"``; ``""`` if it is not known.
+        factor: By how much an error grows per layer or call on its way back, or a value exceeds its usual size, or a
+            clip leaves; NaN where there is none.
+        step: The first step concerned; -1 if none.
+        text: One or two sentences with the figures.
+    """
+
+    kind: Kind
+    site: str
+    source: str = ""
+    factor: float = math.nan
+    step: int = -1
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Outcome, causes and remedies of a training."""
+
+    outcome: Outcome
+    causes: tuple[Cause, ...]  # the gravest first; empty if nothing is wrong
+    remarks: tuple[str, ...]  # sentences on what is no fault
+    text: str  # the outcome and the first cause, in two or three sentences
+    advice: str  # what to change; ``""`` if nothing
+    rules: tuple[str, ...]  # code of the rules of a policy against the causes; empty where a policy is no remedy
