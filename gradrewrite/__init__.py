@@ -7,6 +7,8 @@ from gradrewrite._compat.versions import check_torch
 from gradrewrite._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from gradrewrite._diagnosis import Diagnosis as Diagnosis
+    from gradrewrite._diagnosis import diagnose as diagnose
     from gradrewrite._locate import locate as locate
     from gradrewrite.backends.backend import Backend as Backend
     from gradrewrite.backends.backend import backend as backend
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from gradrewrite.backends.explanation import GraphReport as GraphReport
     from gradrewrite.backends.state_dict import load_state_dict as load_state_dict
     from gradrewrite.backends.state_dict import state_dict as state_dict
+    from gradrewrite.diagnostics.causes import Cause as Cause
     from gradrewrite.diagnostics.run_log import Finding as Finding
     from gradrewrite.diagnostics.run_log import Step as Step
     from gradrewrite.diagnostics.run_log import read_jsonl as read_jsonl
@@ -52,10 +55,12 @@ if _untested:
 
 # Modules and their public names, imported on first use: a command that only reads files needs no compiler.
 _PUBLIC = {
+    "_diagnosis": "Diagnosis diagnose",
     "_locate": "locate",
     "backends.backend": "Backend backend",
     "backends.explanation": "Explanation GraphReport",
     "backends.state_dict": "load_state_dict state_dict",
+    "diagnostics.causes": "Cause",
     "diagnostics.run_log": "Finding Step read_jsonl",
     "errors": (
         "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "

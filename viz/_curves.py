@@ -6,7 +6,7 @@ import base64
 import html
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
 from gradrewrite.viz._fonts import displayable, figure_style
-from gradrewrite.viz._panels import Baseline, panels_of
+from gradrewrite.viz._panels import Baseline, Panel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,25 +55,8 @@ class Curves:
 
     def figure(self) -> Figure:
         """Return a new matplotlib figure; pyplot is not used."""
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        panels = panels_of(self.run, self.baseline)
         bad = [one.step.step for one in bad_steps(self.run)]
-        height = _HEAD + _PANEL * max(len(panels), 1)
-        with figure_style():
-            figure = Figure(figsize=(_WIDTH, height))
-            figure.suptitle(self._heading(len(bad)), x=0.01, ha="left", fontsize=11).set_parse_math(False)
-            if not panels:
-                figure.text(0.5, 0.4, _why_empty(self.run), ha="center", va="center", fontsize=11)
-                return figure
-            axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-            figure.subplots_adjust(left=0.07, right=0.99, top=1 - 0.9 / height, bottom=0.5 / height, hspace=0.25)
-            for panel, ax in zip(panels, axes, strict=True):
-                panel.draw(ax, bad)
-            axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-            axes[-1].set_xlabel("step (number of the backward)")
-        return figure
+        return _figure(panels_of(self.run, self.baseline), self._heading(len(bad)), bad, _why_empty(self.run))
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
@@ -92,18 +75,11 @@ class Curves:
         if format not in _METADATA:
             raise ValueError(f"Curves.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
         written = f"{os.fspath(path)}.{format}"
-        self._save(written, format)
+        _save(self.figure(), written, format)
         return written
 
     def _repr_svg_(self) -> str:
-        data = BytesIO()
-        self._save(data, "svg")
-        return data.getvalue().decode()
-
-    def _save(self, file: str | BytesIO, format: Format) -> None:
-        figure = self.figure()
-        with figure_style():
-            figure.savefig(file, format=format, dpi=_DPI, metadata=_METADATA[format])
+        return _svg(self.figure())
 
     def _heading(self, num_bad: int) -> str:
         steps = self.run.steps
@@ -149,9 +125,46 @@ def baseline_of(source: Source | None) -> Baseline | None:
     return None if source is None else Baseline(last_run(steps_of(source)), name_of(source, "baseline"))
 
 
-def image_of(curves: Curves, alt: str) -> str:
-    """Return curves as an element of a page."""
-    data = base64.b64encode(curves._repr_svg_().encode()).decode()
+def trials_of(trials: Mapping[str, Sequence[float]]) -> Figure:
+    """Return the losses of trainings from one start as a figure."""
+    lines = [(name, dict(enumerate(losses))) for name, losses in trials.items()]
+    return _figure([Panel("loss", "loss of each trial, from one start on the same batches", lines)], "")
+
+
+def _figure(panels: Sequence[Panel], heading: str, bad: Sequence[int] = (), why_empty: str = "") -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    height = _HEAD + _PANEL * max(len(panels), 1)
+    with figure_style():
+        figure = Figure(figsize=(_WIDTH, height))
+        figure.suptitle(heading, x=0.01, ha="left", fontsize=11).set_parse_math(False)
+        if not panels:
+            figure.text(0.5, 0.4, why_empty, ha="center", va="center", fontsize=11)
+            return figure
+        axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        figure.subplots_adjust(left=0.07, right=0.99, top=1 - 0.9 / height, bottom=0.5 / height, hspace=0.25)
+        for panel, ax in zip(panels, axes, strict=True):
+            panel.draw(ax, bad)
+        axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+        axes[-1].set_xlabel("step (number of the backward)")
+    return figure
+
+
+def _save(figure: Figure, file: str | BytesIO, format: Format) -> None:
+    with figure_style():
+        figure.savefig(file, format=format, dpi=_DPI, metadata=_METADATA[format])
+
+
+def _svg(figure: Figure) -> str:
+    data = BytesIO()
+    _save(figure, data, "svg")
+    return data.getvalue().decode()
+
+
+def image_of(figure: Figure, alt: str) -> str:
+    """Return a figure as an element of a page."""
+    data = base64.b64encode(_svg(figure).encode()).decode()
     return f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,7 +15,7 @@ from gradrewrite._utils.formatting import html_table
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
 from gradrewrite.diagnostics.site_health import COLUMNS
-from gradrewrite.viz._curves import Curves, baseline_of, image_of, is_monitor, name_of, steps_of
+from gradrewrite.viz._curves import Curves, baseline_of, image_of, is_monitor, name_of, steps_of, trials_of
 from gradrewrite.viz._fonts import xml_safe
 from gradrewrite.viz._panels import Baseline
 from gradrewrite.viz._theme import css_variables
@@ -40,6 +40,7 @@ class Report:
         cause: What made the first non-finite value, where the monitor could still replay it; of several ranks, which
             had it.
         note: What was found on each of several ranks.
+        trials: Losses by step of trainings from one start, by name.
     """
 
     health: Health
@@ -47,6 +48,7 @@ class Report:
     baseline: Baseline | None = None
     cause: str = ""
     note: str = ""
+    trials: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}: {self.health.verdict.headline})"
@@ -88,7 +90,7 @@ class Report:
             "code": "\n".join(code),
             "loss": health.loss,
             "first_bad": f"{health.first_bad_text} {self.cause}",
-            "findings": "\n\n".join(text for text in (health.findings_text, self.note) if text),
+            "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, self.note) if text),
         }
         rows = [row.cells() for row in health.sites]
         kept = [n for n, name in enumerate(COLUMNS) if name != "share" or any(row[n] != "-" for row in rows)]
@@ -97,7 +99,10 @@ class Report:
             "policy": _NO_SCRIPT + ("; script-src 'unsafe-inline'" if reload else ""),
             "reload": _RELOAD.format(milliseconds=1000 * reload, seconds=reload) if reload else "",
             "style": css_variables(),
-            "curves": image_of(Curves(health.run, "", baseline=self.baseline), f"loss and norm by step. {health.loss}"),
+            "curves": image_of(
+                Curves(health.run, "", baseline=self.baseline).figure(), f"loss and norm by step. {health.loss}"
+            ),
+            "trials": image_of(trials_of(self.trials), "losses of the trials by step") if self.trials else "",
             "table": html_table([COLUMNS[n] for n in kept], table, "all sites"),
         }
         parts |= {name: html.escape(text) for name, text in texts.items()}

@@ -19,6 +19,7 @@ _COMMANDS = {
     "report": "runs",
     "doctor": "findings",
     "demo": "demo",
+    "diagnose": "diagnosis",
 }
 
 
@@ -81,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
     health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
     health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
+    diagnose = commands.add_parser("diagnose", help="train a copy of a model for some steps, and say what is wrong")
+    diagnose.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
+    diagnose.add_argument("--input", required=True, metavar="module:batches", help="makes the batches, or is them")
+    diagnose.add_argument("--loss", metavar="module:loss", help="(output, batch) -> scalar (default: the output)")
+    diagnose.add_argument("--optimizer", metavar="module:optimizer", help="makes it from parameters (default: none)")
+    diagnose.add_argument("--steps", type=int, default=50, help="at most (default: 50)")
+    diagnose.add_argument(
+        "--try", action="store_true", dest="try_clips", help="train with a global clip and the policy too"
+    )
+    diagnose.add_argument("--out", type=Path, default=Path("diagnosis.html"), help=".html (default: diagnosis.html)")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
     demo.add_argument("--out", type=Path, default=Path("gradrewrite_demo"), help="default: gradrewrite_demo")
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")

@@ -60,11 +60,11 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
     # Commands that only read files should not wait for the compiler to be imported.
     from gradrewrite.module import RewrittenModule, transform
 
-    model = _made(factory, "the model", nn.Module)
+    model = made(factory, "the model", nn.Module)
     if not isinstance(model, nn.Module):
         raise Refused(f"the model: {factory!r} made a {type(model).__name__}, wanted a torch.nn.Module")
     asked: Policy = load(policy, "the policy") if policy is not None else []
-    given = _made(inputs, "the input", (Tensor, tuple, Mapping))
+    given = made(inputs, "the input", (Tensor, tuple, Mapping))
     if isinstance(model, RewrittenModule):
         if policy is not None:
             raise Refused(f"the model: {factory!r} made a transformed model; leave out --policy, or give its original")
@@ -91,7 +91,8 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
         raise Refused(f"{factory!r} cannot be traced with {inputs!r}: {said}; call it in Python to see where") from err
 
 
-def _made(spec: str, what: str, ready: Any) -> Any:
+def made(spec: str, what: str, ready: Any) -> Any:
+    """Return the object that a spec names, or the result of its call, unless it is ready."""
     found = load(spec, what)
     if isinstance(found, ready) or not callable(found):
         return found

@@ -60,7 +60,7 @@ def write_page(
     }
     curves = "<p>no records</p>"
     if run is not None:
-        image = image_of(Curves(run, ""), "curves of the run")
+        image = image_of(Curves(run, "").figure(), "curves of the run")
         curves = f'<button id="enlarge" type="button">enlarge</button>{image}'
     here = resources.files("gradrewrite.viz.page")
     fill = {

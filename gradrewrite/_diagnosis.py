@@ -1,0 +1,305 @@
+"""``diagnose``: train a copy of a model for some steps, and name its faults and their remedies."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import gradrewrite
+from gradrewrite import passes
+from gradrewrite._utils.progress import current_progress, show_progress
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.diagnostics.causes import Cause, Outcome
+from gradrewrite.diagnostics.health import Health, examine
+from gradrewrite.diagnostics.judge import Evidence
+from gradrewrite.errors import NonFiniteError, RewriteWarning
+from gradrewrite.module import RewrittenModule, transform
+from gradrewrite.monitoring.monitor import Monitor
+from gradrewrite.optimizer.guard import guard
+from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.numbers import python_number
+from gradrewrite.policy.rules import on
+from gradrewrite.sites import Site
+
+if TYPE_CHECKING:
+    from gradrewrite.viz import Report
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+GLOBAL_BOUND = 1.0  # of the global clip that is tried, as most trainings have it
+_RECTIFIERS = frozenset(("relu", "relu_", "relu6", "threshold"))
+_SATURATING = frozenset(("tanh", "tanh_", "sigmoid", "sigmoid_"))
+_NAMED = 5  # parameters in one remark
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The diagnosis of a training: outcome, causes, remedies; see ``diagnose``.
+
+    Attributes:
+        outcome: ``"learns"``, ``"stalls"``, ``"diverges"`` or ``"non-finite"``; without an optimizer ``"untrained"`` or
+            ``"non-finite"``; ``"unknown"`` where there were fewer than four steps.
+        causes: The causes, the gravest first; empty if nothing is wrong.
+        remarks: Sentences about what is no fault: parameters without a gradient, frozen ones, code that was not seen.
+        verdict: The outcome and the first cause in one or two sentences.
+        policy: Python code of a list of rules against the causes, one a line, with ``gr`` for this package and the
+            names of ``gradrewrite.passes``; ``""`` where a policy is no remedy.
+        trials: With ``try_clips=True`` the losses by step, from the same start on the same batches: ``"as it is"``,
+            ``"global clip"`` (of all gradients, to a norm of 1) and, where there is a policy, ``"suggested policy"``.
+        health: The figures of all sites, for programs.
+    """
+
+    outcome: Outcome
+    causes: tuple[Cause, ...]
+    remarks: tuple[str, ...]
+    verdict: str
+    policy: str
+    trials: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    health: Health | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        """The verdict, the advice, the policy, the trials and the remarks, as plain text."""
+        parts = [self.verdict]
+        if self.health is not None and self.causes:
+            parts += [f"What to change: {self.health.verdict.advice}", *([self.policy] if self.policy else [])]
+        parts += [f"{cause.kind}: {cause.text}" for cause in self.causes[1:]]
+        parts += [f"{name}: loss {losses[0]:.4g} -> {losses[-1]:.4g}" for name, losses in self.trials.items() if losses]
+        return "\n".join([*parts, *(f"remark: {text}" for text in self.remarks)])
+
+    def render(self, path: str | os.PathLike[str]) -> str:
+        """Write ``path.html``, a page that loads nothing.
+
+        Args:
+            path: Where, without the extension.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: The file cannot be written; its folder must exist.
+        """
+        return self._report().render(path)
+
+    def _repr_html_(self) -> str:
+        return self._report()._repr_html_()
+
+    def _report(self) -> Report:
+        from gradrewrite import viz  # which loads libraries for drawing
+
+        assert self.health is not None
+        return viz.Report(self.health, "diagnosis", trials=self.trials)
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
+    steps: int = 50,
+    compile: bool = False,
+    try_clips: bool = False,
+) -> Diagnosis:
+    """Train a copy of a model for some steps, and name its faults, their places and the remedies."""
+    _check(model, optimizer)
+    number = python_number(steps)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"gr.diagnose: steps is a whole number >= 1, got {number!r}")
+    stream: Iterable[Any] = _stream(batches, number)
+    if try_clips:
+        stream = list(stream)
+    train = _Trainer(model, loss, optimizer, number, compile=compile)
+    with show_progress("diagnose", "training"), kept_random_state(), torch.enable_grad():
+        monitor, losses, evidence = train(stream, _observe)
+        health = examine(monitor.steps(), evidence=evidence)
+        verdict = health.verdict
+        rules = verdict.code if verdict.causes else ()
+        policy = "[\n" + "".join(f"    {rule},\n" for rule in rules) + "]" if rules else ""
+        trials = {}
+        if try_clips:
+            known = {name: getattr(passes, name) for name in passes.__all__}
+            tried = {"global clip": on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND))}
+            if policy:
+                tried["suggested policy"] = eval(policy, {**known, "gr": gradrewrite})  # our own text
+            trials = {"as it is": tuple(losses)}
+            trials |= {name: tuple(train(stream, [one], name)[1]) for name, one in tried.items()}
+    return Diagnosis(verdict.outcome, verdict.causes, verdict.remarks, verdict.text, policy, trials, health)
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if isinstance(model, RewrittenModule):
+        raise TypeError(
+            "gr.diagnose takes the plain model, and this one has a policy: give model.original, or ask "
+            "model.monitor.diagnose() for the training that ran with the policy"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"gr.diagnose takes an nn.Module, got {type(model).__name__}")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "gr.diagnose: the optimizer has none of the model's parameters; make it from model.parameters()"
+            )
+
+
+def _stream(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """Yield as many batches as there are steps, from the beginning again where that can be."""
+    count = 0
+    while count < steps:
+        before = count
+        for batch in itertools.islice(batches, steps - count):
+            count += 1
+            yield batch
+        if isinstance(batches, Iterator) or count == before:
+            break
+    if not count:
+        raise ValueError("gr.diagnose: there is no batch; give an iterable of batches")
+
+
+@dataclass
+class _Trainer:
+    """Trains copies of one model from the same start."""
+
+    model: nn.Module
+    loss: Loss | None
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None
+    steps: int
+    compile: bool
+
+    def __call__(
+        self, batches: Iterable[Any], policy: Policy, stage: str = "training"
+    ) -> tuple[Monitor, list[float], Evidence]:
+        """Train one copy with a policy; stop at the first step that is not finite."""
+        memo: dict[int, Any] = {}
+        model = copy.deepcopy(self.model, memo)
+        optimizer = self.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = copy.deepcopy(optimizer, memo)
+        elif optimizer is not None:
+            optimizer = optimizer(model.parameters())
+        rewritten = transform(model, policy, fullgraph=False, monitor=Monitor(self.steps))
+        if self.compile:
+            rewritten.compile()
+        if optimizer is not None and policy is not _observe:
+            guard(optimizer, rewritten)
+        losses: list[float] = []
+        sizes: dict[int, float] = {}
+        failure: NonFiniteError | None = None
+        progress = current_progress()
+        progress.begin(stage, self.steps)
+        with kept_random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RewriteWarning)  # graph breaks and the like are among the remarks
+            for batch in batches:
+                model.zero_grad()
+                value = self._loss(rewritten, batch)
+                value.backward()
+                losses.append(float(value.detach()))
+                found = [
+                    float(t.detach().abs().max()) for t in tensors_in(batch) if t.is_floating_point() and t.numel()
+                ]
+                if found:
+                    sizes[len(losses) - 1] = max(found)
+                if policy is _observe:
+                    rewritten.monitor.log("loss", losses[-1])
+                    if _is_bad(rewritten.monitor):
+                        failure = rewritten.monitor.failure(anywhere=True)
+                        break
+                if optimizer is not None:
+                    optimizer.step()
+                progress.advance()
+        sites = {str(site): site for graph in rewritten.explain().graphs for site in graph.sites}
+        again = _recurrent(model, batch) if policy is _observe else frozenset()
+        evidence = Evidence(sites, failure, sizes, optimizer is not None, again, _remarks(rewritten))
+        return rewritten.monitor, losses, evidence
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        output = _call(model, batch)
+        value = output if isinstance(output, Tensor) else getattr(output, "loss", output)
+        if self.loss is not None:
+            value = self.loss(output, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"gr.diagnose: the loss is a tensor with one element, got {got}; give loss=, a function (output, "
+                "batch) -> scalar"
+            )
+        return value.reshape(())
+
+
+def _observe(site: Site) -> list[Any] | None:
+    """Record all that the judge reads; no policy of the user's."""
+    if site.kind == "activation" and site.op in _SATURATING | _RECTIFIERS:
+        return [passes.Observe("saturated" if site.op in _SATURATING else "zeros")]
+    if site.kind == "error" and (site.output_of or site.dtype == torch.float16):
+        return [passes.Observe("norm", "zeros")]
+    if site.kind == "gradient":
+        return [passes.Observe("norm", "zeros"), passes.CheckFinite("record")]
+    return None
+
+
+def _is_bad(monitor: Monitor) -> bool:
+    records = monitor.latest().items()
+    return any(not math.isfinite(v) or (key.startswith("nonfinite@gradient") and v > 0) for key, v in records)
+
+
+def _recurrent(model: nn.Module, batch: Any) -> frozenset[str]:
+    """Return the modules with a second call that reads the result of the first, by an eager forward."""
+    returned: dict[str, set[Any]] = {}
+    found = set()
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if name in returned:
+                todo, seen = [t.grad_fn for t in tensors_in((args, kwargs))], set()
+                while todo and returned[name]:
+                    node = todo.pop()
+                    if node in returned[name]:
+                        found.add(name)
+                    elif node is not None and node not in seen:
+                        seen.add(node)
+                        todo += [before for before, _ in node.next_functions]
+                returned[name].clear()
+            else:
+                returned[name] = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name), with_kwargs=True) for name, module in model.named_modules()]
+    try:
+        _call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return frozenset(found)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _remarks(model: RewrittenModule) -> tuple[str, ...]:
+    parameters = dict(model.named_parameters())
+    unused = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
+    frozen = [name for name, p in parameters.items() if not p.requires_grad]
+    found = [f"{_named(unused)} got no gradient: nothing that reaches the loss reads them."] if unused else []
+    found += [f"{_named(frozen)} are frozen (requires_grad=False)."] if frozen else []
+    found += [f"Not seen by the tracer, and not judged: {line}." for line in model.explain().skipped]
+    return tuple(found)
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
