@@ -189,7 +189,6 @@ def assert_matches_eager(
 
 
 def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled: bool) -> float:
-    """Return plain torch.compile's error, relative to each element and the largest."""
     eager, traced = copy.deepcopy(model), copy.deepcopy(model)
     backend, options = ("inductor", {"fallback_random": True}) if compiled else (aot_autograd.compile_plain, None)
     run = inductor.compiled_alone(traced, backend=backend, options=options)
@@ -494,8 +493,6 @@ def _site_of_leaf(kind: Kind, name: str, leaf: Tensor) -> Site:
 
 @dataclass(eq=False)
 class _Seen:
-    """One value of the eager model: how it is named, and how a hook is put on its accumulated error."""
-
     value: Value
     tensor: Tensor
     key: _Key

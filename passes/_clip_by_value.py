@@ -98,7 +98,6 @@ class ClipByValue:
 
 
 def _first(bound: float | Tensor | Schedule) -> float:
-    """A bound as it is now; a schedule's at step 0."""
     if isinstance(bound, Schedule):
         return bound.at(0)
     return bound.item() if isinstance(bound, Tensor) else bound

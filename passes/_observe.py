@@ -107,8 +107,6 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class _Observation:
-    """The records at one site: names and statistics."""
-
     chosen: tuple[tuple[str, str], ...]
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
@@ -135,8 +133,6 @@ class _Observation:
 
 @dataclass(frozen=True, slots=True)
 class _ExampleObservation:
-    """Records of single examples at one gradient site, after those of the gradient."""
-
     observation: _Observation
     names: tuple[str, ...]
     loss_reduction: LossReduction

@@ -107,7 +107,6 @@ def _output_descriptors(graph: fx.Graph) -> list[Any]:
 
 
 def _described_outputs(graph: fx.Graph) -> list[tuple[Any, Any]]:
-    """Return the outputs of a joint graph, with their descriptors."""
     returned = graph.output_node().args[0]
     assert isinstance(returned, list | tuple)
     return list(zip(returned, _output_descriptors(graph), strict=False))

@@ -14,7 +14,6 @@ from gradrewrite._compat.versions import needed_for
 
 
 def _config() -> Any:
-    """Return Inductor's settings; Inductor is imported where it is used."""
     with needed_for("Inductor's settings and metrics can be read, and patched for one compilation"):
         from torch._inductor import config
 

@@ -65,8 +65,6 @@ def _capture(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], **_: A
 
 @dataclass
 class _CaptureHooks:
-    """Hooks that stop at the joint graph."""
-
     compilation: GraphCompilation
     is_cacheable: bool = False
     store: None = None

@@ -168,7 +168,6 @@ def _described(value: Any) -> object:
 
 
 def _text_of(values: Sequence[Value]) -> list[Any]:
-    """Return all fields of the values, without addresses in memory."""
     numbers = {id(value): number for number, value in enumerate(values)}
     modules: dict[str, int] = {}  # by identity
 

@@ -385,7 +385,6 @@ class _StoredCompilation:
 
 
 def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> CacheKey | None:
-    """Return a compilation's key in AOTAutograd's cache; None if that cannot be used."""
     engine, config = compilation.engine, compilation.session.config
     folder = engine.cache_folder() if torch.is_grad_enabled() and config.loss_scale is None else ""
     if not folder:

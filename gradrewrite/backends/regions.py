@@ -71,8 +71,6 @@ def outside_of(model: nn.Module, regions: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class _Entry:
-    """A compiled function, and the regions on it so far."""
-
     point: EntryPoint
     structure: Any
     users: set[RegionCall] = field(default_factory=set)
@@ -80,8 +78,6 @@ class _Entry:
 
 @dataclass(eq=False)
 class _ModelCall:
-    """A call of a model with regions."""
-
     regions: Regions
     calls: Counter[str] = field(default_factory=Counter)  # of each region
     without_gradients: set[str] = field(default_factory=set)  # regions that were called so

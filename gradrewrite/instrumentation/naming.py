@@ -95,6 +95,5 @@ class _Namer:
         return bool(call[0]) and any(value is other for other in self._outputs[call])
 
     def _shares_module(self, value: Value) -> bool:
-        """Whether the value's innermost returning module returns others too."""
         call = next((r for r in reversed(value.calls) if self._is_output(value, r)), None)
         return call is not None and len(self._outputs[call]) > 1

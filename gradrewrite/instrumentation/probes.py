@@ -231,8 +231,6 @@ _Outer = dict[fx.Node, fx.Node]  # placeholders of a checkpoint's body to the no
 
 
 class _Reader:
-    """Walks a Dynamo graph in execution order."""
-
     def __init__(
         self, names: ModuleNames, infinite: Collection[fx.Node], region: str, returned: Collection[int] | None
     ) -> None:

@@ -88,7 +88,6 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
 
     def _resume(self, args: TrainingArguments) -> None:
-        """Load the state from the checkpoint of a resumed training."""
         checkpoint = _checkpoint_in_use()
         file = None if checkpoint is None else _state_file(args, checkpoint)
         if file is not None and file.exists():
@@ -144,7 +143,6 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:
-    """Return this process's file of the actions' state, in a checkpoint's folder."""
     number = f"_{args.process_index}" if args.world_size > 1 else ""
     return checkpoint / f"gradrewrite_state{number}.pt"
 

@@ -92,7 +92,6 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """Return the new value in an update of a buffer; None for other nodes."""
     into, *rest = node.args or (None,)
     is_update = node.target is torch.ops.aten.copy_.default and isinstance(into, fx.Node) and into.op == "placeholder"
     return rest[0] if is_update and isinstance(rest[0], fx.Node) else None
@@ -123,7 +122,6 @@ def with_edits(
 
 
 def _ops(values: Sequence[Value]) -> dict[int, Origin]:
-    """The torch-level ops by the number of their value; calls of a module are counted."""
     numbers: dict[tuple[str, str, str], int] = {}
     counts: Counter[str] = Counter()
     ops = {}

@@ -151,7 +151,6 @@ def hidden_nodes(graph_view: GraphView, *, reshapes: bool = False, records: bool
 
 
 def _record_nodes(graph_view: GraphView) -> set[str]:
-    """Return the inserted nodes that lead to records alone."""
     readers: dict[str, list[str]] = {}
     for source, reader in graph_view.edges:
         readers.setdefault(source, []).append(reader)
@@ -211,7 +210,6 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
 
 
 def _describe_value(value: Any) -> tuple[str, str]:
-    """Return sizes and element type as text."""
     if isinstance(value, Tensor):
         return ", ".join(str(size) for size in value.shape), str(value.dtype).removeprefix("torch.")
     if isinstance(value, list | tuple):

@@ -47,8 +47,6 @@ def compiled_function() -> Callable[..., None] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments that are the same in all calls with these statistics, checks and types."""
-
     given: Any  # the first argument of the compiled function
     alive: tuple[Any, ...]  # the arrays that it points to
     array: Any  # type of an array with a number for each tensor

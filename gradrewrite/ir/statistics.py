@@ -134,8 +134,6 @@ def _number(x: Tensor) -> Tensor:
 
 
 def _or_nan(reduce: Figure) -> Figure:
-    """NaN for an empty tensor."""
-
     def reduce_or_nan(x: Tensor) -> Tensor:
         if _is_empty(x):
             return torch.full((), math.nan, device=x.device)

@@ -163,7 +163,6 @@ def products_of(rows: list[Rows], num_examples: Size, dtype: torch.dtype) -> Fun
 def _of_rows(
     rows: list[Rows], num_examples: Size, dtype: torch.dtype, compute: Callable[[list[RowsOfExamples]], Tensor]
 ) -> FunctionOfNodes:
-    """Return the nodes of rows, and a function of their tensors: ``compute`` of the merged rows."""
     factors = (factor for own in rows for factor in (own.left, own.right, own.mask))
     nodes = list(dict.fromkeys(factor.node for factor in factors if factor is not None))
 

@@ -68,7 +68,6 @@ def _pointwise(call: OpCall) -> Layouts:
 
 @_rule("isin", "bucketize")
 def _look_up(call: OpCall) -> Layouts:
-    """Look up each element of one tensor in another one."""
     names = call.arguments
     table = names.get("boundaries", names.get("test_elements", names.get("test_element")))
     if call.batch_of(table) is not None:
@@ -363,7 +362,6 @@ def _matmul(call: OpCall) -> Layouts:
 
 
 def _product(call: OpCall, left: fx.Node, right: fx.Node, lead: int) -> Batch | Sum:
-    """Return the layout of a matrix product with rows in dimension ``lead``."""
     a, b = call.batch_of(left), call.batch_of(right)
     if lead and (a is None or a.dim == 0) and (b is None or b.dim == 0):
         return agree([a, b])
@@ -574,7 +572,6 @@ def _embedding_bag_backward(call: OpCall) -> Layouts:
 
 
 def _bags_of(call: OpCall, words: Batch) -> Batch:
-    """Return the layout of bags of one size: rows of a matrix of words."""
     (number, *_), (total, *_) = call.size("offsets"), call.size("indices")
     number = number - 1 if call["include_last_offset"] else number
     each = quotient(total, number)
@@ -594,8 +591,6 @@ def _index_select(call: OpCall) -> Layouts:
 
 
 class _Indices:
-    """The indices of an indexing op: their dimensions before and after it."""
-
     def __init__(self, call: OpCall) -> None:
         self.call = call
         # The indices by the dimension that each takes, the number of dimensions of all together, and their place in the

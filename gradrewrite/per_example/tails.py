@@ -88,8 +88,6 @@ def terms_of(tail: Tail, num_examples: Size) -> FunctionOfNodes:
 
 
 class _Terms:
-    """The terms of all examples at the nodes of a tail, while it runs."""
-
     def __init__(self, tail: Tail, num_examples: Size) -> None:
         self.tail, self.num_examples = tail, num_examples
         self.operands: dict[Operand, Any] = {}  # ``[B, ...]``, or the same for all examples
@@ -143,7 +141,6 @@ class _Terms:
         return node.target(**named)
 
     def _one_by_one(self, node: fx.Node) -> Any:
-        """Run the op of a node on each example."""
         inputs = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
         values = [self._value(node, argument) for argument in inputs]
         dims = [0 if self._is_split(node, argument) else None for argument in inputs]
@@ -267,7 +264,6 @@ def _trilinear(named: Mapping[str, Any], node: fx.Node) -> Tensor:
 
 
 def _embedding_bag(named: Mapping[str, Any], base: Tensor) -> Tensor:
-    """The terms of the bags of one example."""
     errors, words, mode = named["grad"], named["indices"], named["mode"]
     if mode == _MAX:
         largest = named["maximum_indices"]

@@ -214,7 +214,6 @@ def _changed(before: Tensor, after: Tensor) -> Tensor:
 def _clip_figures_of_shards(
     recording: Recording, before: DTensor, after: Tensor, *, with_strength: bool
 ) -> _ClipFigures:
-    """Return the figures of ``_clip_figures`` of a global tensor; one collective for all of them."""
     unchanged = _changed(before, after).logical_not().to(torch.float32)
     reports: list[tuple[Tensor, tuple[str, ...]]]
     reports = [(before, ("max_abs", "mean_abs", "norm")), (after, ("norm",)), (unchanged, ("zeros",))]

@@ -72,8 +72,6 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """From one number to another."""
-
     kind: str
     start: float
     end: float

@@ -244,8 +244,6 @@ class StateStore:
 
 @dataclass(slots=True)
 class _Scheduled:
-    """The tensor of a schedule: its number, and the step of that number."""
-
     tensor: Tensor
     number: float
     step: int

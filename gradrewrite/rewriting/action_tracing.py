@@ -160,12 +160,10 @@ def trace_function(
 
 
 def _global(part: Tensor, layout: Layout | None) -> Tensor:
-    """The global tensor, without partial sums."""
     return part if layout is None else added_up(layout.wrap(part))
 
 
 def _part(result: Tensor, given: Tensor, part: Tensor, layout: Layout | None) -> Tensor:
-    """Return this process's part of a result, in the layout of the input."""
     if layout is None:
         return result
     if result is given:  # only measured
@@ -241,7 +239,6 @@ def _check_result(result: Any, value: Tensor, site: Site, action: Any) -> None:
 
 
 def _line_of(err: Exception) -> str:
-    """Return the user's line of a failed trace, as the begin of a message."""
     line = user_line(traceback.extract_tb(err.__traceback__), only_user=True)
     return f"{line}: " if line else ""
 

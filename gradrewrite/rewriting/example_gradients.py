@@ -40,8 +40,6 @@ NeededTail: TypeAlias = "Tail | None"  # None of a gradient that is 0
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The examples of a graph."""
-
     name: str  # of the first input that has them
     num_examples: Size
     analysis: ExampleAnalysis | None  # None where there is one example alone, or none
@@ -195,7 +193,6 @@ class ExampleGradients:
         return _Found(batched[first], size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
 
     def _source(self, name: str) -> str:
-        """Return the user's line behind a node."""
         node = next(node for node in self._graph.nodes if node.name == name)
         if found := source_of(node):
             return f", {found}"
@@ -264,8 +261,6 @@ class ExampleGradients:
         return terms if _numel_hint(terms) <= size else None
 
     def _weigh(self, node: fx.Node, terms: fx.Node, weights: fx.Node) -> fx.Node:
-        """Return the node of a gradient made of terms that are computed already."""
-
         def add_up(terms: Tensor, weights: Tensor) -> Tensor:
             of_each = weights.to(terms.device, terms.dtype).reshape(-1, *(1,) * (terms.dim() - 1))
             return (terms * of_each).sum(0).to(value_of(node).dtype)
@@ -297,7 +292,6 @@ class ExampleGradients:
         reads_live: bool = False,
         before: fx.Node | None = None,
     ) -> fx.Node:
-        """Insert a function of the tensors of nodes, before the outputs if not elsewhere."""
         placeholders = self._graph.find_nodes(op="placeholder")
         sizes = {str(n.meta["val"]): n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)}
         inputs = [*dict.fromkeys(nodes), *sizes.values()]  # symbols in layouts come from these

@@ -213,7 +213,6 @@ def _measured_once(records: Sequence[RecordNode]) -> list[RecordNode]:
 def _insert_pack(
     graph: fx.Graph, records: Sequence[RecordNode], checks: Sequence[int], before: fx.Node
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Insert the pack of records; returns its node, and all new ones."""
     nodes, statistics = [record.node for record in records], [record.statistics for record in records]
     tag, values = _tag_of(records), [value_of(node) for node in nodes]
     if values[0].device.type != "cuda":

@@ -238,7 +238,6 @@ class Rewriter:
     def _further_arguments(
         self, point: InsertionPoint, insertion: Replace | Measure, current: fx.Node
     ) -> list[fx.Node]:
-        """Return the further arguments of an insertion: the value, or per-example quantities."""
         if isinstance(insertion, Replace) and insertion.examples is not None:
             assert self.examples is not None
             return self.examples.quantities(point, current, insertion.examples, self._scale_on(point.site.device))
@@ -375,7 +374,6 @@ class Rewriter:
     def _replace_group(
         self, action: GroupAction, points: Sequence[InsertionPoint], nodes: list[fx.Node], mode: TraceMode
     ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """Insert the action as one function of all values; see ``_scale_group``."""
         values, sites = [value_of(n) for n in nodes], [point.site for point in points]
         layouts = [point.layout for point in points]
         traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
@@ -392,7 +390,6 @@ class Rewriter:
         extras: Sequence[fx.Node],
         new: Sequence[fx.Node],
     ) -> None:
-        """Note the reports and the edits of a group, and let its values be replaced."""
         action, points, sites = group.action, group.points, [point.site for point in group.points]
         refuse(action, Context(sites[0], is_part=not self._is_whole, has_states=traced.has_states))
         keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras, sites)
@@ -447,7 +444,6 @@ class Rewriter:
         return middle, results, extras, made
 
     def _insert_example_clip(self, group: WeighExamples, where: str, nodes: Sequence[fx.Node], mode: TraceMode) -> None:
-        """Insert an action that weighs the examples of a batch in the gradients of a group."""
         assert self.examples is not None
         action, points, site = group.action, group.points, group.points[0].site
         scale, mode = mode.scale, replace(mode, scale=None)
@@ -549,13 +545,11 @@ def _is_on_cuda(node: fx.Node) -> bool:
 
 
 def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[Layout | None]:
-    """Return the layouts of a gradient and its value; ``()`` without a DTensor."""
     layouts = (point.layout, point.value_layout)[: 1 + len(further)]
     return layouts if any(layout is not None for layout in layouts) else ()
 
 
 def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
-    """Return the nodes of the sites, behind markers of unchanged errors."""
     made_by: dict[fx.Node, fx.Node] = {}  # by marker; each chain is followed once
     anchors = {}
     for point in points:
