@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import os
@@ -22,7 +23,9 @@ from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
-from gradrewrite.errors import NonFiniteError, RewriteWarning
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.run_log import last_run
+from gradrewrite.errors import NonFiniteError, RewriteWarning, TraceError
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.guard import guard
@@ -111,16 +114,61 @@ def diagnose(
     compile: bool = False,
     try_clips: bool = False,
 ) -> Diagnosis:
-    """Train a copy of a model for some steps, and name its faults, their places and the remedies."""
+    """Train a copy of a model for some steps, and name its faults, their places and the remedies.
+
+    No policy is needed: norms of the errors of all modules and of all gradients, zeros, saturated units and values that
+    are not finite are recorded. It stops at the first step that is not finite, and replays it to find the op. Outcome
+    and causes are those of ``gradrewrite report``; ``docs/diagnosis.md`` has the thresholds.
+
+    The model, the optimizer, gradients, buffers and torch's random state stay as they were, bit for bit: a deep copy
+    is trained, which takes the memory of a second model. A ``loss`` that reads the model itself reads the original;
+    the generators of Python and NumPy go on.
+
+    Args:
+        model: A module in the mode in which it is to run; it is called with each batch.
+        batches: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments each, as a
+            DataLoader gives them. Read once; what can be iterated again begins anew where it ends before the last step.
+        loss: ``(output, batch) -> scalar``; the model is then given the first parts of a batch, as many as its forward
+            has parameters without a default; of a mapping those that it has. None if the model returns the loss, or an
+            object with ``.loss``.
+        optimizer: A function from parameters to an optimizer, or an optimizer of the model, which is copied with its
+            state. None looks at gradients without an update.
+        steps: How many steps at most.
+        compile: Compile with ``torch.compile`` instead of op by op.
+        try_clips: Train again from the same start, on the same batches, with a clip of all gradients to a norm of 1,
+            and with the suggested policy. The batches are kept in memory.
+
+    Returns:
+        The diagnosis: print it, ``render`` it as a page, or show it in a notebook.
+
+    Raises:
+        TypeError: ``model`` is no module, rewritten already, or cannot be copied; or the loss is no tensor with one
+            element.
+        ValueError: ``steps`` is not a whole number >= 1, there is no batch, or the optimizer has none of the model's
+            parameters.
+        TraceError: The loss depends on no parameter.
+
+    Example:
+        >>> import torch, gradrewrite as gr
+        >>> generator = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> batches = [torch.randn(16, 4) for _ in range(50)]
+        >>> found = gr.diagnose(
+        ...     model,
+        ...     batches,
+        ...     loss=lambda output, x: (output - x[:, :1]).square().mean(),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ... )
+        >>> found.outcome, found.causes
+        ('learns', ())
+    """
     _check(model, optimizer)
     number = python_number(steps)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"gr.diagnose: steps is a whole number >= 1, got {number!r}")
-    stream: Iterable[Any] = _stream(batches, number)
-    if try_clips:
-        stream = list(stream)
     train = _Trainer(model, loss, optimizer, number, compile=compile)
     with show_progress("diagnose", "training"), kept_random_state(), torch.enable_grad():
+        stream: Iterable[Any] = list(_stream(batches, number)) if try_clips else _stream(batches, number)
         monitor, losses, evidence = train(stream, _observe)
         health = examine(monitor.steps(), evidence=evidence)
         verdict = health.verdict
@@ -181,21 +229,15 @@ class _Trainer:
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
     ) -> tuple[Monitor, list[float], Evidence]:
         """Train one copy with a policy; stop at the first step that is not finite."""
-        memo: dict[int, Any] = {}
-        model = copy.deepcopy(self.model, memo)
-        optimizer = self.optimizer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = copy.deepcopy(optimizer, memo)
-        elif optimizer is not None:
-            optimizer = optimizer(model.parameters())
+        model, optimizer = self._copies()
         rewritten = transform(model, policy, fullgraph=False, monitor=Monitor(self.steps))
         if self.compile:
             rewritten.compile()
         if optimizer is not None and policy is not _observe:
-            guard(optimizer, rewritten)
+            guard(optimizer, rewritten, max_consecutive_skips=self.steps + 1)
         losses: list[float] = []
         sizes: dict[int, float] = {}
-        failure: NonFiniteError | None = None
+        failure, remark, recurrent = None, "", frozenset[str]()
         progress = current_progress()
         progress.begin(stage, self.steps)
         with kept_random_state(), warnings.catch_warnings():
@@ -205,26 +247,43 @@ class _Trainer:
                 value = self._loss(rewritten, batch)
                 value.backward()
                 losses.append(float(value.detach()))
-                found = [
-                    float(t.detach().abs().max()) for t in tensors_in(batch) if t.is_floating_point() and t.numel()
-                ]
-                if found:
-                    sizes[len(losses) - 1] = max(found)
+                real = [t.detach() for t in tensors_in(batch) if t.is_floating_point() and t.numel()]
+                sizes |= {len(losses) - 1: max(float(t.abs().max()) for t in real)} if real else {}
                 if policy is _observe:
+                    if not rewritten.explain().graphs:
+                        raise TraceError("gr.diagnose: nothing of the model can be traced, so that nothing is recorded")
                     rewritten.monitor.log("loss", losses[-1])
-                    if _is_bad(rewritten.monitor):
-                        failure = rewritten.monitor.failure(anywhere=True)
-                        break
+                if _is_bad(rewritten.monitor, losses[-1]):
+                    failure, remark = _failure(rewritten.monitor) if policy is _observe else (None, "")
+                    break
                 if optimizer is not None:
                     optimizer.step()
                 progress.advance()
+            if policy is _observe:
+                recurrent = _recurrent(model, batch, self.loss)
         sites = {str(site): site for graph in rewritten.explain().graphs for site in graph.sites}
-        again = _recurrent(model, batch) if policy is _observe else frozenset()
-        evidence = Evidence(sites, failure, sizes, optimizer is not None, again, _remarks(rewritten))
-        return rewritten.monitor, losses, evidence
+        remarks = (*_remarks(rewritten), *([remark] if remark else []))
+        return rewritten.monitor, losses, Evidence(sites, failure, sizes, optimizer is not None, recurrent, remarks)
+
+    def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        memo: dict[int, Any] = {}
+        optimizer = self.optimizer
+        try:
+            model = copy.deepcopy(self.model, memo)
+            optimizer = copy.deepcopy(optimizer, memo) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        except Exception as err:
+            raise TypeError(
+                f"gr.diagnose trains a deep copy, and copying failed ({type(err).__name__}: {err}); give a model that "
+                "copy.deepcopy takes, before it has run, and a function that makes the optimizer"
+            ) from err
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(model.parameters())
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("gr.diagnose: LBFGS calls the model by itself; take another optimizer for the diagnosis")
+        return model, optimizer
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        output = _call(model, batch)
+        output = _call(model, batch, has_loss=self.loss is not None)
         value = output if isinstance(output, Tensor) else getattr(output, "loss", output)
         if self.loss is not None:
             value = self.loss(output, batch)
@@ -234,6 +293,8 @@ class _Trainer:
                 f"gr.diagnose: the loss is a tensor with one element, got {got}; give loss=, a function (output, "
                 "batch) -> scalar"
             )
+        if not value.requires_grad:
+            raise TraceError("gr.diagnose: the loss depends on no parameter that needs a gradient")
         return value.reshape(())
 
 
@@ -248,12 +309,22 @@ def _observe(site: Site) -> list[Any] | None:
     return None
 
 
-def _is_bad(monitor: Monitor) -> bool:
-    records = monitor.latest().items()
-    return any(not math.isfinite(v) or (key.startswith("nonfinite@gradient") and v > 0) for key, v in records)
+def _is_bad(monitor: Monitor, loss: float) -> bool:
+    """Whether the last step is not finite; expected infinities, as of a mask, do not count."""
+    run = last_run(monitor.steps())
+    bad = bad_steps(run)
+    return not math.isfinite(loss) or bool(bad and bad[-1].step is run.steps[-1])
 
 
-def _recurrent(model: nn.Module, batch: Any) -> frozenset[str]:
+def _failure(monitor: Monitor) -> tuple[NonFiniteError | None, str]:
+    """Return the failure of the last step, or else a remark why its replay found none."""
+    try:
+        return monitor.failure(anywhere=True), ""
+    except RuntimeError as err:
+        return None, f"The step that is not finite could not be replayed: {err}."
+
+
+def _recurrent(model: nn.Module, batch: Any, loss: Loss | None) -> frozenset[str]:
     """Return the modules with a second call that reads the result of the first, by an eager forward."""
     returned: dict[str, set[Any]] = {}
     found = set()
@@ -277,17 +348,26 @@ def _recurrent(model: nn.Module, batch: Any) -> frozenset[str]:
 
     handles = [module.register_forward_hook(look(name), with_kwargs=True) for name, module in model.named_modules()]
     try:
-        _call(model, batch)
+        _call(model, batch, has_loss=loss is not None)
     finally:
         for handle in handles:
             handle.remove()
     return frozenset(found)
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def _call(model: nn.Module, batch: Any, *, has_loss: bool) -> Any:
+    """Call a model with a batch; with a loss, for the rest of it, with the parts alone that its forward needs."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
+        if not has_loss or inspect.Parameter.VAR_KEYWORD in kinds:
+            return model(**batch)
+        return model(**{parameter.name: batch[parameter.name] for parameter in parameters if parameter.name in batch})
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if has_loss and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        needed = [p for p in parameters if p.default is p.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        args = args[: max(1, len(needed))]
+    return model(*args)
 
 
 def _remarks(model: RewrittenModule) -> tuple[str, ...]:

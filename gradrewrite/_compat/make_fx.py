@@ -45,9 +45,11 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
 
     with _faking(inputs):
         functional = torch.func.functionalize(fn, remove="mutations")
-        # make_fx tells its inputs apart by identity.
-        different = [_another(t) if any(t is s for s in inputs[:n]) else t for n, t in enumerate(inputs)]
-        return make_fx(functional, decomposition_table=select_decomp_table())(*different)
+        different: dict[int, Tensor] = {}  # make_fx tells its inputs apart by identity
+        for t in inputs:
+            known = _another(t) if id(t) in different else t
+            different[id(known)] = known
+        return make_fx(functional, decomposition_table=select_decomp_table())(*different.values())
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def clips_always(run: Run) -> list[Finding]:
 def _always(habit: _Habit) -> Finding:
     clip, number = habit.clip, len(habit.acted)
     figures: dict[str, float] = {"share": habit.share, "steps": number}
-    text = f"The clip by {clip.kind} at {clip.label} acts in {sum(habit.acted)} of {number} steps"
+    text = f"The clip by {clip.kind} at {clip.label} acts in {sum(habit.acted)} of {number} {clip.unit}"
     if not math.isnan(habit.bound):
         figures["bound"] = habit.bound
         text += f", with the bound {habit.bound:.4g}"
@@ -81,8 +81,8 @@ def _never(habit: _Habit) -> Finding:
     clip, number, largest = habit.clip, len(habit.acted), max(habit.sizes)
     figures = {"largest_norm": largest, "bound": habit.bound, "steps": number}
     text = (
-        f"The clip by norm at {clip.label}, with the bound {habit.bound:.4g}, acts in none of {number} steps; the "
-        f"largest finite norm is {largest:.4g}."
+        f"The clip by norm at {clip.label}, with the bound {habit.bound:.4g}, acts in none of {number} {clip.unit}; "
+        f"the largest finite norm is {largest:.4g}."
     )
     advice = f"If it is to act at all, set the threshold below {largest:.3g}, the largest norm seen."
     return Finding("clip never acts", clip.site, habit.step, text, figures, advice, str(clip.key))
@@ -109,7 +109,7 @@ def _rows(clip: ClipHistory) -> list[_Row]:
 
 def _habits(clips: Sequence[ClipHistory]) -> list[_Habit]:
     found = ((clip, _rows(clip)) for clip in clips)
-    return [_habit(clip, rows) for clip, rows in found if len(rows) >= MIN_CLIP_STEPS]
+    return [_habit(clip, rows) for clip, rows in found if len({step for step, *_ in rows}) >= MIN_CLIP_STEPS]
 
 
 def _habit(clip: ClipHistory, rows: Sequence[_Row]) -> _Habit:
@@ -135,6 +135,11 @@ class ClipHistory:
     rule: str  # pattern of the rule that made it; ``""`` for a callback
     share: RecordKey | None = None  # record of the share of the elements that a clip by value changed
     num_calls: int = 1  # of the module, whose lists are one behind the other
+
+    @property
+    def unit(self) -> str:
+        """Unit of its lists: ``steps``, or ``calls`` of a module in them."""
+        return "calls" if self.num_calls > 1 else "steps"
 
     @property
     def kind(self) -> str:

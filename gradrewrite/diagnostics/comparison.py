@@ -66,11 +66,11 @@ def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss |
     last = values[-count:]
     noise = stdev(last) / math.sqrt(count) if count > 1 and all(map(math.isfinite, last)) else 0.0
     peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
-    first, ends = _mean(values[:count]), (steps[0], steps[-1])
-    return Loss(len(values), count, first, _mean(last), peak, bad, noise, address, lowest, *ends)
+    first, ends = mean_of(values[:count]), (steps[0], steps[-1])
+    return Loss(len(values), count, first, mean_of(last), peak, bad, noise, address, lowest, *ends)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of(values: Sequence[float]) -> float:
     """Return the mean; NaN of infinities of both signs. A sum may be beyond the range where the mean is not."""
     total = sum(values)
     return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)

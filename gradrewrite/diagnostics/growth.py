@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import dropwhile, pairwise
 from statistics import median
 
+from gradrewrite.diagnostics.comparison import loss_series
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import (
     BACKWARD,
@@ -221,7 +222,7 @@ def factor_of(chain: Chain) -> float:
 def judged_steps(run: Run) -> Sequence[Step]:
     """Return the steps before the first that is not finite; that step itself if it is the first of all."""
     bad = {one.step.step for one in bad_steps(run)[:1]}
-    loss = next((one for one in run.series.values() if one.record == "loss"), None)
+    loss = loss_series(run)
     if loss is not None:
         rows = zip(loss.steps, loss.values, strict=True)
         bad |= {step for step, value in rows if not math.isfinite(value)}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median, stdev
+from statistics import median
 
 import torch
 
 from gradrewrite.diagnostics import growth
 from gradrewrite.diagnostics.activations import DEAD, dead, saturated
 from gradrewrite.diagnostics.causes import Cause, Judgement, Kind, Outcome
-from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, clips_of_modules
-from gradrewrite.diagnostics.comparison import comparable_sizes, loss_series
+from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, ClipHistory, clips_of_modules
+from gradrewrite.diagnostics.comparison import comparable_sizes, loss_series, mean_of
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, chains_of, factor_of, judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, is_group, words
+from gradrewrite.diagnostics.site_health import quoted
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.sites import Site
 
@@ -62,7 +64,8 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
     """Return the outcome of a training, from its loss against its start.
 
     It learns, or diverges, where the mean of the last losses (a fifth of them, at most 10) is lower by 2 %, or higher
-    by 10 %, than that of the first, and by more than twice the standard error of the difference; else it stalls.
+    by 10 %, than that of the first, and by more than twice the standard error of the difference (from the median of
+    the differences between neighbors, which a trend does not enlarge); else it stalls.
     Without a loss, or with fewer than 4, nothing is known.
     """
     loss, bad = loss_series(run), bad_steps(run)
@@ -75,11 +78,16 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
         return "unknown"
     count = max(1, min(10, len(values) // 5))
     first, last = values[:count], values[-count:]
-    begin, fall = abs(sum(first) / count), (sum(first) - sum(last)) / count
-    noise = 2 * math.hypot(stdev(first), stdev(last)) / math.sqrt(count) if count > 1 else 0.0
+    begin, fall = abs(mean_of(first)), mean_of(first) - mean_of(last)
+    noise = 2 * math.hypot(_noise(first), _noise(last)) / math.sqrt(count)
     if fall > max(noise, LEARNS * begin):
         return "learns"
     return "diverges" if -fall > max(noise, DIVERGES * begin) else "stalls"
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Return the standard deviation of noise, from the median difference: no trend and no single value counts."""
+    return 1.05 * median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0
 
 
 class _Findings:
@@ -97,6 +105,9 @@ class _Findings:
             for clip in clips_of_modules(run)
             if len(set(clip.steps)) >= MIN_CLIP_STEPS and clip.rate > CLIPS_ALWAYS and clip.median_factor < 1
         ]
+
+        fixed = ("ClipByNorm", "ClipByGlobalNorm", "ClipByValue")  # others find their bounds by themselves
+        self.low = [clip for clip in self.always if clip.median_factor < LOW_CLIP and clip.action in fixed]
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first; of a run that learns only a bad batch or a spike."""
@@ -155,18 +166,21 @@ class _Findings:
 
     def bad_batch(self) -> list[Cause]:
         """A batch of far larger values than the others, with a step that goes wrong."""
-        usual = median(self.evidence.batches.values()) if self.evidence.batches else math.nan
+        finite = [size for size in self.evidence.batches.values() if math.isfinite(size)]
+        usual = median(finite) if finite else 0.0
         for step, size in self.evidence.batches.items():
-            if not size <= LARGE_BATCH * usual and self._goes_wrong(step):
+            if usual > 0 and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
                 times = f"{words(size / usual)} times the usual {words(usual)}"
                 text = f"The batch of step {step} has values up to {words(size)}, {times}, and the step goes wrong."
                 return [self._cause("bad batch", "", size / usual, step, text)]
         return []
 
     def _goes_wrong(self, step: int) -> bool:
-        after = [size for number, size in self.sizes.items() if step <= number < step + _NEAR]
-        before = [size for number, size in self.sizes.items() if number < step]
-        return not before or not all(size < RISES * median(before) for size in after)
+        near = [size for number, size in self.sizes.items() if step <= number < step + _NEAR]
+        others = [size for number, size in self.sizes.items() if number not in range(step, step + _NEAR)]
+        finite = [size for size in others if math.isfinite(size)]
+        most = RISES * median(finite) if finite else math.inf
+        return not all(size < most for size in near)
 
     def spike(self) -> list[Cause]:
         """One step with far larger gradients than those around it."""
@@ -175,6 +189,8 @@ class _Findings:
             return []
         usual, place = median(size for _, size in finite), max(range(len(finite)), key=lambda n: finite[n][1])
         step, size = finite[place]
+        if place in (0, len(finite) - 1):  # a start, or the beginning of growth
+            return []
         near = [size for _, size in (*finite[max(0, place - _NEAR) : place], *finite[place + 1 : place + 1 + _NEAR])]
         if not (usual > 0 and size >= OUTLIER * max(usual, median(near))):
             return []
@@ -186,7 +202,7 @@ class _Findings:
     def learning_rate(self) -> list[Cause]:
         """Loss or gradients that grow from step to step, in a network that was sound at the start."""
         loss = loss_series(self.run)
-        losses = {} if loss is None else dict(zip(loss.steps, map(abs, loss.values), strict=True))
+        losses = {} if loss is None else dict(zip(loss.steps, loss.values, strict=True))
         for what, values in (("loss", losses), ("norm of the gradients", self.sizes)):
             finite = [(step, value) for step, value in values.items() if math.isfinite(value)]
             if len(finite) > 1 and 0 < finite[0][1] * RISES < finite[-1][1]:
@@ -204,7 +220,7 @@ class _Findings:
         failure, bad = self.evidence.failure, bad_steps(self.run)
         if failure is not None:
             text = f"{str(failure).partition('; just before it')[0]}."
-            site = str(failure.site)
+            site = str(failure.site).partition("#")[0]
             return [Cause("non-finite op", site, failure.source, math.nan, failure.step, text)]
         if bad:
             site, step = bad[0].sites[0], bad[0].step.step
@@ -243,11 +259,10 @@ class _Findings:
 
     def low_clips(self) -> list[Cause]:
         """Clips that always act, and leave little."""
-        found = [clip for clip in self.always if clip.median_factor < LOW_CLIP]
-        if not found:
+        if not self.low:
             return []
-        worst = min(found, key=lambda clip: clip.median_factor)
-        more = f" (and at {len(found) - 1} more sites)" if len(found) > 1 else ""
+        worst = min(self.low, key=lambda clip: clip.median_factor)
+        more = f" (and at {len(self.low) - 1} more sites)" if len(self.low) > 1 else ""
         text = (
             f"The bound of {worst.action} at {worst.site}{more} is too low: it acts in {worst.rate:.0%} of the steps "
             f"and leaves {worst.median_factor:.2g} of the size, so that the bound sets the size of the updates."
@@ -273,23 +288,40 @@ class _Findings:
         if cause.kind == "exploding":
             chain = next(c for c in self.chains if c.explodes and c.sites[-1].partition("#")[0] == cause.site)
             sites = [cause.site] if chain.module else chain.sites[::-1]
-            found = [f'gr.on("{site}", ClipByNorm({2 * chain.sizes[0]:.2g}))' for site in sites]
+            found = [f"gr.on({_name(site)}, ClipByNorm({2 * chain.sizes[0]:.2g}))" for site in sites]
             has_clip = any(is_group(clip.site) for clip in self.always)
             return found if has_clip else [*found, 'gr.on("gradient:*", ClipByGlobalNorm(1.0))']
         if cause.kind == "one layer":
             layers = _layers(self.first)
             assert layers is not None  # which has the cause
-            place = layers.sites.index(cause.site)
-            return [f'gr.on("{layers.sites[place + 1]}", ClipByNorm({2 * layers.sizes[place]:.2g}))']
+            place = [site.partition("#")[0] for site in layers.sites].index(cause.site)
+            return [f"gr.on({_name(layers.sites[place + 1])}, ClipByNorm({2 * layers.sizes[place]:.2g}))"]
         if cause.kind in ("spike", "bad batch", "learning rate") and finite:
             usual = finite[0] if cause.kind == "learning rate" else median(finite)
             return [f'gr.on("step:*", ClipByGlobalNorm({2 * usual:.2g}))']
         if cause.kind == "non-finite op":
             return ['gr.on("gradient:*", CheckFinite("skip"))']
         if cause.kind == "clip too low":
-            low = {clip.rule or clip.site: clip for clip in self.always if clip.median_factor < LOW_CLIP}
-            return [f'gr.on("{rule}", {clip.action}({median(clip.sizes):.2g}))' for rule, clip in low.items()]
+            bounds: dict[str, float] = {}  # by the rule that made the clips, of several clips the largest
+            for clip in self.low:
+                sizes = [size for size in clip.sizes if 0 < size < math.inf]
+                of = f"{_rule(clip)}, {clip.action}"
+                bounds[of] = max(bounds.get(of, 0.0), median(sizes) if sizes else 0.0)
+            return [f"gr.on({of}({bound:.2g}))" for of, bound in bounds.items() if bound > 0]
         return []
+
+
+def _name(site: str) -> str:
+    return quoted(glob.escape(site))
+
+
+def _rule(clip: ClipHistory) -> str:
+    """Return the pattern of the rule that made a clip; of a callback's clip that of its site."""
+    if {*":*?["} & set(clip.rule):
+        return quoted(clip.rule)
+    if is_group(clip.site):
+        return '"step:*"' if clip.site.startswith("step:") else '"gradient:*"'
+    return _name(clip.site)
 
 
 def _layers(chains: Sequence[Chain]) -> Chain | None:

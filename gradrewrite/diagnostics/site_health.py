@@ -74,7 +74,7 @@ class SiteHealth:
             kind = "step" if self.site.startswith("step:") else "gradient"
             return f'gr.on("{kind}:*", {action}({self.suggestion:g}))'
         log = ", log=True" if action == "ClipByValue" else ""
-        return f"gr.on({_quoted(glob.escape(self.site))}, {action}({self.suggestion:g}{log}))"
+        return f"gr.on({quoted(glob.escape(self.site))}, {action}({self.suggestion:g}{log}))"
 
     @property
     def _named_group(self) -> str:
@@ -105,7 +105,7 @@ class SiteHealth:
         return tuple(text or "-" for text in texts)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return a literal of Python, in double quotes where nothing has to be escaped."""
     return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
 

@@ -156,6 +156,8 @@ def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
 
 def _says_more(cause: Cause, findings: Sequence[Finding], jump: Jump | None, evidence: Evidence | None) -> bool:
     """Whether the doctor's findings say more of a cause: bounds to try, a clip that holds a layer, a faulty input."""
+    if cause.kind == "spike":
+        return any(one.kind not in _MILD for one in findings)
     if cause.kind == "non-finite op":
         return evidence is None or evidence.failure is None
     return (cause.kind == "one layer" and jump is not None) or (

@@ -114,6 +114,26 @@ def test_batches_by_keyword_and_an_output_with_its_loss() -> None:
     assert len(found.health.run.steps) == 40
 
 
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_loader_of_inputs_and_labels(as_mapping: bool) -> None:
+    data = [{"input": x, "y": x[0]} if as_mapping else (x, x[0]) for x in torch.cat(batches())]
+    loader = torch.utils.data.DataLoader(data, batch_size=16)  # batches are lists, or mappings
+    model = nn.Sequential(nn.Linear(4, 1))
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        return (out[:, 0] - (batch["y"] if as_mapping else batch[1])).square().mean()
+
+    found = gr.diagnose(model, loader, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=30)
+    assert (found.outcome, found.causes) == ("learns", ())
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = nn.Linear(2, 1)
+    model.kept = model(torch.ones(1, 2))
+    with pytest.raises(TypeError, match=r"trains a deep copy, and copying failed .* before it has run"):
+        gr.diagnose(model, [torch.ones(1, 2)])
+
+
 def test_without_an_optimizer_gradients_alone_are_looked_at() -> None:
     found = gr.diagnose(Net(), batches(), loss=loss_of, steps=3)
 

@@ -1,0 +1,116 @@
+"""The judge on runs of a few numbers: outcomes, causes and rules at their edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from gradrewrite.diagnostics.health import examine
+from gradrewrite.diagnostics.judge import Evidence, judge_run, outcome_of
+from gradrewrite.diagnostics.run_log import Run, Step, last_run
+
+from models.clips import step_of
+
+pytestmark = pytest.mark.pure
+
+NAN, INF = math.nan, math.inf
+
+
+def run_of(losses: Sequence[float], sizes: Sequence[float] = ()) -> Run:
+    rows = enumerate(zip(losses, sizes or [1.0] * len(losses), strict=True))
+    return last_run([step_of(n, {"norm@gradient:w": size, "loss@run": loss}) for n, (loss, size) in rows])
+
+
+def layers(sizes: dict[str, float]) -> Run:
+    records = {f"norm@error:{name}": size for name, size in sizes.items()}
+    return last_run([step_of(n, records | {"loss@run": 2.0}) for n in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("losses", "outcome"),
+    [
+        ([10 * 0.5**n + 0.01 for n in range(50)], "learns"),  # a trend is no noise
+        ([10 * 0.3**n + 0.01 for n in range(50)], "learns"),
+        ([1.0, 0.3, 0.1] + [0.01] * 47, "learns"),
+        ([10 * 0.5**n + 5.0 * (n == 4) for n in range(50)], "learns"),  # one value is no noise
+        ([-1.0 - 0.1 * n for n in range(50)], "learns"),
+        ([2.0 + 0.2 * (-1) ** n for n in range(50)], "stalls"),
+        ([2.0] * 50, "stalls"),
+        ([0.0] * 50, "stalls"),
+        ([1e308] * 25 + [1e300] * 25, "learns"),  # whose sum overflows
+        ([1.0 + 0.1 * n for n in range(50)], "diverges"),
+        ([1.0] * 49 + [NAN], "non-finite"),
+        ([1.0] * 49 + [INF], "non-finite"),
+        ([1.0, 0.5, 0.2], "unknown"),
+        ([], "unknown"),
+    ],
+)
+def test_outcomes(losses: list[float], outcome: str) -> None:
+    assert outcome_of(run_of(losses)) == outcome
+
+
+def test_a_batch_is_blamed_only_with_evidence() -> None:
+    falling = [2.0 - 0.03 * n for n in range(50)]
+
+    def causes(batches: dict[int, float], sizes: Sequence[float] = ()) -> list[tuple[str, int]]:
+        found = judge_run(run_of(falling, sizes), Evidence(batches=batches))
+        return [(cause.kind, cause.step) for cause in found.causes]
+
+    usual = dict.fromkeys(range(50), 1.0)
+    assert causes(usual | {0: 20.0}) == []  # its step goes well
+    assert causes(dict.fromkeys(range(50), 0.0) | {0: 3.0}) == []
+    assert causes({0: 1.0, 1: NAN}) == []
+    grows = [1.0] * 20 + [100.0] + [1.0] * 29
+    assert causes(usual | {20: 50.0}, grows) == [("bad batch", 20)]
+    assert causes(usual | {20: NAN}, [1.0] * 20 + [NAN] + [1.0] * 29) == [("bad batch", 20)]
+    assert causes(usual, grows) == [("spike", 20)]
+    assert causes(usual, [100.0] + [1.0] * 49) == []  # an ordinary start
+    assert causes(usual, [1.0] * 49 + [100.0]) == []  # perhaps the beginning of growth
+
+
+def test_findings_come_before_a_spike_where_no_loss_is_known() -> None:
+    steps = [Step(n, {"norm@gradient:w": INF if n == 10 else 100.0 if n == 20 else 1.0}) for n in range(40)]
+
+    assert examine(steps).verdict.kind == "non-finite"
+    assert examine([step for step in steps if step.step != 10]).verdict.kind == "spike"
+
+
+def test_a_likelihood_that_falls_without_end_is_no_growth() -> None:
+    found = judge_run(run_of([-1.0, -10.0, -100.0, NAN]))
+
+    assert [cause.kind for cause in found.causes] == ["non-finite op"]
+
+
+def test_a_layer_that_is_known_by_its_second_call_alone() -> None:
+    found = judge_run(layers({"a": 300.0, "b": 300.0, "c#1": 0.1, "d": 0.1, "e": 0.1}))
+
+    assert [(cause.kind, cause.site) for cause in found.causes] == [("one layer", "error:c")]
+    assert found.rules == ('gr.on("error:b", ClipByNorm(0.2))',)
+
+
+def test_names_with_quotes_and_globs_are_literal_in_rules() -> None:
+    found = judge_run(layers({f"m['{n}'].x": 10.0 ** (4 - n) for n in range(5)}))
+
+    assert found.causes[0].kind == "exploding"
+    assert found.rules[0] == "gr.on(\"error:m[[]'0'].x\", ClipByNorm(2))"
+
+
+def test_a_clip_is_suggested_by_the_rule_that_made_it() -> None:
+    records = {"total_norm@group:default": 100.0, "bound@group:default": 1.0, "loss@run": 2.0}
+
+    assert judge_run(last_run([step_of(n, records) for n in range(30)])).rules == (
+        'gr.on("*", ClipByGlobalNorm(1e+02))',
+    )
+
+
+def test_many_calls_in_few_steps_are_no_habit() -> None:
+    calls = [f"error:c{f'#{n}' if n else ''}" for n in range(40)]
+    records = {f"{name}@{site}": size for site in calls for name, size in (("norm", 5.0), ("bound", 1.0))}
+    short, long = (examine([step_of(n, records) for n in range(count)]) for count in (3, 20))
+
+    assert short.findings == ()
+    assert [one.text.partition(",")[0] for one in long.findings] == [
+        "The clip by norm at error:c acts in 800 of 800 calls"
+    ]
