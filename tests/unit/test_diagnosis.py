@@ -117,7 +117,7 @@ def test_batches_by_keyword_and_an_output_with_its_loss() -> None:
 @pytest.mark.parametrize("as_mapping", [False, True])
 def test_a_loader_of_inputs_and_labels(as_mapping: bool) -> None:
     data = [{"input": x, "y": x[0]} if as_mapping else (x, x[0]) for x in torch.cat(batches())]
-    loader = torch.utils.data.DataLoader(data, batch_size=16)  # batches are lists, or mappings
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=16)  # its batches are lists, or mappings
     model = nn.Sequential(nn.Linear(4, 1))
 
     def loss(out: Tensor, batch: Any) -> Tensor:
