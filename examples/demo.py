@@ -1,4 +1,4 @@
-"""Train two models whose losses blow up, as they are and with clips in the backward: ``gradrewrite demo``.
+"""Train two models with exploding losses, plain and with clips in the backward: ``gradrewrite demo``.
 
 One fits a line, the other is a recurrent network on Python's help texts. ``python examples/demo.py --out folder``
 prints losses and edits, and writes ``index.html``: the curves of both, with links to a health report, the rewritten
@@ -71,7 +71,7 @@ class Training:
 
     @property
     def edits(self) -> Sequence[gr.Edit]:
-        """What was inserted."""
+        """The edits of the clipped model."""
         return self.clipped.explain().graphs[0].edits
 
 

@@ -202,7 +202,7 @@ def _check(model: Any, optimizer: Any) -> None:
 
 
 def _stream(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """Yield as many batches as there are steps, from the beginning again where that can be."""
+    """Yield one batch a step, from the beginning again if need be."""
     count = 0
     while count < steps:
         before = count

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
-import torch
-
 from gradrewrite.diagnostics import growth
 from gradrewrite.diagnostics.activations import DEAD, dead, saturated
 from gradrewrite.diagnostics.causes import Cause, Judgement, Kind, Outcome
@@ -245,7 +243,7 @@ class _Findings:
         for one in self.run.series.values():
             known = self.evidence.sites.get(one.at.site)
             share = median(one.values) if one.record == "zeros" and one.at.kind in ("error", "gradient") else 0.0
-            if known is not None and known.dtype == torch.float16 and share > UNDERFLOW:
+            if known is not None and str(known.dtype) == "torch.float16" and share > UNDERFLOW:
                 text = f"{share:.1%} of {one.at.site} are 0: it is too small for float16, which ends at 6e-8."
                 found.append(self._cause("underflow", one.at.site, math.nan, one.steps[0], text))
         return ([cause for cause in found if cause.site.startswith("error:")] or found)[-1:]

@@ -73,6 +73,11 @@ def trained(policy: list[gr.Policy]) -> viz.Report:
     """Train the chaotic recurrence with norms of all errors recorded."""
     case = pathologies.chaotic_recurrence(0)
     model = gr.transform(case.model, [gr.on("error:*", Observe("norm")), *policy])
+    return reported(case, model)
+
+
+def reported(case: Case, model: gr.RewrittenModule) -> viz.Report:
+    """Train a rewritten model on the batches of its case."""
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
     for x, y in case.batches:
         optimizer.zero_grad()
@@ -102,14 +107,7 @@ def test_one_network_trained_three_ways() -> None:
 def test_a_clip_that_is_too_low_stalls_a_sound_network() -> None:
     case = pathologies.healthy_residual(0)
     model = gr.transform(case.model, gr.on("gradient:*", ClipByGlobalNorm(1e-5)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
-    for x, y in case.batches:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        model.monitor.log("loss", loss)
-        optimizer.step()
-    verdict = viz.report(model.monitor).health.verdict
+    verdict = reported(case, model).health.verdict
 
     assert (verdict.outcome, verdict.kind, verdict.site) == ("stalls", "clip acts always", "group:default")
     assert [cause.kind for cause in verdict.causes] == ["clip too low"]
