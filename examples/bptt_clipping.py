@@ -80,6 +80,7 @@ def describe(name: str, monitor: gr.Monitor, norms: np.ndarray, report: viz.Repo
     losses, totals = monitor.history("loss@run"), monitor.history("total_norm@group:default")
     health = report.health
     clipped = [site for site in health.sites if site.rate > 0]
+    strongest = min(clipped, key=lambda site: (site.median_factor, site.worst_factor), default=None)
     growth = (norms[0] / norms[-1]) ** (1 / max(1, len(norms) - 1))
     last = losses[-10:]
     return "\n".join(
@@ -89,7 +90,8 @@ def describe(name: str, monitor: gr.Monitor, norms: np.ndarray, report: viz.Repo
             f"largest norm {norms.max():.3g}",
             f"  total norm of the gradients: {totals[0]:.3g} in step 0, largest {max(totals):.3g}",
             f"  clips acted at {len(clipped)} of {len(health.sites)} sites, there in "
-            f"{100 * np.mean([site.rate for site in clipped] or [0]):.0f} % of the steps; {health.strongest}",
+            f"{100 * np.mean([site.rate for site in clipped] or [0]):.0f} % of the steps"
+            + (f"; strongest at {strongest.site}, median factor {strongest.median_factor:.4g}" if strongest else ""),
             f"  report: {health.verdict.headline}. {health.verdict.text}",
             f"  {health.loss}",
         ]

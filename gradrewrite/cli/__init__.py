@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
     doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
     doctor.add_argument(
-        "--json", action="store_true", help="print a JSON list: findings, then rules without enough steps"
+        "--json", action="store_true", help="print a JSON list: causes, findings, rules without enough steps"
     )
     return parser
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import median
 
 from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, listed
@@ -19,31 +18,20 @@ DEAD_LIMITS = {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR}
 
 def saturated(run: Run) -> list[Finding]:
     """Return a finding for units at the bounds of their tanh or sigmoid."""
-    found = _high_shares(run, SATURATED_LIMITS)
     advice = "Start from smaller weights or normalise what comes in: a saturated unit passes almost no error on."
-    return _share_finding("saturated", "Units sit at the bounds of their tanh or sigmoid", found, advice)
+    what = "Units sit at the bounds of their tanh or sigmoid"
+    return _high_shares(run, SATURATED_LIMITS, "saturated", what, advice)
 
 
 def dead(run: Run, limits: Mapping[tuple[str, str], float] = DEAD_LIMITS) -> list[Finding]:
     """Return a finding for units, or errors, with almost only zeros; limits are by record and kind."""
-    found = _high_shares(run, limits)
     advice = "Lower the learning rate or use a unit that leaks (LeakyReLU, GELU): a unit at zero learns nothing."
-    return _share_finding("dead", "Almost all elements are exactly 0", found, advice)
+    return _high_shares(run, limits, "dead", "Almost all elements are exactly 0", advice)
 
 
-@dataclass(frozen=True, slots=True)
-class _High:
-    """A persistently high share."""
-
-    share: float
-    site: str
-    step: int
-    steps: int
-
-
-def _high_shares(run: Run, limits: Mapping[tuple[str, str], float]) -> list[_High]:
-    """Return sites with a median share of the last steps above its limit (by record and kind), worst first."""
-    found: dict[str, _High] = {}
+def _high_shares(run: Run, limits: Mapping[tuple[str, str], float], kind: str, what: str, advice: str) -> list[Finding]:
+    """Return a finding for sites with a median share of the last steps above its limit (by record and kind)."""
+    found: dict[str, tuple[float, int, int]] = {}  # share, first step, number of steps
     for one in run.series.values():
         limit = limits.get((one.record, one.at.kind))
         rows = [(step, v) for step, v in zip(one.steps, one.values, strict=True) if math.isfinite(v)]
@@ -52,16 +40,13 @@ def _high_shares(run: Run, limits: Mapping[tuple[str, str], float]) -> list[_Hig
             continue
         below = max((n for n, (_, v) in enumerate(rows) if v <= limit), default=-1)
         since = rows[min(below + 1, len(rows) - 1)][0]
-        found.setdefault(one.at.site, _High(median(late), one.at.site, since, len(late)))
-    return sorted(found.values(), key=lambda high: -high.share)
-
-
-def _share_finding(kind: str, what: str, found: Sequence[_High], suggestion: str) -> list[Finding]:
+        found.setdefault(one.at.site, (median(late), since, len(late)))
     if not found:
         return []
-    worst = found[0]
-    sites = listed([(high.site, high.share) for high in found])
-    text = f"{what}, as the median share over the last {worst.steps} steps: {sites}."
-    figures = {"share": worst.share, "steps": worst.steps, "sites": len(found)}
-    figures |= {f"share@{high.site}": high.share for high in found[1:LISTED]}
-    return [Finding(kind, worst.site, worst.step, text, figures, suggestion)]
+    shares = sorted(((site, share) for site, (share, *_) in found.items()), key=lambda row: -row[1])
+    worst, share = shares[0]
+    _, step, steps = found[worst]
+    text = f"{what}, as the median share over the last {steps} steps: {listed(shares)}."
+    figures = {"share": share, "steps": steps, "sites": len(found)}
+    figures |= {f"share@{site}": value for site, value in shares[1:LISTED]}
+    return [Finding(kind, worst, step, text, figures, advice)]

@@ -19,14 +19,15 @@ class Cause:
     """One cause of a bad outcome.
 
     Attributes:
-        kind: ``"exploding"``, ``"vanishing"``, ``"non-finite op"``, ``"learning rate"``, ``"dead"``, ``"saturated"``,
-            ``"spike"``, ``"bad batch"``, ``"one layer"``, ``"underflow"`` or ``"clip too low"``.
+        kind: One of ``Kind``.
         site: Where, as ``error:wh``; ``""`` if nowhere.
         source: The line of the forward behind it, ``file:line "code"``; ``""`` if it is not known.
         factor: By how much an error grows per layer or call on its way back, or a value exceeds its usual size, or a
             clip leaves; NaN where there is none.
         step: The first step concerned; -1 if none.
         text: One or two sentences with the figures.
+        advice: What to change.
+        rules: Code of the rules against it; empty where a policy is no remedy, or the run has it.
     """
 
     kind: Kind
@@ -35,6 +36,8 @@ class Cause:
     factor: float = math.nan
     step: int = -1
     text: str = ""
+    advice: str = ""
+    rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +48,4 @@ class Judgement:
     causes: tuple[Cause, ...]  # the gravest first; empty if nothing is wrong
     remarks: tuple[str, ...]  # sentences on what is no fault
     text: str  # the outcome and the first cause, in two or three sentences
-    advice: str  # what to change; ``""`` if nothing
-    rules: tuple[str, ...]  # code of the rules of a policy against the causes; empty where a policy is no remedy
+    rules: tuple[str, ...]  # code of the rules of all causes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, compress
 from statistics import median, quantiles
 from typing import Any
 
@@ -18,74 +18,53 @@ from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.ir.reports import NormClip, ValueClip
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold
-
-
-@dataclass(frozen=True, slots=True)
-class _Habit:
-    """The effect of one clip over its judged steps."""
-
-    clip: ClipHistory
-    step: int  # first of these steps
-    acted: list[bool]  # for each step whether it acted
-    sizes: list[float]  # norms or largest absolute values before it; finite
-    factors: list[float]  # ratios of the norms after and before; finite
-    bound: float  # its last finite bound; see ``ClipHistory.bound``
-
-    @property
-    def share(self) -> float:
-        """Share of the clipped steps."""
-        return sum(self.acted) / len(self.acted)
-
-    @property
-    def strength(self) -> float:
-        """Median factor; 1 if none is known."""
-        return median(self.factors) if self.factors else 1.0
+_LISTS = ("steps", "sizes", "bounds", "acted", "factors")
 
 
 def clips_always(run: Run) -> list[Finding]:
     """Return a finding for each clip that acts in nearly every step: the most frequent first, then the strongest."""
-    found = [habit for habit in _habits(clips_of_modules(run)) if habit.share > CLIPS_ALWAYS]
-    return [_always(habit) for habit in sorted(found, key=lambda habit: (-habit.share, habit.strength))]
+    found = [clip for clip in _judged_clips(run) if clip.rate > CLIPS_ALWAYS]
+    return [_always(clip) for clip in sorted(found, key=lambda clip: (-clip.rate, clip.strength))]
 
 
-def _always(habit: _Habit) -> Finding:
-    clip, number = habit.clip, len(habit.acted)
-    figures: dict[str, float] = {"share": habit.share, "steps": number}
-    text = f"The clip by {clip.kind} at {clip.label} acts in {sum(habit.acted)} of {number} {clip.unit}"
-    if not math.isnan(habit.bound):
-        figures["bound"] = habit.bound
-        text += f", with the bound {habit.bound:.4g}"
-    if habit.factors:
-        figures |= {"median_factor": habit.strength, "smallest_factor": min(habit.factors)}
-        text += f"; the median factor is {habit.strength:.3g}"
+def _always(clip: ClipHistory) -> Finding:
+    number, bound = len(clip.acted), clip.bound
+    figures: dict[str, float] = {"share": clip.rate, "steps": number}
+    text = f"The clip by {clip.kind} at {clip.label} acts in {sum(clip.acted)} of {number} {clip.unit}"
+    if not math.isnan(bound):
+        figures["bound"] = bound
+        text += f", with the bound {bound:.4g}"
+    if factors := _finite(clip.factors):
+        figures |= {"median_factor": clip.strength, "smallest_factor": min(factors)}
+        text += f"; the median factor is {clip.strength:.3g}"
     advice = "Raise the threshold: a clip that always acts sets the length of every update by itself."
-    if len(habit.sizes) > 1:
-        figures["percentile_90"] = quantiles(habit.sizes, n=10, method="inclusive")[-1]
+    if len(sizes := _finite(clip.sizes)) > 1:
+        figures["percentile_90"] = quantiles(sizes, n=10, method="inclusive")[-1]
         advice = (
             f"Raise the threshold to about {figures['percentile_90']:.3g}, which 90 % of the values seen stay below, "
             "as a first step, and again until the clip acts in about a tenth of the steps."
         )
-    if math.isnan(habit.bound):
+    if math.isnan(bound):
         advice = "Widen the range of this clip: one that always acts sets the values of every update by itself."
-    return Finding("clip acts always", clip.site, habit.step, f"{text}.", figures, advice, str(clip.key))
+    return Finding("clip acts always", clip.site, clip.steps[0], f"{text}.", figures, advice, str(clip.key))
 
 
 def clips_never(run: Run) -> list[Finding]:
     """Return a finding for each clip by norm that acts in no step, the farthest from its bound first."""
-    by_norm = [clip for clip in clips_of_modules(run) if clip.kind == "norm"]
-    found = [habit for habit in _habits(by_norm) if not any(habit.acted) and 0 < habit.bound < math.inf]
-    return [_never(habit) for habit in sorted(found, key=lambda habit: max(habit.sizes) / habit.bound)]
+    by_norm = [clip for clip in _judged_clips(run) if clip.kind == "norm"]
+    found = [clip for clip in by_norm if not any(clip.acted) and 0 < clip.bound < math.inf]
+    return [_never(clip) for clip in sorted(found, key=lambda clip: max(clip.sizes) / clip.bound)]
 
 
-def _never(habit: _Habit) -> Finding:
-    clip, number, largest = habit.clip, len(habit.acted), max(habit.sizes)
-    figures = {"largest_norm": largest, "bound": habit.bound, "steps": number}
+def _never(clip: ClipHistory) -> Finding:
+    number, largest = len(clip.acted), max(clip.sizes)
+    figures = {"largest_norm": largest, "bound": clip.bound, "steps": number}
     text = (
-        f"The clip by norm at {clip.label}, with the bound {habit.bound:.4g}, acts in none of {number} {clip.unit}; "
+        f"The clip by norm at {clip.label}, with the bound {clip.bound:.4g}, acts in none of {number} {clip.unit}; "
         f"the largest finite norm is {largest:.4g}."
     )
     advice = f"If it is to act at all, set the threshold below {largest:.3g}, the largest norm seen."
-    return Finding("clip never acts", clip.site, habit.step, text, figures, advice, str(clip.key))
+    return Finding("clip never acts", clip.site, clip.steps[0], text, figures, advice, str(clip.key))
 
 
 def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
@@ -93,29 +72,25 @@ def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
     clips = [clip for clip in clips_of(run) if clip.kind == "norm" or not by_norm]
     by_norm_too = {clip.label for clip in clips if clip.kind == "norm"}
     both = [clip.kind == "value" and clip.label in by_norm_too for clip in clips]
-    return {f"{clip.label}{' (by value)' * two}": len(_rows(clip)) for clip, two in zip(clips, both, strict=True)}
+    pairs = zip(clips, both, strict=True)
+    return {f"{clip.label}{' (by value)' * two}": len(_judged(clip).steps) for clip, two in pairs}
 
 
-_Row = tuple[int, float, float, bool, float]
+def _judged(clip: ClipHistory) -> ClipHistory:
+    """Return a clip with the steps that count: of clips by norm, those with a finite norm and bound."""
+    pairs = zip(clip.sizes, clip.bounds, strict=True)
+    kept = [clip.kind == "value" or (math.isfinite(size) and math.isfinite(bound)) for size, bound in pairs]
+    lists: dict[str, Any] = {name: list(compress(getattr(clip, name), kept)) for name in _LISTS}
+    return replace(clip, **lists)
 
 
-def _rows(clip: ClipHistory) -> list[_Row]:
-    """Return size, bound, whether it acted and factor of steps that count: of clips by norm, the finite ones."""
-    rows = list(zip(clip.steps, clip.sizes, clip.bounds, clip.acted, clip.factors, strict=True))
-    if clip.kind == "value":
-        return rows
-    return [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
+def _judged_clips(run: Run) -> list[ClipHistory]:
+    found = [_judged(clip) for clip in clips_of_modules(run)]
+    return [clip for clip in found if len(set(clip.steps)) >= MIN_CLIP_STEPS]
 
 
-def _habits(clips: Sequence[ClipHistory]) -> list[_Habit]:
-    found = ((clip, _rows(clip)) for clip in clips)
-    return [_habit(clip, rows) for clip, rows in found if len({step for step, *_ in rows}) >= MIN_CLIP_STEPS]
-
-
-def _habit(clip: ClipHistory, rows: Sequence[_Row]) -> _Habit:
-    sizes = [size for _, size, *_ in rows if math.isfinite(size)]
-    factors = [factor for *_, factor in rows if math.isfinite(factor)]
-    return _Habit(clip, rows[0][0], [row[3] for row in rows], sizes, factors, clip.bound)
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +133,12 @@ class ClipHistory:
         return sum(self.acted) / len(self.acted)
 
     @property
+    def strength(self) -> float:
+        """Median factor of all steps; 1 if none is known."""
+        factors = _finite(self.factors)
+        return median(factors) if factors else 1.0
+
+    @property
     def median_factor(self) -> float:
         """Median factor of the clipped steps; 1 if there are none, NaN if it is not known."""
         pairs = zip(self.factors, self.acted, strict=True)
@@ -183,8 +164,7 @@ def clips_of_modules(run: Run) -> list[ClipHistory]:
         alike.setdefault((clip.site.partition("#")[0], clip.action, clip.key.name), []).append(clip)
     found = []
     for (name, *_), clips in alike.items():
-        lists = ("steps", "sizes", "bounds", "acted", "factors")
-        joined: dict[str, Any] = {of: list(chain.from_iterable(getattr(clip, of) for clip in clips)) for of in lists}
+        joined: dict[str, Any] = {of: list(chain.from_iterable(getattr(clip, of) for clip in clips)) for of in _LISTS}
         found.append(replace(clips[0], site=name, num_calls=len(clips), **joined) if len(clips) > 1 else clips[0])
     return found
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradrewrite.diagnostics.activations import DEAD_LIMITS, SATURATED_LIMITS, dead, saturated
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, clips_always, clips_never, steps_of_clips
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, has_counts, skips_updates
 from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Series, Step, last_run, words
 
 
@@ -29,15 +29,9 @@ class SkippedRule:
         return f"{self.kind}: needs {self.needed} steps, at most {self.steps} were recorded at {sites}{more}"
 
     def to_json(self) -> dict[str, object]:
-        """With the keys of ``Finding.to_json``; the kind is ``"not judged"``."""
-        return {
-            "kind": "not judged",
-            "site": "",
-            "step": -1,
-            "text": f"{self}.",
-            "figures": {"needed": self.needed, "steps": self.steps, "sites": len(self.sites)},
-            "suggestion": f"Record at least {self.needed} steps.",
-        }
+        """As a finding of the kind ``"not judged"``."""
+        figures = {"needed": self.needed, "steps": self.steps, "sites": len(self.sites)}
+        return Finding("not judged", "", -1, f"{self}.", figures, f"Record at least {self.needed} steps.").to_json()
 
 
 def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
@@ -64,38 +58,22 @@ def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
     return tuple(found)
 
 
-def report(findings: Sequence[Finding], steps: Sequence[Step] | None = None) -> str:
-    """Return text for a terminal: a paragraph for the first finding of a kind, a line for each further one.
+def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[str]:
+    """Return a line for each kind of findings, of clips for each rule.
 
-    Steps say how much was looked at, and which rules had too few of them.
+    Rules are by the keys of findings.
     """
-    kinds: dict[tuple[str, tuple[str, ...]], list[Finding]] = defaultdict(list)
-    for finding in findings:
-        kinds[finding.kind, tuple(finding.figures)[:1]].append(finding)
-    parts = [_paragraph(alike) for alike in kinds.values()]
-    if steps is None:
-        return "\n\n".join(parts) or "nothing wrong was found"
-    run = last_run(steps)
-    parts = parts or [
-        f"nothing wrong was found in {len(run.steps)} steps; each has up to {len(run.series)} recorded values"
-    ]
-    skipped = skipped_rules(steps)
-    if skipped:
-        parts.append("\n".join(["not judged, for too few steps:", *(f"  {rule}" for rule in skipped)]))
-    return "\n\n".join(parts)
-
-
-def _paragraph(findings: Sequence[Finding]) -> str:
-    """The first finding of a kind in full, and its further sites with their figures."""
-    first, *rest = findings
-    lines = [f"{first.kind}: {first.text}", f"  figures: {_figures(first)}", f"  suggestion: {first.suggestion}"]
-    lines += [f"  also {finding.site}: {_figures(finding)}" for finding in rest[:LISTED]]
-    lines += [f"  and {len(rest) - LISTED} more"] if len(rest) > LISTED else []
-    return "\n".join(lines)
-
-
-def _figures(finding: Finding) -> str:
-    return ", ".join(f"{name} = {words(value)}" for name, value in finding.figures.items())
+    groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
+    for one in findings:
+        groups[(one.kind, rule_of.get(one.key, ""), *list(one.figures)[:1])].append(one)
+    found = []
+    for first, *rest in groups.values():
+        sites = list(dict.fromkeys(one.site for one in rest))
+        more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
+        also = f" So also at {', '.join(sites[:LISTED])}{more}." if sites else ""
+        advice = first.suggestion.partition("\n")[0]  # the rules behind it are in the policy of all causes
+        found.append(f"{first.kind}: {first.text} {advice}{also}")
+    return found
 
 
 def _non_finite(run: Run) -> list[Finding]:
@@ -105,10 +83,10 @@ def _non_finite(run: Run) -> list[Finding]:
         return [] if faulty is None else [faulty]
     first = bad[0]
     site, step = first.sites[0], first.step.step
-    count = _count(first.step.records, site)
+    count = count_of(first.step.records, site)
     extent = {"bad_sites": len(first.sites), "bad_steps": len(bad), "steps": len(run.steps)}
     figures = {"step": step} | ({} if count is None else {"count": count}) | extent
-    kind, cause, suggestion = _cause(site, recovered=bad[-1].step is not run.steps[-1])
+    kind, cause, suggestion = _cause(run, site, recovered=bad[-1].step is not run.steps[-1])
     rate = _faulty_rate(run, figures, until=step) if kind != "faulty input" else None
     if rate is not None:
         return [rate]
@@ -120,14 +98,7 @@ def _non_finite(run: Run) -> list[Finding]:
     return [Finding(kind, site, step, text, figures, suggestion)]
 
 
-def _count(records: Mapping[str, float], site: str) -> float | None:
-    if f"nonfinite@{site}" in records:
-        return records[f"nonfinite@{site}"]
-    counts = [records[address] for name in ("nan", "inf") if (address := f"{name}@{site}") in records]
-    return sum(counts) if counts else None
-
-
-def _cause(site: str, *, recovered: bool) -> tuple[str, str, str]:
+def _cause(run: Run, site: str, *, recovered: bool) -> tuple[str, str, str]:
     if site.startswith("data:"):
         advice = "Look at the batch of that step, and filter such examples before they reach the model."
         return "faulty input", "An input of the model is not finite:", advice
@@ -137,10 +108,19 @@ def _cause(site: str, *, recovered: bool) -> tuple[str, str, str]:
     advice = (
         'Use gr.on("gradient:*", CheckFinite()): a failed step is replayed, and the error names the op and its line.'
     )
+    if has_counts(run):
+        advice = (
+            "Right after such a step model.monitor.failure(anywhere=True) replays it, and names the op and its line."
+        )
     if site.startswith("output:"):
         return "non-finite", "The forward was not looked at, and what it returns is not finite:", advice
     if recovered:
-        advice = "The last step is finite again: with a GradScaler such steps are skipped; otherwise clip by norm."
+        advice = (
+            "The last step is finite again: such updates are skipped already."
+            if skips_updates(run)
+            else "The last step is finite again: a GradScaler skips such updates, and so does "
+            'gr.on("gradient:*", CheckFinite("skip")) with gr.guard(optimizer, model).'
+        )
     return "non-finite", "The first value that is not finite is at", advice
 
 

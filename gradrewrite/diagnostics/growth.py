@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import dropwhile, pairwise
 from statistics import median
 
+from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import loss_series
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import (
@@ -39,36 +40,28 @@ MAX_ONE_LAYER = 0.6  # of the ratio from end to end, in logs; four layers have t
 _LARGEST_LOG = 700.0  # exp of more overflows
 
 
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    site: str
-    step: int
-    factor: float
-    first: float
-    last: float
-    steps: int
-
-
 def growth_over_steps(run: Run) -> list[Finding]:
     """Return findings for errors or gradients with steady growth per step; first the fastest of the earliest.
 
     Groups have one only where no single site grows.
     """
-    found = [growth for one in measured_over_steps(run) if (growth := _growth(one)) is not None]
+    clipped = {clip.site for clip in clips_of(run) if any(clip.acted)}
+    every = (_growth(one, is_clipped=one.at.site in clipped) for one in measured_over_steps(run))
+    found = [growth for growth in every if growth is not None]
     if not found:
         return []
-    single = [g for g in found if not is_group(g.site)] or found
-    begin = min(g.step for g in single)
-    sites = as_executed(g.site for g in single)
+    single = [one for one in found if not is_group(one.site)] or found
+    begin = min(one.step for one in single)
+    sites = as_executed(one.site for one in single)
 
-    def order(growth: _Growth) -> tuple[int, float, int]:
-        late = growth.step if growth.step > begin + SLACK else begin
-        return late, -round(math.log(growth.last) - math.log(growth.first), 6), sites.index(growth.site)
+    def order(one: Finding) -> tuple[int, float, int]:
+        late = one.step if one.step > begin + SLACK else begin
+        return late, -round(math.log(one.figures["to"]) - math.log(one.figures["from"]), 6), sites.index(one.site)
 
-    worst: dict[str, _Growth] = {}
+    worst: dict[str, Finding] = {}
     for growth in sorted(single, key=order):
         worst.setdefault(growth.site, growth)  # of several records of a site
-    return [_growing(growth) for growth in worst.values()]
+    return list(worst.values())
 
 
 def measured_over_steps(run: Run) -> list[Series]:
@@ -80,17 +73,7 @@ def measured_over_steps(run: Run) -> list[Series]:
     ]
 
 
-def _growing(growth: _Growth) -> Finding:
-    text = (
-        f"{growth.site} grows by a factor of {growth.factor:.4g} per step: from {growth.first:.4g} in step "
-        f"{growth.step} to {growth.last:.4g}, {growth.steps} steps later."
-    )
-    figures = {"growth_per_step": growth.factor, "from": growth.first, "to": growth.last, "steps": growth.steps}
-    advice = f"Lower the learning rate, or clip by a norm near {growth.first:.2g}, the level at which growth begins."
-    return Finding("exploding", growth.site, growth.step, text, figures, advice)
-
-
-def _growth(series: Series) -> _Growth | None:
+def _growth(series: Series, *, is_clipped: bool) -> Finding | None:
     pairs = [(s, math.log(v)) for s, v in zip(series.steps, series.values, strict=True) if 0 < v < math.inf]
     if len(pairs) < MIN_STEPS:
         return None
@@ -113,7 +96,13 @@ def _growth(series: Series) -> _Growth | None:
     factor = _exp(_slope(rows))
     if factor < MIN_GROWTH or not _is_geometric(part):
         return None
-    return _Growth(series.at.site, rows[0][0], factor, math.exp(part[0]), math.exp(part[-1]), rows[-1][0] - rows[0][0])
+    site, step, steps = series.at.site, rows[0][0], rows[-1][0] - rows[0][0]
+    low, high = math.exp(part[0]), math.exp(part[-1])
+    text = f"{site} grows by a factor of {factor:.4g} per step: from {low:.4g} in step {step} to {high:.4g}"
+    clip = f", or clip by a norm near {low:.2g}, the level at which growth begins"
+    figures = {"growth_per_step": factor, "from": low, "to": high, "steps": steps}
+    advice = f"Lower the learning rate{'' if is_clipped else clip}."
+    return Finding("exploding", site, step, f"{text}, {steps} steps later.", figures, advice)
 
 
 def _exp(log: float) -> float:
@@ -186,7 +175,9 @@ class Chain:
     @property
     def is_steady(self) -> bool:
         """Whether no single link makes most of the ratio, as a layer that scales on purpose does."""
-        return _is_spread([log for log in self.logs if log > -math.inf])
+        smooth = _smooth([log for log in self.logs if log > -math.inf])
+        largest = max((abs(b - a) for a, b in pairwise(smooth)), default=0.0)
+        return largest <= MAX_ONE_LAYER * abs(smooth[-1] - smooth[0])
 
     @property
     def explodes(self) -> bool:
@@ -284,21 +275,13 @@ def growth_over_layers(run: Run) -> list[Finding]:
     return [vanishing(steps, chain) for chain in chains if chain.vanishes][:1]
 
 
-def _is_spread(logs: Sequence[float]) -> bool:
-    """Whether no single layer makes most of the ratio, as a layer that scales on purpose does."""
-    smooth = _smooth(logs)
-    largest = max((abs(b - a) for a, b in pairwise(smooth)), default=0.0)
-    return largest <= MAX_ONE_LAYER * abs(smooth[-1] - smooth[0])
-
-
 def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
     """Return the finding for a chain that explodes."""
     (first, last), (low, high) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
-    number, factor = len(chain.sites), factor_of(chain)
-    unit, where = chain.unit, chain.link
+    number, factor, unit = len(chain.sites), factor_of(chain), chain.unit
     text = (
-        f"Errors grow by a factor of {factor:.4g} per {where} on the way back: median {chain.record} is {low:.4g} at "
-        f"{first} and {high:.4g} at {last}, over {number} {unit}s."
+        f"Errors grow by a factor of {factor:.4g} per {chain.link} on the way back: median {chain.record} is {low:.4g} "
+        f"at {first} and {high:.4g} at {last}, over {number} {unit}s."
     )
     figures = {f"growth_per_{unit}": factor, "at_output_end": low, "at_input_end": high, f"{unit}s": number}
     begin = chain.first_step(steps, lambda ratio: ratio >= EXPLODING_LAYERS)
@@ -315,10 +298,9 @@ def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
 def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
     """Return the finding for a chain that vanishes."""
     (first, last), (high, low) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
-    number, factor = len(chain.sites), factor_of(chain)
-    unit, where = chain.unit, chain.link
+    number, factor, unit = len(chain.sites), factor_of(chain), chain.unit
     gone = [(site, v) for site, v in zip(chain.sites, chain.sizes, strict=True) if v <= VANISHING_LAYERS * high]
-    how, figures = f", by a factor of {factor:.4g} per {where}", {f"growth_per_{unit}": factor}
+    how, figures = f", by a factor of {factor:.4g} per {chain.link}", {f"growth_per_{unit}": factor}
     if low == 0 and factor > MAX_LAYER_SHARE:
         how, figures = "", {}  # zeros at once, not little by little
     text = (

@@ -6,13 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gradrewrite.diagnostics.causes import Cause
+from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
-from gradrewrite.diagnostics.doctor import diagnose, report
+from gradrewrite.diagnostics.doctor import diagnose, sentences, skipped_rules
 from gradrewrite.diagnostics.judge import Evidence
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
-from gradrewrite.diagnostics.run_log import COUNTS, Finding, Run, Step, last_run, words
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of
+from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run, words
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
 from gradrewrite.diagnostics.verdict import Verdict, judge
+
+MOST_CODE = 20  # rules in a text
+# Kinds of findings that say what a cause of another kind says.
+_SAME = {"non-finite op": "non-finite", "clip too low": "clip acts always"}
+_WEAK = ("non-finite op", "spike", "clip too low", "one layer")  # causes of which a finding may say more
+_ONCE = ("exploding", "vanishing", "dead", "saturated", "non-finite")  # have one finding, whatever its site
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +33,13 @@ class Health:
     sites: tuple[SiteHealth, ...]
     # What the doctor found, the gravest first; without advice on bounds that the verdict contradicts.
     findings: tuple[Finding, ...]
+    # The verdict and its further causes, then findings that say something else; ``()`` if the verdict is sound.
+    faults: tuple[Finding, ...]
     # Site, step and number of elements (NaN if not counted) of the first value that is not finite; of the loss the text
     # of its key instead of a site; None if all were finite.
     first_bad: tuple[str, int, float] | None
     loss: str  # one or two sentences on the loss, compared with that of the baseline if there is one
     baseline_bad: tuple[str, int, float] | None = None  # as ``first_bad``, of the baseline; None without one
-
-    @property
-    def strongest(self) -> str:
-        """The site with the smallest median factor, as text."""
-        rows = [row for row in self.sites if row.median_factor >= 0]
-        if not rows:
-            return "no factor is known"
-        least = min(rows, key=lambda row: (row.median_factor, row.worst_factor))
-        return (
-            f"strongest at {least.site}, median factor {words(least.median_factor)}, worst {words(least.worst_factor)}"
-        )
 
     @property
     def first_bad_text(self) -> str:
@@ -56,16 +55,30 @@ class Health:
 
     @property
     def findings_text(self) -> str:
-        """Findings of the doctor beyond the verdict, as plain text of several lines."""
-        basis = f"The verdict rests on {self.verdict.basis}." if self.verdict.basis else ""
-        if basis and not self.findings:
-            return f"{basis}\nThe rules found nothing else."
-        never = [one for one in self.findings if one.kind == "clip never acts" and self.verdict.is_sound]
-        text = report([one for one in self.findings if one not in never], self.run.steps)
-        if never:
-            of = never[0].site if len(never) == 1 else f"{never[0].site} and {len(never) - 1} more"
-            text += f"\n\nNo problem: the clip at {of} never acted, for all sizes stayed below the bound."
-        return f"{basis}\n\n{text}" if basis else text
+        """Faults beyond the verdict, and rules without enough steps, as sentences."""
+        verdict = self.verdict
+        rest = [one for one in self.faults[1:] if one.kind != "clip acts always" or one.kind != verdict.kind]
+        parts = [f"The verdict rests on {verdict.basis}."] if verdict.basis else []
+        parts += sentences(rest, {str(clip.key): clip.rule for clip in clips_of(self.run)})
+        idle = [one.site for one in self.findings if one.kind == "clip never acts" and verdict.is_sound]
+        if idle:
+            of = idle[0] if len(idle) == 1 else f"{idle[0]} and {len(idle) - 1} more"
+            parts.append(f"No problem: the clip at {of} never acted, for all sizes stayed below the bound.")
+        skipped = skipped_rules(self.run.steps)
+        if skipped:
+            parts += ["", "Not judged, for too few steps:", *(f"  {rule}" for rule in skipped)]
+        return "\n".join(parts).strip() or "The rules found nothing else."
+
+    def __str__(self) -> str:
+        """Verdict, advice, policy, findings and remarks, as plain text."""
+        verdict, more = self.verdict, len(self.verdict.code) - MOST_CODE
+        code = [*(f"    {rule}," for rule in verdict.code[:MOST_CODE]), *([f"    # {more} more"] if more > 0 else [])]
+        advice = verdict.advice if verdict.is_sound else f"What to change: {verdict.advice}"
+        lines = [verdict.text, advice, *(["[", *code, "]"] if code else [])]
+        remarks = [*verdict.remarks, *([self.loss] if loss_of(self.run) is None else [])]
+        parts = ["" if verdict.text.startswith(verdict.headline) else verdict.headline, "\n".join(lines)]
+        parts += [self.findings_text, "\n".join(f"remark: {text}" for text in remarks)]
+        return "\n\n".join(part for part in parts if part)
 
 
 def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evidence: Evidence | None = None) -> Health:
@@ -88,14 +101,56 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
         sites = tuple(replace(row, mark=verdict.mark) if row.site == verdict.site else row for row in sites)
     text = loss_text(loss) if compared is None else compare_runs(run, compared)
     baseline_bad = None if compared is None else _first_bad(compared, other)
-    return Health(run, verdict, sites, findings, _first_bad(run, loss), text, baseline_bad)
+    faults = _faults(verdict, findings)
+    return Health(run, verdict, sites, findings, faults, _first_bad(run, loss), text, baseline_bad)
+
+
+def _faults(verdict: Verdict, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the verdict and its further causes as findings, then the other findings."""
+    if verdict.is_sound:
+        return ()
+    leads = bool(verdict.causes) and verdict.causes[0].text in verdict.text  # else a finding says more
+    causes = [cause for cause in verdict.causes if leads or cause.kind not in _WEAK]
+    found = [_of_cause(cause, findings) for cause in causes]
+    rest = [one for one in findings if not any(_is_told(one, cause) for cause in causes)]
+    if not leads:
+        own = Finding(verdict.kind, verdict.site, -1, verdict.text, {}, "\n".join((verdict.advice, *verdict.code)))
+        wanted = (verdict.kind, verdict.site)
+        lead = next((one for one in rest if one.text == verdict.text or (one.kind, one.site) == wanted), own)
+        found, rest = [lead, *found], [one for one in rest if one is not lead]
+    elif verdict.outcome == "learns":  # which makes a bad batch or a spike alone a fault
+        rest = []
+    if not verdict.kind.startswith("clip"):
+        later = "Judge its bound when the fault above is mended."
+        rest = [one for one in rest if f" at {one.site} acts after that" not in verdict.text]
+        rest = [replace(one, suggestion=later) if one.kind == "clip acts always" else one for one in rest]
+    return (*found, *rest)
+
+
+def _of_cause(cause: Cause, findings: Sequence[Finding]) -> Finding:
+    """Return a cause as a finding, with the figures of its double."""
+    figures = {} if math.isnan(cause.factor) else {"factor": cause.factor}
+    known = next((dict(one.figures) for one in findings if _is_told(one, cause)), figures)
+    advice = "\n".join((cause.advice, *cause.rules))
+    return Finding(cause.kind, cause.site, cause.step, cause.text, known, advice, "", cause.source, cause.factor)
+
+
+def _is_told(finding: Finding, cause: Cause) -> bool:
+    """Whether a finding repeats a cause."""
+    if finding.kind != _SAME.get(cause.kind, cause.kind):
+        return False
+    return finding.site == cause.site or (finding.kind in _ONCE and "growth_per_step" not in finding.figures)
 
 
 def _first_bad(run: Run, loss: Loss | None) -> tuple[str, int, float] | None:
     """Return the first value that is not finite, the loss where that was so in an earlier step than any site."""
-    bad = _first_non_finite(run)
-    is_loss = loss is not None and loss.bad_step >= 0 and (bad is None or loss.bad_step < bad[1])
-    return (loss.address, loss.bad_step, math.nan) if loss is not None and is_loss else bad
+    bad = next(iter(bad_steps(run)), None)
+    if loss is not None and loss.bad_step >= 0 and (bad is None or loss.bad_step < bad.step.step):
+        return loss.address, loss.bad_step, math.nan
+    if bad is None:
+        return None
+    count = count_of(bad.step.records, bad.sites[0])
+    return bad.sites[0], bad.step.step, math.nan if count is None else count
 
 
 def _with_bound(finding: Finding, sites: Sequence[SiteHealth]) -> Finding:
@@ -106,12 +161,3 @@ def _with_bound(finding: Finding, sites: Sequence[SiteHealth]) -> Finding:
         return finding
     text = f"Raise the threshold to about {words(row.suggestion)}, which 90 % of the values of the baseline stay below."
     return replace(finding, suggestion=text)
-
-
-def _first_non_finite(run: Run) -> tuple[str, int, float] | None:
-    """Return site, step and number of elements of the first value that is not finite, expected infinities left out."""
-    for one in bad_steps(run)[:1]:
-        site, records = one.sites[0], one.step.records
-        counts = [records[key] for name in COUNTS if (key := f"{name}@{site}") in records]
-        return site, one.step.step, counts[0] if counts else math.nan
-    return None

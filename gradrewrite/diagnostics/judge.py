@@ -15,7 +15,7 @@ from gradrewrite.diagnostics.causes import Cause, Judgement, Kind, Outcome
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, ClipHistory, clips_of_modules
 from gradrewrite.diagnostics.comparison import comparable_sizes, loss_series, mean_of
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, chains_of, factor_of, judged_steps
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, skips_updates
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, is_group, words
 from gradrewrite.diagnostics.site_health import quoted
 from gradrewrite.errors import NonFiniteError
@@ -47,15 +47,14 @@ def judge_run(run: Run, evidence: Evidence | None = None) -> Judgement:
     """Return the outcome of a run, its causes, the gravest first, and remarks on things that are no fault."""
     evidence = evidence or Evidence()
     found = _Findings(run, outcome_of(run, evidence.is_trained), evidence)
-    causes = found.causes()
+    causes = tuple(map(found.with_remedy, found.causes()))
     loss = loss_series(run)
     span = (
         "" if loss is None else f": loss {words(loss.values[0])} -> {words(loss.values[-1])} in {len(loss.steps)} steps"
     )
     text = f"{_OUTCOMES[found.outcome]}{span}.{f' {causes[0].text}' if causes else ''}"
-    advice = _ADVICE[causes[0].kind] if causes else ""
-    rules = dict.fromkeys(rule for cause in causes for rule in found.rules(cause))
-    return Judgement(found.outcome, causes, (*evidence.remarks, *found.remarks()), text, advice, tuple(rules))
+    rules = dict.fromkeys(rule for cause in causes for rule in cause.rules)
+    return Judgement(found.outcome, causes, (*evidence.remarks, *found.remarks()), text, tuple(rules))
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
@@ -98,12 +97,13 @@ class _Findings:
         self.first = chains_of(run, self.steps[:1])  # as they were before anything was learned
         sizes = comparable_sizes(run, run)
         self.sizes = {} if sizes is None else sizes[1]  # of all gradients by step; inf where one is not finite
+        clips = clips_of_modules(run)
+        self.bound = min((c.bound for c in clips if is_group(c.site) and c.bound > 0), default=math.inf)  # of gradients
         self.always = [
             clip
-            for clip in clips_of_modules(run)
+            for clip in clips
             if len(set(clip.steps)) >= MIN_CLIP_STEPS and clip.rate > CLIPS_ALWAYS and clip.median_factor < 1
         ]
-
         fixed = ("ClipByNorm", "ClipByGlobalNorm", "ClipByValue")  # others find their bounds by themselves
         self.low = [clip for clip in self.always if clip.median_factor < LOW_CLIP and clip.action in fixed]
 
@@ -280,24 +280,30 @@ class _Findings:
         found += [f"The error grows by a factor of {factor_of(c):.3g} per {c.link}; the loss falls." for c in grow]
         return found
 
+    def with_remedy(self, cause: Cause) -> Cause:
+        """Return a cause with its advice and rules."""
+        rules = tuple(self.rules(cause))
+        return replace(
+            cause, advice=_ADVICE[cause.kind] + (_OF_RULES.get(cause.kind, "") if rules else ""), rules=rules
+        )
+
     def rules(self, cause: Cause) -> list[str]:
-        """Return the code of the rules against a cause; empty where a policy is no remedy."""
+        """Return the code of the rules against a cause; empty where a policy is no remedy, or the run has it."""
         finite = [size for size in self.sizes.values() if 0 < size < math.inf]
         if cause.kind == "exploding":
             chain = next(c for c in self.chains if c.explodes and c.sites[-1].partition("#")[0] == cause.site)
             sites = [cause.site] if chain.module else chain.sites[::-1]
             found = [f"gr.on({_name(site)}, ClipByNorm({2 * chain.sizes[0]:.2g}))" for site in sites]
-            has_clip = any(is_group(clip.site) for clip in self.always)
-            return found if has_clip else [*found, 'gr.on("gradient:*", ClipByGlobalNorm(1.0))']
+            return found if self.bound < math.inf else [*found, 'gr.on("gradient:*", ClipByGlobalNorm(1.0))']
         if cause.kind == "one layer":
             layers = _layers(self.first)
             assert layers is not None  # which has the cause
             place = [site.partition("#")[0] for site in layers.sites].index(cause.site)
             return [f"gr.on({_name(layers.sites[place + 1])}, ClipByNorm({2 * layers.sizes[place]:.2g}))"]
         if cause.kind in ("spike", "bad batch", "learning rate") and finite:
-            usual = finite[0] if cause.kind == "learning rate" else median(finite)
-            return [f'gr.on("step:*", ClipByGlobalNorm({2 * usual:.2g}))']
-        if cause.kind == "non-finite op":
+            bound = 2 * (finite[0] if cause.kind == "learning rate" else median(finite))
+            return [] if self.bound <= bound else [f'gr.on("step:*", ClipByGlobalNorm({bound:.2g}))']
+        if cause.kind == "non-finite op" and not skips_updates(self.run):
             return ['gr.on("gradient:*", CheckFinite("skip"))']
         if cause.kind == "clip too low":
             bounds: dict[str, float] = {}  # by the rule that made the clips, of several clips the largest
@@ -335,20 +341,22 @@ _OUTCOMES: dict[Outcome, str] = {
     "unknown": "Too little is known of the loss",
 }
 _ADVICE: dict[Kind, str] = {
-    "exploding": "Clip the error where it grows, as below: a clip of the gradients acts when it has grown already. Or "
-    "start from smaller weights.",
-    "one layer": "Start the weights of this layer smaller, lower its learning rate, or normalize its input; the clip "
-    "below holds its error back until then.",
+    "exploding": "Clip the error where it grows: a clip of the gradients acts when it has grown already. Or start from "
+    "smaller weights.",
+    "one layer": "Start the weights of this layer smaller, lower its learning rate, or normalize its input.",
     "vanishing": "Add residual connections or normalization, or use units that do not saturate. No clip is a remedy.",
-    "non-finite op": "Mend that line (a clamp, an epsilon, an empty mask); the rule below skips such updates, with "
-    "gr.guard(optimizer, model).",
-    "learning rate": "Lower the learning rate, for a start to a tenth, or warm it up; the clip below, with "
-    "gr.guard(optimizer, model), bounds each update.",
+    "non-finite op": "Mend that line (a clamp, an epsilon, an empty mask).",
+    "learning rate": "Lower the learning rate, for a start to a tenth, or warm it up.",
     "dead": "Lower the learning rate, start from another bias, or use a unit that leaks (LeakyReLU, GELU).",
     "saturated": "Start from smaller weights, or normalize what comes in.",
-    "spike": "Look at that step; the clip below, with gr.guard(optimizer, model), keeps such a step small.",
-    "bad batch": "Look at that batch, and filter or normalize such values; the clip below, with gr.guard(optimizer, "
-    "model), keeps such a step small.",
+    "spike": "Look at that step.",
+    "bad batch": "Look at that batch, and filter or normalize such values.",
     "underflow": "Scale the loss (torch.amp.GradScaler), or use bfloat16.",
-    "clip too low": "Raise the bound, as below, as a first step, until the clip acts in about a tenth of the steps.",
+    "clip too low": "Raise the bound, as a first step, until the clip acts in about a tenth of the steps.",
+}
+_BOUNDED = " The suggested clip, with gr.guard(optimizer, model), bounds such an update."
+_OF_RULES: dict[Kind, str] = {  # where there are rules
+    "one layer": " The suggested clip holds its error back until then.",
+    "non-finite op": " The suggested rule skips such updates, with gr.guard(optimizer, model).",
+    **dict.fromkeys(("learning rate", "spike", "bad batch"), _BOUNDED),
 }

@@ -34,6 +34,24 @@ def bad_steps(run: Run) -> list[BadStep]:
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
+def count_of(records: Mapping[str, float], site: str) -> float | None:
+    """Return the number of non-finite elements at a site; None if it was not counted."""
+    if f"nonfinite@{site}" in records:
+        return records[f"nonfinite@{site}"]
+    counts = [records[address] for name in ("nan", "inf") if (address := f"{name}@{site}") in records]
+    return sum(counts) if counts else None
+
+
+def has_counts(run: Run) -> bool:
+    """Whether non-finite elements are counted, as by ``CheckFinite``."""
+    return any(one.record in COUNTS and one.at.kind in BACKWARD for one in run.series.values())
+
+
+def skips_updates(run: Run) -> bool:
+    """Whether a guard has skipped an update."""
+    return any(one.record == "skipped" and any(value > 0 for value in one.values) for one in run.series.values())
+
+
 def _expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
     """Return the sites of expected infinities (a mask): infinite in 5 steps that had a finite backward."""
     harmless: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Files of one training run by rank: findings, and the ranks of each."""
+"""Files of one training run by rank: its verdict, and the ranks of each fault."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradrewrite.diagnostics.doctor import diagnose
+from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_with_rank
-
-_BAD = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
+from gradrewrite.diagnostics.verdict import NON_FINITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +56,38 @@ def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]
 
 
 def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
-    """Return the findings of ``diagnose`` on several ranks, with their ranks.
+    """Return the faults of a run on several ranks, with their ranks; see ``examine_ranks``."""
+    return examine_ranks(runs).faults
 
-    What several ranks find at one site is one finding, with the figures of the first of them. Of what is not finite
-    only the first is a finding: what other ranks then have may come from it, through reduced gradients.
+
+def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
+    """Judge the rank where a run goes wrong first, with the faults of all ranks.
+
+    What several ranks find at one site is one fault, with the figures of the first of them. Of what is not finite
+    only the first is a fault: what other ranks then have may come from it, through reduced gradients.
     """
-    if len(runs) == 1:
-        return diagnose(next(iter(runs.values())))
-    alike: dict[tuple[str, str, str], list[tuple[int, Finding]]] = {}
-    position: dict[tuple[str, str, str], int] = {}
-    for rank, steps in runs.items():
-        for number, finding in enumerate(diagnose(steps)):
-            kind = "" if finding.kind in _BAD else finding.kind
-            key = (kind, finding.site, finding.key) if kind else ("", "", "")
-            alike.setdefault(key, []).append((rank, finding))
-            position[key] = min(number, position.get(key, number))
+    by_rank = {rank: examine(steps) for rank, steps in runs.items()}
     first = first_bad_of(runs)
-    found = []
-    for key in sorted(alike, key=lambda key: (bool(key[0]), position[key])):
-        members = alike[key]
-        rank, finding = members[0]
-        if not key[0] and first is not None:
-            rank, finding = next((m for m in members if m[0] == first.rank), members[0])
-            text = f"{first} {finding.text}"
-        else:
-            text = f"{_named([r for r, _ in members], len(runs))}: {finding.text}"
-        figures = {**finding.figures, "rank": rank, "ranks": len(members)}
-        found.append(replace(finding, text=text, figures=figures))
-    return tuple(found)
+    order = sorted(runs, key=lambda rank: (by_rank[rank].verdict.is_sound, first is None or rank != first.rank))
+    health = by_rank[order[0]]
+    if len(runs) == 1:
+        return health
+    alike: dict[tuple[str, ...], list[tuple[int, Finding]]] = {}
+    position: dict[tuple[str, ...], int] = {}
+    for rank in order:
+        for number, fault in enumerate(by_rank[rank].faults):
+            key = (fault.kind, fault.site, fault.key) if fault.kind not in NON_FINITE else tuple[str, ...]()
+            alike.setdefault(key, []).append((rank, fault))
+            position[key] = min(number, position.get(key, number))
+    found: list[tuple[str, Finding]] = []  # behind their ranks as text
+    for key in sorted(alike, key=position.__getitem__):
+        (rank, fault), ranks = alike[key][0], sorted(r for r, _ in alike[key])
+        prefix = f"{_named(ranks, len(runs))}:" if key or first is None else str(first)
+        figures = {**fault.figures, "rank": rank, "ranks": len(ranks)}
+        found.append((prefix, replace(fault, text=f"{prefix} {fault.text}", figures=figures)))
+    prefix = found[0][0] if found else f"Rank {order[0]}:"
+    verdict = replace(health.verdict, text=f"{prefix} {health.verdict.text}")
+    return replace(health, verdict=verdict, faults=tuple(fault for _, fault in found))
 
 
 def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:

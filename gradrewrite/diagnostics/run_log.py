@@ -64,13 +64,16 @@ class Finding:
 
     Attributes:
         kind: ``"non-finite"``, ``"faulty input"``, ``"faulty learning rate"``, ``"faulty loss"``, ``"exploding"``,
-            ``"vanishing"``, ``"saturated"``, ``"dead"``, ``"clip acts always"`` or ``"clip never acts"``.
+            ``"vanishing"``, ``"saturated"``, ``"dead"``, ``"clip acts always"`` or ``"clip never acts"``; of a fault
+            that the judge found, the kind of a ``Cause`` or of a ``Verdict``.
         site: Where it begins, or is worst; ``""`` if nowhere.
         step: The first step concerned; -1 if none.
         text: One or two sentences.
         figures: Every number that the finding rests on, by name.
         suggestion: What to try.
         key: Text of the key of the record that tells the clip from others at the site; ``""`` if it is on no clip.
+        source: The line of the forward behind it, ``file:line "code"``; ``""`` if it is not known.
+        factor: That of a ``Cause``; NaN for others.
     """
 
     kind: str
@@ -80,12 +83,16 @@ class Finding:
     figures: Mapping[str, float]
     suggestion: str
     key: str = ""
+    source: str = ""
+    factor: float = math.nan
 
     def to_json(self) -> dict[str, object]:
-        """As strict JSON takes it; NaN and infinities as strings."""
+        """As strict JSON takes it; NaN and infinities as strings, an unknown factor as None."""
         return {
             "kind": self.kind,
             "site": self.site,
+            "source": self.source,
+            "factor": self.factor if math.isfinite(self.factor) else None,
             "step": self.step,
             "text": self.text,
             "figures": {name: value if math.isfinite(value) else words(value) for name, value in self.figures.items()},
@@ -154,7 +161,9 @@ def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None
                 raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}; {_WAY_OUT}") from err
             try:
                 if isinstance(data, dict) and "clips" in data:
-                    clips[_whole(data, "graphs")] = tuple(map(clip_of_json, _list(data, "clips")))
+                    if not isinstance(data["clips"], list):
+                        raise ValueError(f"wanted a list as clips, got {data['clips']!r:.60}")
+                    clips[_whole(data, "graphs")] = tuple(map(clip_of_json, data["clips"]))
                     continue
                 steps.append(_step(data, clips))
                 rank = _whole(data, "rank") if "rank" in data else rank
@@ -250,13 +259,6 @@ def _clip(data: Any) -> ClipRecords:
     report: Clip[str] = form(**given)
     keys = report.map(lambda _, text: RecordKey.parse(text))
     return ClipRecords(**{**data, "report": keys, "factor": RecordKey.parse(data["factor"])})
-
-
-def _list(data: Mapping[str, object], name: str) -> list[object]:
-    found = data[name]
-    if not isinstance(found, list):
-        raise ValueError(f"wanted a list as {name}, got {found!r:.60}")
-    return found
 
 
 def _step(data: object, clips: Mapping[int, tuple[ClipRecords, ...]]) -> Step:

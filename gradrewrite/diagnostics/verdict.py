@@ -13,9 +13,11 @@ from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import Loss
 from gradrewrite.diagnostics.growth import LARGE_JUMP
 from gradrewrite.diagnostics.judge import Evidence, judge_run
+from gradrewrite.diagnostics.nonfinite_steps import has_counts
 from gradrewrite.diagnostics.run_log import Finding, Run, is_group, words
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 
+_SHOW_LAYERS = '; gr.on("error:*", Observe("norm")) shows the layers'
 STRONG_CLIP = 0.2  # median factor of a clip that hides such a jump, over that of the clips of other errors
 _HEADLINES = {
     "healthy": "Healthy",
@@ -35,7 +37,7 @@ _HEADLINES = {
     "non-finite": "Values are not finite",
 }
 _SOUND = ("healthy", "no records", "too short")
-_NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
+NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
 _MILD = ("clip acts always", "clip never acts", "saturated", "dead")
 
 
@@ -68,20 +70,8 @@ class Verdict:
         return self.kind in _SOUND
 
 
-@dataclass(frozen=True, slots=True)
-class Jump:
-    """A layer with a far larger error behind it, hidden by a clip."""
-
-    site: str  # clipped site, on the input side of the layer
-    layer: str  # site on its output side
-    growth: float  # median over the steps of the ratio of the norms
-    factor: float  # median factor of the clip
-    usual: float  # median of such ratios over all neighbors
-    is_chain: bool  # whether the names say that the layer takes what the site returns: ``layers.2``, ``layers.3``
-
-
-def hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Jump | None:
-    """Return the layer with the largest growth of the error behind a clip.
+def _hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Verdict | None:
+    """Return the verdict on the layer with the largest growth of the error, where a clip hides it.
 
     The doctor looks for growth over many layers or steps; one layer alone shows in neither, and its clip acts always.
     """
@@ -101,10 +91,10 @@ def hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Jump | None:
     growth, site, layer = max(found, default=(0.0, "", ""))
     judged = [row for row in sites if row.median_factor >= 0]
     factor = min((row.median_factor for row in judged if row.site == site and row.rate >= 0.5), default=1.0)
-    usual = [row.median_factor if row.rate >= 0.5 else 1.0 for row in judged if row.site.startswith("error:")]
-    if growth < LARGE_JUMP or factor > STRONG_CLIP * median(usual or [1.0]):
+    others = [row.median_factor if row.rate >= 0.5 else 1.0 for row in judged if row.site.startswith("error:")]
+    if growth < LARGE_JUMP or factor > STRONG_CLIP * median(others or [1.0]):
         return None
-    return Jump(site, layer, growth, factor, median(ratio for ratio, *_ in found), _is_chain(site, layer))
+    return _of_jump(site, layer, words(growth), words(median(ratio for ratio, *_ in found)), len(run.steps), factor)
 
 
 def _is_chain(back: str, front: str) -> bool:
@@ -130,19 +120,22 @@ def judge(
     judged = judge_run(run, evidence)
     remarks = judged.remarks
     first = judged.causes[0] if judged.causes else None
-    jump = hidden_jump(run, sites)
-    if first is not None and not _says_more(first, findings, jump, evidence):
-        verdict = Verdict(first.kind, first.site, judged.text, judged.advice, judged.rules)
-    elif judged.outcome == "learns" and not _ends_higher(loss, baseline):
+    jump = _hidden_jump(run, sites)
+    learns = judged.outcome == "learns" and not _ends_higher(loss, baseline)
+    if learns:
+        remarks += () if loss is None or loss.bad_step < 0 else (_of_loss(run, loss).text,)
+        remarks += () if jump is None else (jump.text,)
+        remarks += tuple(one.text for one in findings if one.kind not in ("clip acts always", "clip never acts"))
+    if first is not None and (learns or not _says_more(first, findings, jump, evidence)):
+        verdict = Verdict(first.kind, first.site, judged.text, first.advice, judged.rules)
+    elif learns:
         verdict = _healthy(run, sites, loss)
-        remarks += () if loss is None or loss.bad_step < 0 else (_of_loss(loss).text,)
-        remarks += () if jump is None else (_of_jump(jump, len(run.steps)).text,)
-        remarks += tuple(one.text for one in findings if one.kind not in _MILD)
     else:
         verdict = _of_findings(run, sites, findings, jump, loss, baseline)
         if verdict.is_sound and judged.outcome in ("stalls", "diverges"):
             text = f"{judged.text} Nothing that was recorded tells why."
-            advice = 'Look at data, loss and learning rate; gr.on("error:*", Observe("norm")) shows the layers.'
+            shown = any(one.record == "norm" and one.at.kind == "error" for one in run.series.values())
+            advice = f"Look at data, loss and learning rate{'' if shown else _SHOW_LAYERS}."
             verdict = Verdict(judged.outcome, "", text, advice)
     return replace(verdict, outcome=judged.outcome, causes=judged.causes, remarks=remarks)
 
@@ -154,10 +147,12 @@ def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
     return not loss.last - baseline.last <= 2 * math.hypot(loss.noise, baseline.noise)
 
 
-def _says_more(cause: Cause, findings: Sequence[Finding], jump: Jump | None, evidence: Evidence | None) -> bool:
+def _says_more(cause: Cause, findings: Sequence[Finding], jump: Verdict | None, evidence: Evidence | None) -> bool:
     """Whether the doctor's findings say more of a cause: bounds to try, a clip that holds a layer, a faulty input."""
     if cause.kind == "spike":
         return any(one.kind not in _MILD for one in findings)
+    if any(one.kind in ("faulty input", "faulty learning rate") for one in findings):
+        return True
     if cause.kind == "non-finite op":
         return evidence is None or evidence.failure is None
     return (cause.kind == "one layer" and jump is not None) or (
@@ -169,20 +164,21 @@ def _of_findings(
     run: Run,
     sites: Sequence[SiteHealth],
     findings: Sequence[Finding],
-    jump: Jump | None,
+    jump: Verdict | None,
     loss: Loss | None,
     baseline: Loss | None,
 ) -> Verdict:
     """Return the verdict where no cause was found: that of the gravest finding of the doctor."""
-    if loss is not None and loss.bad_step >= 0 and not any(one.kind in _NON_FINITE for one in findings):
-        return _of_loss(loss)
+    if loss is not None and loss.bad_step >= 0 and not any(one.kind in NON_FINITE for one in findings):
+        return _of_loss(run, loss)
     if not findings and not any(row.measure for row in sites):
-        text = f"The {len(run.steps)} steps of this run have no norm and no clip."
-        advice = 'Record norms: gr.on("gradient:*", Observe("norm")), and monitor.to_jsonl(path).'
+        counted = "; what was counted is finite" if has_counts(run) else ""
+        text = f"The {len(run.steps)} steps of this run have no norm and no clip{counted}."
+        advice = 'Record norms: gr.on("gradient:*", Observe("norm")).'
         return Verdict("no records", "", text, advice)
     grave = next((one for one in findings if one.kind not in _MILD), None)
     if jump is not None and (grave is None or grave.kind == "vanishing"):
-        return _of_jump(jump, len(run.steps))
+        return jump
     if grave is not None:
         return _of_finding(grave)
     always = [one for one in findings if one.kind == "clip acts always"]
@@ -203,45 +199,45 @@ def _of_finding(finding: Finding) -> Verdict:
     return Verdict(finding.kind, finding.site, finding.text, finding.suggestion)
 
 
-def _of_loss(loss: Loss) -> Verdict:
+def _of_loss(run: Run, loss: Loss) -> Verdict:
     end = "not finite" if not math.isfinite(loss.last) else f"finite again: {words(loss.last)}{loss.of('last')}"
     text = (
         f"The loss ({loss.address}) is not finite, first in step {loss.bad_step}; no other recorded value shows it. At "
         f"the end it is {end}."
     )
-    advice = (
-        'Record the backward of that step: gr.on("gradient:*", CheckFinite()) names the op and its line. In the loss, '
-        "look at log, sqrt and divisions by zero or by an empty mask."
-    )
+    advice = "In the loss, look at log, sqrt and divisions by zero or by an empty mask."
+    if not has_counts(run):
+        checks = 'gr.on("gradient:*", CheckFinite()) names the op and its line.'
+        advice = f"Record the backward of that step: {checks} {advice}"
     return Verdict("non-finite", "", text, advice)
 
 
-def _of_jump(jump: Jump, steps: int) -> Verdict:
-    basis = f"the norms of {jump.layer} and {jump.site} before clipping, in {steps} steps, and the factors of the clip"
-    layer, name = jump.layer.partition(":")[2], jump.site.partition(":")[2]
-    if not jump.is_chain:
+def _of_jump(site: str, front: str, growth: str, usual: str, steps: int, factor: float) -> Verdict:
+    basis = f"the norms of {front} and {site} before clipping, in {steps} steps, and the factors of the clip"
+    layer, name = front.partition(":")[2], site.partition(":")[2]
+    if not _is_chain(site, front):
         text = (
-            f"One error is far larger than its neighbor: that at {jump.site} is {words(jump.growth)} times that at "
-            f"{jump.layer} (median of {steps} steps; between neighbors in the records {words(jump.usual)} is typical), "
-            f"and its clip cuts it to {percent(jump.factor)} of its norm."
+            f"One error is far larger than its neighbor: that at {site} is {growth} times that at {front} (median of "
+            f"{steps} steps; between neighbors in the records {usual} is typical), and its clip cuts it to "
+            f"{percent(factor)} of its norm."
         )
         advice = (
             f"If {name} feeds {layer}, the error explodes on its way back through {layer}: start its weights smaller, "
             "lower its learning rate, or normalize its input (LayerNorm). If they are parallel branches, look at "
             f"what follows {name}. Until then keep the clip."
         )
-        return Verdict("large error", jump.site, text, advice, basis=basis)
+        return Verdict("large error", site, text, advice, basis=basis)
     text = (
-        f"One layer explodes: on its way back through {layer} the error grows {words(jump.growth)}-fold (median of "
-        f"{steps} steps; a typical layer multiplies it by {words(jump.usual)}). The error behind {layer}, at "
-        f"{jump.site} (what comes back through {layer}), is cut by its clip to {percent(jump.factor)} of its norm."
+        f"One layer explodes: on its way back through {layer} the error grows {growth}-fold (median of {steps} steps; "
+        f"a typical layer multiplies it by {usual}). The error behind {layer}, at {site} (what comes back through "
+        f"{layer}), is cut by its clip to {percent(factor)} of its norm."
     )
     advice = (
         f"Change {layer}, not the bound: its weights are too large. Start them smaller, lower its learning rate, or "
         "normalize its input (LayerNorm). Until then keep the clip: it makes that error small again, so that the "
         "layers before it can learn."
     )
-    return Verdict("exploding", jump.site, text, advice, basis=basis, mark=f"the error behind {layer}")
+    return Verdict("exploding", site, text, advice, basis=basis, mark=f"the error behind {layer}")
 
 
 def _of_bound(findings: Sequence[Finding], sites: Sequence[SiteHealth]) -> Verdict:

@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
-from gradrewrite.diagnostics.doctor import diagnose
+from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_log import Finding, Step
 from gradrewrite.distributed.figures import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
@@ -171,8 +171,12 @@ class Monitor:
         return table_of(rows, ", ".join(parts))
 
     def diagnose(self) -> tuple[Finding, ...]:
-        """Plain answers from the steps in the buffer, the gravest first; ``()`` if nothing is found."""
-        return diagnose(self.steps())
+        """Return the faults of the run in the buffer, the gravest first; ``()`` if it is healthy.
+
+        The judge is that of ``gr.diagnose`` and ``gradrewrite report``: the causes of a bad outcome come first, then
+        what else was found. What is no fault, as a clip that always acts where the loss falls, is left out.
+        """
+        return examine(self.steps()).faults
 
     def steps(self) -> list[Step]:
         """The steps in the buffer, oldest first, with the bounds of clips. Waits for the device."""

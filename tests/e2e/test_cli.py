@@ -109,8 +109,10 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["doctor", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("non-finite: The first value that is not finite is at error:a (8 elements), in step 1;")
-    assert "\n  suggestion: Use gr.on(" in out
+    assert out.startswith(
+        "Values are not finite\n\nThe first value that is not finite is at error:a (8 elements), in step 1; "
+    )
+    assert "\nWhat to change: Right after such a step model.monitor.failure(anywhere=True) replays it" in out
     assert err == ""
 
 
@@ -120,12 +122,14 @@ def test_doctor_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text(LINE % (0, 0, "0.1"))
 
     assert main(["doctor", str(path)]) == 0
-    assert capsys.readouterr().out == "nothing wrong was found in 1 steps; each has up to 2 recorded values\n"
+    assert capsys.readouterr().out.startswith(
+        "Nothing to judge\n\nThe 1 steps of this run have no norm and no clip; what was counted is finite.\n"
+    )
     assert main(["doctor", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     path.write_text("")
     assert main(["doctor", str(path)]) == 0
-    assert capsys.readouterr().out == "nothing wrong was found in 0 steps; each has up to 0 recorded values\n"
+    assert capsys.readouterr().out.startswith("Nothing to judge\n\nThe 0 steps of this run ")
 
 
 @pytest.mark.pure
@@ -135,9 +139,30 @@ def test_doctor_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     assert main(["doctor", "--json", str(path)]) == 0
     (finding,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert list(finding) == ["kind", "site", "step", "text", "figures", "suggestion"]
+    assert list(finding) == ["kind", "site", "source", "factor", "step", "text", "figures", "suggestion"]
     assert (finding["kind"], finding["site"], finding["step"]) == ("faulty learning rate", "optimizer:0", 1)
     assert finding["figures"]["learning_rate"] == "NaN"
+
+
+@pytest.mark.pure
+def test_doctor_names_causes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    calls = {f"norm@error:cell{f'#{n}' if n else ''}": 2.0 ** (19 - n) for n in range(20)}
+    rows = [{"step": n, "records": calls | {"loss@run": 2.0, "norm@gradient:w": 9.0**n}} for n in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    assert main(["doctor", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "Exploding gradients\n\nIt does not learn: loss 2 -> 2 in 9 steps. Errors grow by a factor of 2 "
+    )
+    assert '\n[\n    gr.on("error:cell", ClipByNorm(2)),\n    gr.on("gradient:*", ClipByGlobalNorm(1.0)),\n]\n' in text
+    assert "\n\nexploding: gradient:w grows by a factor of 9 per step" in text
+    assert main(["doctor", str(path), "--json"]) == 0
+    cause, finding = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (cause["kind"], cause["site"], cause["source"], cause["step"]) == ("exploding", "error:cell", "", 0)
+    assert cause["factor"] == pytest.approx(2.0)
+    assert (finding["kind"], finding["site"], finding["factor"]) == ("exploding", "gradient:w", None)
 
 
 @pytest.mark.parametrize(
@@ -192,4 +217,4 @@ def test_doctor_says_what_was_not_judged(tmp_path: Path, capsys: pytest.CaptureF
     assert [one["kind"] for one in found] == ["not judged"] * 3
     assert [one["figures"]["needed"] for one in found] == [5, 20, 20]
     assert main(["doctor", str(path)]) == 0
-    assert "\n\nnot judged, for too few steps:\n  exploding: needs 5 steps" in capsys.readouterr().out
+    assert "\n\nNot judged, for too few steps:\n  exploding: needs 5 steps" in capsys.readouterr().out

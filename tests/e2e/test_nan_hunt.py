@@ -27,7 +27,7 @@ CAUSES = {
     "parameter: one element NaN": "the parameter hidden.weight was not finite already",
 }
 FINDINGS = {
-    "learning rate too high": "exploding: gradient:",
+    "learning rate too high": "learning rate: The norm of the gradients grew ",
     "learning rate NaN (schedule)": "faulty learning rate: The learning rate of optimizer:0 is NaN in step 11",
     "input: NaN in one batch": "faulty input: An input of the model is not finite: data:images (64 elements)",
 }

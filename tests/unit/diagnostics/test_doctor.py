@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrewrite.diagnostics.clipping import steps_of_clips
-from gradrewrite.diagnostics.doctor import SkippedRule, diagnose, report, skipped_rules
+from gradrewrite.diagnostics.doctor import SkippedRule, diagnose, skipped_rules
+from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_log import Finding, Step, last_run
 
 from models.clips import step_of
@@ -81,7 +82,10 @@ def test_non_finite_is_the_first_in_the_order_of_execution() -> None:
     assert (found.kind, found.site, found.step) == ("non-finite", "error:b", 7)
     assert found.figures == {"step": 7, "count": 4.0, "bad_sites": 3, "bad_steps": 3, "steps": 10}
     assert "at error:b (4 elements), in step 7" in found.text
-    assert "CheckFinite" in found.suggestion
+    assert "model.monitor.failure(anywhere=True)" in found.suggestion
+    assert "CheckFinite" not in found.suggestion  # the run has the counts already
+    (found,) = diagnose([step_of(n, {"norm@error:b": NAN if n == 9 else 1.0}) for n in range(10)])
+    assert 'gr.on("gradient:*", CheckFinite())' in found.suggestion
 
 
 @pytest.mark.parametrize(
@@ -223,16 +227,17 @@ def test_any_run_has_an_answer_in_strict_json(rows: list[Records], times: int) -
         assert finding.figures
         assert finding.text
         assert finding.suggestion
-        json.dumps(finding.to_json(), allow_nan=False)
-    assert report(found, steps)
+    for fault in (health := examine(steps)).faults:
+        assert fault.text
+        json.dumps(fault.to_json(), allow_nan=False)
+    assert str(health)
 
 
 def test_too_few_steps_show_nothing() -> None:
     few = run_of(4, lambda n: {"norm@gradient:w": 1e3**n, "zeros@activation:a": 1.0})
 
     assert diagnose(few) == diagnose([step_of(0, {})]) == diagnose([]) == ()
-    assert report((), []) == "nothing wrong was found in 0 steps; each has up to 0 recorded values"
-    assert report(()) == "nothing wrong was found"
+    assert examine(few).faults == examine([]).faults == ()
 
 
 def test_exploding_over_layers() -> None:
@@ -407,32 +412,37 @@ def test_rules_that_had_too_few_steps() -> None:
     assert list(always.to_json()) == list(Finding("", "", 0, "", {}, "").to_json())
 
 
-def test_report_says_what_was_not_judged() -> None:
+def test_text_says_what_was_not_judged() -> None:
     steps = run_of(
         7, lambda n: {f"norm@error:{k}": 1.0 for k in range(7)} | {f"bound@error:{k}": 2.0 for k in range(7)}
     )
-    text = report(diagnose(steps), steps)
+    text = str(examine(steps))
 
-    assert text.startswith(
-        "nothing wrong was found in 7 steps; each has up to 21 recorded values\n\nnot judged, for too few steps:\n"
-    )
+    assert text.startswith("Nothing wrong so far: in 7 steps no gradient exploded")
     sites = "error:0, error:1, error:2, error:3, error:4 and 2 more"
-    assert f"\n  clip never acts: needs 20 steps, at most 7 were recorded at {sites}" in text
-    assert "exploding" not in text
+    assert (
+        f"\n\nNot judged, for too few steps:\n  clip acts always: needs 20 steps, at most 7 were recorded at {sites}"
+        in text
+    )
+    assert "exploding:" not in text
 
 
-def test_report_groups_the_findings_of_a_kind() -> None:
+def test_text_is_sentences_grouped_by_rule() -> None:
     def records(n: int) -> Records:
-        return {f"norm@error:{k}": 9.0 + k for k in range(9)} | {f"bound@error:{k}": 2.0 for k in range(9)}
+        fast = {f"norm@gradient:{k}": (3.0 + 0.1 * k) ** n for k in range(9)}
+        return fast | {"norm@error:a": 2.0, "bound@error:a": 1.0, "nonfinite@error:z": float(n == 24)}
 
-    steps = run_of(25, records)
-    found = diagnose(steps)
-    text = report(found, steps)
-    assert len(found) == 9
-    assert text.startswith("clip acts always: The clip by norm at error:8 acts in 25 of 25 steps")
-    assert text.count("suggestion") == 1
-    assert "\n  also error:7: share = 1, steps = 25, bound = 2, median_factor = 0.125" in text
-    assert text.endswith("\n  and 3 more")
+    text = str(examine(run_of(25, records)))
+    assert text.startswith(
+        "Learning rate too high\n\nIt ends with values that are not finite. The norm of the gradients"
+    )
+    assert "\nWhat to change: Lower the learning rate, " in text
+    assert '\n[\n    gr.on("step:*", ClipByGlobalNorm(6)),\n]\n\nnon-finite: The first value' in text
+    assert "\nexploding: gradient:8 grows by a factor of 3.8 per step" in text
+    assert "also at gradient:7, gradient:6, gradient:5, gradient:4, gradient:3 and 3 more.\n" in text
+    assert "\nclip acts always: The clip by norm at error:a acts in 25 of 25 steps" in text
+    assert "Raise the threshold" not in text  # while the run is not sound
+    assert not any(word in text for word in ("figures", "share =", "suggestion", "also error"))
 
 
 def test_the_gravest_comes_first() -> None:
@@ -450,14 +460,5 @@ def test_last_run_of_a_file_counts() -> None:
     bad, good = run_of(9, lambda n: {"nonfinite@error:a": 1.0}), run_of(9, lambda n: {"nonfinite@error:a": 0.0})
 
     assert diagnose(bad + good) == ()
-    assert report((), bad + good) == "nothing wrong was found in 9 steps; each has up to 1 recorded values"
+    assert examine(bad + good).faults == ()
     assert only(good + bad).figures["steps"] == 9
-
-
-def test_report() -> None:
-    found = diagnose(run_of(9, lambda n: {"lr@optimizer:0": NAN if n else 0.1, "norm@error:a": 1.0}))
-    other = Finding("dead", "error:a", 2, "All is 0.", {"share": 1.0, "steps": 20}, "Wake it.")
-
-    text = report([*found, other])
-    assert "figures: learning_rate = NaN, learning_rate_step = 1" in text
-    assert text.endswith("\n\ndead: All is 0.\n  figures: share = 1, steps = 20\n  suggestion: Wake it.")

@@ -65,7 +65,8 @@ def test_healthy() -> None:
     assert {row.cells()[9] for row in health.sites} == {"keep"}
     assert not any(row.code for row in health.sites)
     no_problem = "No problem: the clip at error:layers.0 and 4 more never acted, for all sizes stayed below the bound."
-    assert health.findings_text.endswith(f"recorded values\n\n{no_problem}")
+    assert health.findings_text == no_problem
+    assert health.faults == ()
 
 
 def test_a_bound_is_suggested_only_where_a_clip_acts_often() -> None:
@@ -179,10 +180,9 @@ def test_a_layer_that_explodes_behind_a_clip() -> None:
     assert health.verdict.site == "error:layers.2"
     assert not any(row.code for row in health.sites)  # a higher bound is no remedy
     assert ("clip acts always", "error:layers.2") not in [(one.kind, one.site) for one in health.findings]
-    assert health.strongest.startswith("strongest at error:layers.2, median factor 0.003")
     assert health.findings_text == (
         "The verdict rests on the norms of error:layers.3 and error:layers.2 before clipping, in 60 steps, and the "
-        "factors of the clip.\nThe rules found nothing else."
+        "factors of the clip."
     )
 
 
@@ -235,7 +235,7 @@ def test_what_the_rules_found_beyond_the_verdict() -> None:
     text = examine(steps).findings_text
 
     assert text.startswith("The verdict rests on the norms of error:layers.3 and error:layers.2")
-    assert "\n\nclip acts always: The clip by norm at error:layers.0" in text
+    assert "\nclip acts always: The clip by norm at error:layers.0" in text
 
 
 def test_the_first_value_of_a_baseline_that_is_not_finite() -> None:
@@ -381,6 +381,79 @@ def test_nothing_is_a_fault_where_the_loss_falls() -> None:
     assert any(
         text.startswith("One layer explodes: on its way back through layers.3") for text in behind.verdict.remarks
     )
+
+
+def recurrence(step: int, *, finite: bool = True, **further: float) -> Step:
+    """A step of a recurrence with 20 calls, whose error doubles at each on its way back."""
+    calls = {f"norm@error:cell{f'#{n}' if n else ''}": noisy(2.0 ** (19 - n)) for n in range(20)}
+    grads = {
+        "norm@gradient:cell.weight": noisy(1e5) if finite else NAN,
+        "nonfinite@gradient:cell.weight": 0.0 + (not finite),
+    }
+    return step_of(step, {**calls, **grads, **further})
+
+
+def test_a_recurrence_that_explodes() -> None:
+    steps = [recurrence(n, finite=n < 24, **{"loss@run": noisy(2.0, 0.01)}) for n in range(25)]
+    first, *others = examine(steps).faults
+
+    assert (first.kind, first.site, first.source, first.step) == ("exploding", "error:cell", "", 0)
+    assert first.factor == pytest.approx(2.0, rel=0.1)
+    assert first.figures["growth_per_call"] == first.factor
+    assert first.text.startswith("Errors grow by a factor of ")
+    assert first.suggestion.splitlines()[1].startswith('gr.on("error:cell", ClipByNorm(')
+    assert [(one.kind, one.site) for one in others] == [("non-finite", "gradient:cell.weight")]  # no finding twice
+    text = str(examine(steps))
+    assert text.startswith("Exploding gradients\n\nIt ends with values that are not finite: loss ")
+    assert text.count("Errors grow by a factor") == 1
+    assert '\n    gr.on("gradient:*", ClipByGlobalNorm(1.0)),\n]\n\nnon-finite: ' in text
+
+
+def test_nothing_is_advised_that_the_run_has() -> None:
+    last = {"loss@run": NAN, "skipped@optimizer:0": 1.0}
+    checked = [step_of(n, {"nonfinite@gradient:w": 0.0, "norm@gradient:w": 1.0, "loss@run": 2.0}) for n in range(24)]
+    (fault,) = examine([*checked, step_of(24, {"nonfinite@gradient:w": 3.0, **last})]).faults
+    (loss,) = examine([*checked, step_of(24, {"nonfinite@gradient:w": 0.0, **last})]).faults
+    (again,) = examine(
+        [*checked, step_of(24, {"nonfinite@gradient:w": 3.0, **last}), step_of(25, {"loss@run": 2.0})]
+    ).faults
+
+    assert fault.kind == loss.kind == again.kind == "non-finite"
+    assert "such updates are skipped already" in again.suggestion
+    assert not any("CheckFinite" in one.suggestion for one in (fault, loss, again))
+    group = {"total_norm@group:default": 0.5, "bound@group:default": 1.0, "factor@group:default": 1.0}
+    stalling = {"loss@run": 2.0}
+    assert len(examine([recurrence(n, **stalling) for n in range(24)]).verdict.code) == 2
+    (rule,) = examine([recurrence(n, **stalling, **group) for n in range(24)]).verdict.code
+    assert rule.startswith('gr.on("error:cell", ClipByNorm(')
+    stalls = [step_of(n, {"norm@error:a": 1.0, "loss@run": 2.0}) for n in range(24)]
+    assert "Observe" not in examine(stalls).verdict.advice
+
+
+def test_a_fault_that_is_no_finding_of_the_doctor() -> None:
+    (stalls,) = examine(run_of(lambda layer, step: noisy(0.5), bound=INF, learns=False)).faults
+
+    assert (stalls.kind, stalls.site, stalls.figures) == ("stalls", "", {})
+    assert stalls.suggestion.startswith("Look at data, loss and learning rate")
+
+
+def test_a_faulty_input_is_graver_than_growth() -> None:
+    steps = [recurrence(n, finite=n < 24, **{"nonfinite@data:x": 8.0 * (n == 24)}) for n in range(25)]
+
+    assert [one.kind for one in examine(steps).faults] == ["faulty input", "exploding"]
+    assert "\nexploding: Errors grow" in str(examine(steps))
+
+
+def test_what_is_no_fault_is_a_remark() -> None:
+    steps = run_of(lambda layer, step: 5.0 if layer == 2 else 0.5, bound=0.005)
+    steps = [step_of(s.step, s.records | {"saturated@activation:t": 0.9}) for s in steps]
+    health = examine(steps)
+
+    assert health.faults == ()
+    text = str(health)
+    assert text.startswith("Healthy: in 60 steps no gradient exploded")
+    assert "\nNothing has to be changed.\n\nThe rules found nothing else.\n\nremark: ClipByNorm at error:layers" in text
+    assert "\nremark: Units sit at the bounds of their tanh or sigmoid" in text
 
 
 def test_a_run_that_neither_learns_nor_tells_why_is_not_healthy() -> None:

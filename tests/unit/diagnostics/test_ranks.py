@@ -9,7 +9,7 @@ import pytest
 
 from gradrewrite import Step, viz
 from gradrewrite.cli import main
-from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.ranks import diagnose_ranks, examine_ranks, first_bad_of, read_ranks
 from gradrewrite.monitoring import writers
 from gradrewrite.monitoring.writers import JsonLines
 
@@ -60,6 +60,20 @@ def test_findings_name_their_ranks() -> None:
     assert all(finding.text.startswith("Ranks 0, 1: ") for finding in two)
 
 
+def test_the_rank_where_it_went_wrong_first_leads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {0: steps({6: "error:a"}), 1: steps(), 2: steps({3: "error:b"})}
+    paths = [write(tmp_path / f"run.rank{rank}.jsonl", run) for rank, run in runs.items()]
+
+    health = examine_ranks(runs)
+    assert health.verdict.text.startswith("The first value that is not finite was on rank 2: error:b in step 3. ")
+    assert [(one.kind, one.figures["rank"], one.figures["ranks"]) for one in health.faults] == [("non-finite", 2, 2)]
+    assert main(["doctor", *paths]) == 0
+    assert f"\n\n{health.verdict.text}\nWhat to change: " in capsys.readouterr().out
+    sound = examine_ranks({0: steps(), 1: steps()})
+    assert sound.faults == ()
+    assert sound.verdict.text.startswith("Rank 0: Nothing wrong so far: in 8 steps")
+
+
 def test_ranks_are_in_the_names_of_files(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"run.rank{n}.jsonl", steps()[:n]) for n in (10, 2)]
     assert {rank: len(run) for rank, run in read_ranks(paths).items()} == {2: 2, 10: 8}
@@ -99,7 +113,8 @@ def test_doctor_and_report_read_all_files(tmp_path: Path, capsys: pytest.Capture
     paths = [write(tmp_path / "run.rank0.jsonl", steps()), write(tmp_path / "run.rank1.jsonl", steps({2: "error:a"}))]
     assert main(["doctor", *paths]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("2 ranks: 0, 1\n\nnon-finite: The first value that is not finite was on rank 1: error:a")
+    first = "The first value that is not finite was on rank 1: error:a in step 2. "
+    assert text.startswith(f"2 ranks: 0, 1\n\nValues are not finite\n\n{first}")
     assert main(["doctor", "--json", *paths]) == 0
     assert json.loads(capsys.readouterr().out)[0]["figures"]["rank"] == 1
     assert main(["report", *paths, "--out", str(tmp_path / "page.html")]) == 0

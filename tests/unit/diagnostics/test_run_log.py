@@ -123,6 +123,8 @@ def test_finding_as_json() -> None:
     assert json.loads(json.dumps(data, allow_nan=False)) == {
         "kind": "dead",
         "site": "error:a",
+        "source": "",
+        "factor": None,
         "step": 2,
         "text": "All is 0.",
         "figures": {"rate": "NaN", "low": "-Infinity", "high": "Infinity", "share": 0.5, "steps": 20},
