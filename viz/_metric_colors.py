@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gradrewrite.diagnostics.clipping import clips_by_edit
+from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import COUNTS, Run, Series
 from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.sites import Site
 from gradrewrite.viz._ladder import Ladder
 from gradrewrite.viz._scene import ColorSample, LegendEntry
-from gradrewrite.viz._theme import LINE, NOT_FINITE, PAPER
+from gradrewrite.viz._theme import LINE, NOT_FINITE, PAPER, STOPS, palette
 
 Metric = Literal["clip strength", "largest error", "not finite"]
-_STOPS = 9
 _NARROWEST = 10.0  # strongest over weakest value, at least, so that 5 % more is no other color
 _STRONGEST = 0.01  # factor
 
@@ -41,7 +41,7 @@ class SiteMetric:
             return NOT_FINITE
         if value == 0 and self.weak < self.strong:
             return PAPER
-        return palette()[round(self.position(value) * (_STOPS - 1))]
+        return palette()[round(self.position(value) * (STOPS - 1))]
 
     def position(self, value: float) -> float:
         """Return the place on the scale, 2 if not finite."""
@@ -68,20 +68,12 @@ class SiteMetric:
         return found
 
 
-def palette() -> list[str]:
-    """Return the color scale, from weak to strong."""
-    import matplotlib
-    from matplotlib.colors import to_hex
-
-    scale = matplotlib.colormaps["RdPu"]
-    return [to_hex(scale(0.05 + 0.4 * n / (_STOPS - 1))) for n in range(_STOPS)]
-
-
 def site_metrics(run: Run, graph_view: GraphView) -> list[SiteMetric]:
     """Return the metrics that a run has records for."""
+    last = judged_steps(run)[-1].step if run.steps else 0
     found = [
         _clip_strengths(run, graph_view),
-        _scaled("largest error", *_largest(run, {str(site) for site in graph_view.sites})),
+        _scaled("largest error", *_largest(run, {str(site) for site in graph_view.sites}), last),
         _scaled("not finite", "largest share of elements not finite", _not_finite(run, graph_view.sites)),
     ]
     return [one for one in found if one.by_site]
@@ -144,10 +136,14 @@ def _clip_strengths(run: Run, graph_view: GraphView) -> SiteMetric:
     return SiteMetric("clip strength", "median factor", by_site, totals, 1.0, strong)
 
 
-def _scaled(metric: Metric, name: str, by_site: Mapping[str, Mapping[int, float]]) -> SiteMetric:
+def _scaled(
+    metric: Metric, name: str, by_site: Mapping[str, Mapping[int, float]], last: float = math.inf
+) -> SiteMetric:
+    """Return a metric whose totals are the largest values up to a step, or else of all steps."""
     totals = {}  # the first non-finite value, if there is one
-    for site, values in by_site.items():
-        totals[site] = next((v for v in values.values() if not math.isfinite(v)), max(values.values()))
+    for site, steps in by_site.items():
+        values = [value for step, value in steps.items() if step <= last] or [*steps.values()]
+        totals[site] = next((value for value in values if not math.isfinite(value)), max(values))
     positive = [v for values in by_site.values() for v in values.values() if 0 < v < math.inf]
     weak = min([*positive, sys.float_info.max / _NARROWEST]) if positive else 1.0
     return SiteMetric(metric, name, by_site, totals, weak, max([*positive, weak * _NARROWEST]))

@@ -62,6 +62,9 @@ def _draw(axes: Any, scene: Scene) -> None:
     }
     boxes = [Rectangle((box.x, box.y), box.width, box.height) for box in scene.boxes]
     axes.add_collection(PatchCollection(boxes, **style))
+    marks = [(box, mark) for box in scene.boxes for mark in box.marks]
+    places = [Rectangle((box.x + mark.x, box.y + mark.y), mark.width, mark.height) for box, mark in marks]
+    axes.add_collection(PatchCollection(places, facecolors=[mark.color for _, mark in marks]))
     for entry, (x, y) in zip(scene.legend, legend_positions(scene), strict=True):
         axes.add_patch(Rectangle((x, y), 14, 11, facecolor=entry.color, edgecolor=entry.edge))
     for label in texts_of(scene):

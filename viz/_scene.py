@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
@@ -14,24 +14,34 @@ TEXT, SMALL, HEAD = 12, 11, 14  # font sizes in pixels
 PAD = 6  # between the edge of a box and its text
 SWATCH = 17  # height of a line of the legend
 
-_COLORS = {  # of a box and its edge, by class
-    "node": (theme.PAPER, theme.LINE),
-    "pill": (theme.PILL, theme.PILL_EDGE),
-    "inserted": (theme.INSERTED, theme.INSERTED_EDGE),
-    "records": (theme.RECORDS, theme.INSERTED_EDGE),
+_COLORS = {  # of a box and its edge, by class; of several classes the last one here
+    "node": ("PAPER", "LINE"),
+    "pill": ("PILL", "PILL_EDGE"),
+    "inserted": ("INSERTED", "INSERTED_EDGE"),
+    "records": ("RECORDS", "INSERTED_EDGE"),
+    "idle": ("PAPER", "INSERTED_EDGE"),
 }
-_BOXES = "\n".join(f".{name} rect {{ fill: {fill}; stroke: {edge}; }}" for name, (fill, edge) in _COLORS.items())
-STYLE = f"""
-svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {theme.PAPER}; }}
-text {{ font-size: {TEXT}px; fill: {theme.INK}; white-space: pre; }}
-.head {{ font-size: {HEAD}px; font-weight: bold; }} .note {{ font-size: {SMALL}px; fill: {theme.DETAIL}; }}
-.frame rect {{ fill: {theme.BAND}; fill-opacity: 0.55; stroke: {theme.BORDER}; }}
-{_BOXES}
-.inserted rect, .records rect {{ stroke-width: 2; }} .root_cause rect {{ stroke: {theme.CUT}; stroke-width: 4; }}
-.lines path {{ fill: none; stroke: {theme.LINE}; }} .lines .saved {{ stroke: {theme.SAVED}; stroke-dasharray: 3 2; }}
-.lines .fan {{ opacity: 0.15; }}
-.lines path {{ marker-end: url(#arrow); }} #arrow path {{ fill: {theme.FAINT}; stroke: none; }}
+_STRONG = frozenset(("inserted", "records", "root_cause"))  # classes with a thick edge
+
+
+def _style(of: Callable[[str], str]) -> str:
+    boxes = (f".{name} rect {{ fill: {of(fill)}; stroke: {of(edge)}; }}" for name, (fill, edge) in _COLORS.items())
+    return f"""
+svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {of("PAPER")}; }}
+text {{ font-size: {TEXT}px; fill: {of("INK")}; white-space: pre; }}
+.head {{ font-size: {HEAD}px; font-weight: bold; }} .note {{ font-size: {SMALL}px; fill: {of("DETAIL")}; }}
+.frame rect {{ fill: {of("BAND")}; fill-opacity: 0.55; stroke: {of("BORDER")}; }}
+{" ".join(boxes)}
+.inserted rect, .records rect {{ stroke-width: 2; }} .idle rect {{ stroke-width: 1; }}
+.root_cause rect {{ stroke: {of("NOT_FINITE")}; stroke-width: 4; }} .boxes .mark {{ stroke: none; }}
+.lines path {{ fill: none; stroke: {of("LINE")}; }}
+.lines .saved {{ stroke: {of("SAVED")}; stroke-dasharray: 3 2; }} .lines .fan {{ opacity: 0.15; }}
+.lines path {{ marker-end: url(#arrow); }} #arrow path {{ fill: {of("FAINT")}; stroke: none; }}
 """
+
+
+STYLE = _style(lambda name: str(getattr(theme, name)))
+PAGE_STYLE = _style(theme.css_variable)  # light or dark
 ARROW = """<defs>
 <marker id="arrow" viewBox="0 0 6 6" refX="6" refY="3" orient="auto" markerWidth="7" markerHeight="7"
  markerUnits="userSpaceOnUse"><path d="M0 0L6 3L0 6z"/></marker></defs>"""
@@ -42,6 +52,16 @@ class ColorSample(NamedTuple):
 
     color: str
     text: str
+
+
+class Mark(NamedTuple):
+    """A filled rectangle inside a box, from its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +81,8 @@ class Box:
     # What is inside it and not drawn: ``data-`` attributes and title of each.
     parts: Sequence[tuple[Mapping[str, str], str]] = ()
     fill: str = ""  # color, if it is not that of its classes
+    text_height: float = 0.0  # height of the upper part with the texts; all of it if 0
+    marks: Sequence[Mark] = ()  # in the lower part
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +198,10 @@ def _heading(frame: Frame) -> Label:
 
 
 def _texts(box: Box) -> list[Label]:
+    height = box.text_height or box.height
     if not box.small:
-        return [Label(PAD, box.height / 2 + 4, box.text, "")]
-    return [Label(PAD, box.height / 2 - 3, box.text, ""), Label(PAD, box.height - 6, box.small)]
+        return [Label(PAD, height / 2 + 4, box.text, "")]
+    return [Label(PAD, height / 2 - 3, box.text, ""), Label(PAD, height - 6, box.small)]
 
 
 def _legend_texts(scene: Scene) -> list[Label]:
@@ -195,8 +218,9 @@ def legend_positions(scene: Scene) -> list[tuple[float, float]]:
 def colors_of(box: Box) -> tuple[str, str, bool]:
     """Return fill, edge color, and whether the edge is strong."""
     fill, edge = next(colors for name, colors in reversed(_COLORS.items()) if name in (*box.classes, "node"))
-    edge = theme.CUT if "root_cause" in box.classes else edge
-    return box.fill or fill, edge, edge in (theme.CUT, theme.INSERTED_EDGE)
+    edge = "NOT_FINITE" if "root_cause" in box.classes else edge
+    is_strong = bool(_STRONG.intersection(box.classes)) and "idle" not in box.classes
+    return box.fill or str(getattr(theme, fill)), str(getattr(theme, edge)), is_strong
 
 
 def path_of(points: Sequence[tuple[float, float]]) -> str:
@@ -214,6 +238,9 @@ def _draw_box(parent: ET.Element, box: Box) -> None:
     rect = _rect(group, 0, 0, box.width, box.height)
     if box.fill:
         rect.set("style", f"fill:{box.fill}")
+    for mark in box.marks:
+        rect = ET.SubElement(group, "rect", {**_sizes(*mark[:4]), "class": "mark"})
+        rect.set("style", f"fill:{mark.color}")
     for label in _texts(box):
         _text(group, label)
     for data, title in box.parts:
@@ -225,8 +252,11 @@ def _data(data: Mapping[str, str]) -> dict[str, str]:
 
 
 def _rect(parent: ET.Element, x: float, y: float, width: float, height: float) -> ET.Element:
-    sizes = {"x": x, "y": y, "width": width, "height": height, "rx": 3}
-    return ET.SubElement(parent, "rect", {name: f"{value:g}" for name, value in sizes.items()})
+    return ET.SubElement(parent, "rect", {**_sizes(x, y, width, height), "rx": "3"})
+
+
+def _sizes(x: float, y: float, width: float, height: float) -> dict[str, str]:
+    return {"x": f"{x:g}", "y": f"{y:g}", "width": f"{width:g}", "height": f"{height:g}"}
 
 
 def _text(parent: ET.Element, label: Label) -> None:
