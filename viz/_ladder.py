@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -12,9 +13,11 @@ from typing import Literal, get_args
 
 from gradrewrite.diagnostics.clipping import ClipHistory
 from gradrewrite.diagnostics.site_health import percent
+from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.graph_view import (
     GraphView,
     Node,
+    action_name,
     action_text,
     call_name,
     contracted_edges,
@@ -22,6 +25,7 @@ from gradrewrite.ir.graph_view import (
     lane_of_site,
     visible_outputs,
 )
+from gradrewrite.viz._loops import find_loops
 
 Column = Literal["input", "forward", "backward", "edit", "output"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -46,8 +50,10 @@ class Part:
     small: str = ""  # second line
     nodes: tuple[str, ...] = ()  # names of the fx nodes in it, in execution order
     edits: tuple[int, ...] = ()  # numbers of the edits in it
-    classes: tuple[str, ...] = ()  # ``inserted``, ``records``
+    classes: tuple[str, ...] = ()  # ``inserted``, ``idle`` (a clip that never acted), ``records``
     title: str = ""  # what a pointer on it shows
+    figures: tuple[int, ...] = ()  # numbers of the edits that only measure it
+    cells: tuple[tuple[str, tuple[str, ...]], ...] = ()  # of a folded box, name and nodes of each layer or call
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +93,17 @@ class Ladder:
 class _Row:
     nodes: dict[str, list[Node]] = field(default_factory=dict)  # by key of the box
     edits: list[int] = field(default_factory=list)
+    figures: list[int] = field(default_factory=list)
     outputs: list[tuple[str, str]] = field(default_factory=list)  # label, node
 
 
 def build_ladder(
     graph_view: GraphView, clips: Mapping[int, ClipHistory], *, reshapes: bool = False, records: bool = False
 ) -> Ladder:
-    """Return the ladder of a graph, one box per op and lane and one per edit; ``clips`` are by number of the edit."""
+    """Return the ladder of a graph, one box per op and lane and one per edit; ``clips`` are by number of the edit.
+
+    An edit that only measures is a figure on the box of its op, where there is one.
+    """
     hidden = hidden_nodes(graph_view, reshapes=reshapes, records=records)
     by_order: dict[int, _Row] = defaultdict(_Row)
     of_node: dict[str, str] = {}
@@ -104,7 +114,12 @@ def build_ladder(
         if node.edit < 0:
             by_order[node.order].nodes.setdefault(key, []).append(node)
     for number, edit in enumerate(graph_view.edits):
-        by_order[graph_view.orders[edit.site]].edits.append(number)
+        row = by_order[graph_view.orders[edit.site]]
+        host = f"{lane_of_site(edit.site)} {graph_view.orders[edit.site]}"
+        is_figure = only_measures(edit) and host in row.nodes
+        (row.figures if is_figure else row.edits).append(number)
+        if is_figure:
+            of_node |= {name: host for name in edit.nodes if name in of_node}
     outputs = visible_outputs(graph_view, graph_view.returned, hidden)
     outputs = [(label, name) for label, name in outputs if name not in hidden]
     for label, name in outputs:
@@ -112,11 +127,12 @@ def build_ladder(
         order = graph_view.orders[graph_view.edits[node.edit].site] if node.edit >= 0 else node.order
         by_order[order].outputs.append((label, name))
     orders = sorted(by_order)
-    calls = {node.order: node.calls for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
+    ops = {node.order: node for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
     rows = [_parts(graph_view, by_order[order], clips) for order in orders]
     pairs = Counter((of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden))
     pairs.update((of_node[name], f"returned {label}") for label, name in outputs)
-    return Ladder(graph_view, rows, _bands([calls.get(order, ()) for order in orders], rows), join(rows, pairs), hidden)
+    bands = _bands([ops.get(order) for order in orders], rows)
+    return Ladder(graph_view, rows, bands, join(rows, pairs), hidden)
 
 
 def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -> list[Edge]:
@@ -135,6 +151,16 @@ def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -
     return edges
 
 
+def only_measures(edit: Edit) -> bool:
+    """Whether an edit is a figure of its op, and no change: ``Observe``."""
+    return action_name(edit.action) == "Observe"
+
+
+def kind_of_op(node: Node) -> Hashable:
+    """Return what all runs of one op in a loop have in common: modules, op, line of code."""
+    return tuple(name for name, _ in node.calls), node.op, node.source
+
+
 def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Mapping[int, ClipHistory]) -> Part:
     """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
     first = graph_view.edits[numbers[0]]
@@ -150,7 +176,9 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Ma
     nodes = tuple(name for n in numbers for name in graph_view.edits[n].nodes)
     column: Column = "forward" if lane_of_site(first.site) == "forward" else "edit"
     texts = f"{action_text(first)}{times}", " \u00b7 ".join(small)
-    return Part(key, column, *texts, nodes, tuple(numbers), ("inserted",), "\n".join(lines))
+    never = len(known) == len(numbers) and all(clip.rate == 0 for clip in known)
+    classes = ("inserted", "idle") if never else ("inserted",)
+    return Part(key, column, *texts, nodes, tuple(numbers), classes, "\n".join(lines))
 
 
 def describe_node(graph_view: GraphView, node: Node) -> str:
@@ -222,7 +250,11 @@ def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory]) -
         text = node.op if node.role == "op" else node.target
         lines = [f"{node.module_call}/{text}, {node.lane}", *([node.source] if node.source else [])]
         lines += [f"{node.name}: {node.target} [{node.shape}] {node.dtype}" for node in nodes]
-        parts.append(Part(key, node.lane, text, node.module_call or "(model)", names, title="\n".join(lines)))
+        figures = tuple(n for n in row.figures if lane_of_site(graph_view.edits[n].site) == node.lane)
+        lines += [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in figures]
+        names += tuple(name for n in figures for name in graph_view.edits[n].nodes)
+        title = "\n".join(lines)
+        parts.append(Part(key, node.lane, text, node.module_call or "(model)", names, title=title, figures=figures))
     parts.sort(key=lambda part: COLUMNS.index(part.column))
     parts += [edit_part(graph_view, f"edit {number}", [number], clips) for number in row.edits]
     for label, name in row.outputs:
@@ -231,8 +263,12 @@ def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory]) -
     return parts
 
 
-def _bands(paths: Sequence[Path], rows: Sequence[Sequence[Part]]) -> list[Band]:
-    """Return the module calls that cover two rows or more, and around three equal neighbors or more one of both."""
+def _bands(ops: Sequence[Node | None], rows: Sequence[Sequence[Part]]) -> list[Band]:
+    """Return the module calls that cover two rows or more, around three equal neighbors or more one of both, and loops.
+
+    ``ops`` are one of each row.
+    """
+    paths: list[Path] = [() if op is None else op.calls for op in ops]
     calls: dict[tuple[int, int], Path] = {}  # of several with the same rows the innermost
     for depth in range(1, max(map(len, paths), default=0) + 1):
         for path, numbers in groupby(range(len(paths)), key=lambda number: paths[number][:depth]):
@@ -255,7 +291,29 @@ def _bands(paths: Sequence[Path], rows: Sequence[Sequence[Part]]) -> list[Band]:
         name = f"{fold_names([band.name.partition('#')[0] for band in bands])} x {len(bands)}"
         outer = bands[0].key.removesuffix(bands[0].name)
         found.append(Band(f"{outer}{name}", name, bands[0].first, bands[-1].last))
-    return _nested(found)
+    return _nested([*found, *_loop_bands(ops, _nested(found))])
+
+
+def _loop_bands(ops: Sequence[Node | None], known: Sequence[Band]) -> list[Band]:
+    """Return a band for each loop and each of its turns, where these cut no other band."""
+    inner = {row: band for band in known for row in range(band.first + 1, band.last + 1)}  # outer ones first
+
+    def fits(band: Band) -> bool:
+        before, behind = inner.get(band.first), inner.get(band.last + 1)
+        return (before is None or before.last >= band.last) and (behind is None or behind.first <= band.first)
+
+    found = []
+    for first, period, count in find_loops([None if op is None else kind_of_op(op) for op in ops]):
+        op = ops[first]
+        if op is None:
+            continue
+        begins = range(first, first + period * count, period)
+        turns = [Band(f"turn {n} of row {first}", f"#{n}", at, at + period - 1) for n, at in enumerate(begins)]
+        source = os.path.basename(op.source.partition(' "')[0])
+        loop = Band(f"loop of row {first}", f"loop x {count} ({source})", first, turns[-1].last)
+        if all(map(fits, (loop, *turns))):
+            found += [loop, *(turns if period > 1 else [])]
+    return found
 
 
 def _nested(bands: Sequence[Band]) -> list[Band]:

@@ -16,6 +16,7 @@ from math import log2
 from gradrewrite.viz._fonts import fit
 from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part, describe_node
 from gradrewrite.viz._metric_colors import SiteMetric, box_colors
+from gradrewrite.viz._norms import HEIGHT, Cell, SiteNorms, cells_of
 from gradrewrite.viz._scene import HEAD, SMALL, SWATCH, Box, Frame, Label, LegendEntry, Line, Scene, fit_boxes
 from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, PAPER, RECORDS, SAVED
 
@@ -42,6 +43,16 @@ class LadderLayout:
     """Horizontal positions and heights of a ladder."""
 
     ladder: Ladder
+    norms: SiteNorms | None = None
+
+    @cached_property
+    def cells(self) -> dict[str, list[Cell]]:
+        """Layers or calls with norms, by key of the box."""
+        return cells_of(self.ladder, self.norms) if self.norms is not None else {}
+
+    def height_of(self, part: Part) -> float:
+        """Return the height of a box."""
+        return PILL if part.column in ("input", "output") else BOX + HEIGHT * (part.key in self.cells)
 
     @cached_property
     def columns(self) -> dict[Column, float]:
@@ -68,7 +79,7 @@ class LadderLayout:
             places = {}
             for part in row:
                 places[part.key] = used[part.column]
-                used[part.column] += height_of(part) + GAP
+                used[part.column] += self.height_of(part) + GAP
             found.append(places)
         return found
 
@@ -76,7 +87,7 @@ class LadderLayout:
     def heights(self) -> list[float]:
         """Heights of the rows."""
         return [
-            max((places[part.key] + height_of(part) + GAP for part in row), default=0.0)
+            max((places[part.key] + self.height_of(part) + GAP for part in row), default=0.0)
             for row, places in zip(self.ladder.rows, self.offsets, strict=True)
         ]
 
@@ -110,23 +121,20 @@ class LadderLayout:
         return (side, a.key, 0.5), (bend, a.key, 0.5), (bend, b.key, 0.5), (side, b.key, 0.5)
 
 
-def height_of(part: Part) -> float:
-    """Return the height of a box."""
-    return PILL if part.column in ("input", "output") else BOX
-
-
 def draw_ladder(
     layout: LadderLayout,
     title: str = "",
     note: str = "",
     metric: SiteMetric | None = None,
     root_cause: Collection[str] = (),
+    *,
+    is_page: bool = False,
 ) -> Scene:
-    """Return the scene of a ladder; without title, headings alone."""
-    ladder = layout.ladder
+    """Return the scene of a ladder; without title, headings alone; for a page without norms, which its script draws."""
+    ladder, norms = layout.ladder, layout.norms
     top = TOP if title else HEADER + GAP
     tops, frames, height = _place(layout, top)
-    unplaced = boxes_of(layout, metric, root_cause)
+    unplaced = boxes_of(layout, metric, root_cause, is_page=is_page)
     boxes = [
         replace(unplaced[key], y=tops[number] + y)
         for number, places in enumerate(layout.offsets)
@@ -134,7 +142,9 @@ def draw_ladder(
     ]
     by_key = {box.key: box for box in boxes}
     lines = [_line(route, by_key) for route in layout.routes]
-    legend = [*_legend(ladder), *(metric.legend() if metric is not None else [])] if title else []
+    legend = _legend(ladder) if title else []
+    legend += metric.legend() if title and metric is not None else []
+    legend += norms.legend() if title and norms is not None and layout.cells else []
     width = max(layout.width, _NARROWEST if title else 0.0)
     labels = [Label(x, top - 8, HEADINGS[column]) for column, x in layout.columns.items()]
     if title:
@@ -143,7 +153,9 @@ def draw_ladder(
     return Scene(title, width, height + SWATCH * len(legend) + 24, frames, lines, boxes, labels, legend)
 
 
-def boxes_of(layout: LadderLayout, metric: SiteMetric | None, root_cause: Collection[str]) -> dict[str, Box]:
+def boxes_of(
+    layout: LadderLayout, metric: SiteMetric | None, root_cause: Collection[str], *, is_page: bool = False
+) -> dict[str, Box]:
     """Return the boxes of a ladder by key, at the top of the drawing."""
     colors = box_colors(layout.ladder, metric) if metric is not None else {}
     blamed = frozenset(root_cause)
@@ -155,12 +167,22 @@ def boxes_of(layout: LadderLayout, metric: SiteMetric | None, root_cause: Collec
             classes = ("node", kind, *part.classes, *(("root_cause",) if blamed.intersection(part.nodes) else ()))
             title = f"{part.title}\n{sample.text}" if sample is not None else part.title
             fill = sample.color if sample is not None else ""
-            x, width = layout.columns[part.column], WIDTHS[part.column]
+            x, width, height = layout.columns[part.column], WIDTHS[part.column], layout.height_of(part)
             data, inside = _data(layout.ladder, part)
-            boxes.append(
-                Box(part.key, x, 0, width, height_of(part), part.text, part.small, classes, title, data, inside, fill)
-            )
+            box = Box(part.key, x, 0, width, height, part.text, part.small, classes, title, data, inside, fill)
+            boxes.append(_with_norms(layout, box, is_page=is_page))
     return {box.key: box for box in fit_boxes(boxes)}
+
+
+def _with_norms(layout: LadderLayout, box: Box, *, is_page: bool) -> Box:
+    """Add figures and the bar of a box, or its strip; for a page only their room."""
+    cells, norms = layout.cells.get(box.key), layout.norms
+    if cells is None or norms is None:
+        return box
+    if is_page:
+        return replace(box, text_height=BOX)
+    text = " \u00b7 ".join(filter(None, (box.small, norms.text(cells))))
+    return replace(box, small=text, text_height=BOX, marks=norms.marks(cells, BOX, box.width))
 
 
 def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[str, str], str]]]:
@@ -170,7 +192,7 @@ def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[s
     if len(part.edits) == 1:
         edit = view.edits[part.edits[0]]
         return {"edit": str(edit.site), "action": edit.text}, inside
-    for number in part.edits:
+    for number in (*part.edits, *part.figures):
         edit = view.edits[number]
         inside.append(({"edit": str(edit.site), "action": edit.text}, f"{edit.text} at {edit.site}"))
     if part.column in ("input", "output"):
@@ -216,10 +238,12 @@ def _line(route: Route, boxes: Mapping[str, Box]) -> Line:
 def _legend(ladder: Ladder) -> list[LegendEntry]:
     parts = [part for row in ladder.rows for part in row]
     found = []
-    if any("inserted" in part.classes for part in parts):
+    if any(part.classes == ("inserted",) for part in parts):
         found.append(
             LegendEntry(INSERTED, INSERTED_EDGE, "an edit: action, site, share of steps it acted in, median factor")
         )
+    if any("idle" in part.classes for part in parts):
+        found.append(LegendEntry(PAPER, INSERTED_EDGE, "a clip that never acted"))
     if any("records" in part.classes for part in parts):
         found.append(LegendEntry(RECORDS, INSERTED_EDGE, "carries records out of the graph"))
     if any(edge.kind == "saved" for edge in ladder.edges):

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradrewrite.diagnostics.clipping import ClipHistory
-from gradrewrite.ir.graph_view import GraphView, Node, action_text, call_name, contracted_edges, hidden_nodes
-from gradrewrite.viz._ladder import Ladder, Part, edit_part, fold_names, join, template
+from gradrewrite.ir.graph_view import (
+    GraphView,
+    Node,
+    action_text,
+    call_name,
+    contracted_edges,
+    hidden_nodes,
+    lane_of_site,
+)
+from gradrewrite.viz._ladder import Ladder, Part, edit_part, fold_names, join, kind_of_op, only_measures, template
+from gradrewrite.viz._loops import find_loops
+from gradrewrite.viz._norms import SiteNorms, differing, sites_by_order
 
 MOST = 16  # rows
 _LOOP = 4  # stretches of a module's own ops; more are a loop
 _MOST_EDITS = 4  # boxes of edits in one row
 
 _Call = tuple[str, int]
+_NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # up to the first number
 _Key = tuple[tuple[_Call, ...], int]  # module calls, and which stretch of a module's own ops (-1: the whole module)
 
 
@@ -24,17 +36,30 @@ class _Group:
 
     keys: list[_Key]
     nodes: list[Node] = field(default_factory=list)
+    members: list[_Group] = field(default_factory=list)  # what was folded; none if nothing was
 
     @property
     def first(self) -> int:
         return min((n.order for n in self.nodes), default=-1)
 
 
-def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory]) -> Ladder:
-    """Return at most ``MOST`` rows: modules at the deepest level that fits, with the edits of each."""
+_Norms = Callable[[_Group], list[float]]
+
+
+def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory], norms: SiteNorms | None = None) -> Ladder:
+    """Return at most ``MOST`` rows: modules at the deepest level that fits, with the edits of each.
+
+    Of equal modules those stay apart whose norms differ from the others'.
+    """
     hidden = hidden_nodes(graph_view)
     nodes = [n for n in graph_view.nodes.values() if n.name not in hidden and not n.mark and n.role != "placeholder"]
-    groups = _choose([n for n in nodes if n.order >= 0]) or [_Group([((), -1)])]  # a step has edits alone
+    of = sites_by_order(graph_view)
+
+    def norms_in(group: _Group) -> list[float]:
+        orders = sorted({node.order for node in group.nodes})
+        return norms.values([site for order in orders for site in of[order]], norms.now) if norms else []
+
+    groups = _choose([n for n in nodes if n.order >= 0], norms_in) or [_Group([((), -1)])]  # a step has edits alone
     row_of = {order: number for number, group in enumerate(groups) for order in {n.order for n in group.nodes}}
     edits: list[list[int]] = [[] for _ in groups]
     for number, edit in enumerate(graph_view.edits):
@@ -44,8 +69,8 @@ def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory]) -> L
     rows: list[list[Part]] = []
     of_node: dict[str, str] = {}
     for number, group in enumerate(groups):
-        row = _boxes(number, group)
-        for key, numbers in _by_action(graph_view, edits[number]):
+        row, rest = _with_figures(graph_view, _boxes(number, group), edits[number])
+        for key, numbers in _by_action(graph_view, rest):
             row.append(edit_part(graph_view, f"edits {number} {key}", numbers, clips))
             if key == "more":
                 row[-1] = replace(row[-1], text=f"{len(numbers)} more edits")
@@ -67,8 +92,21 @@ def _boxes(number: int, group: _Group) -> list[Part]:
             names = tuple(n.name for n in nodes)
             source = next((n.source for n in nodes if n.source), "")
             title = f"{label}\n{lane}: {small}, {len(nodes)} nodes\n{source}".rstrip()
-            found.append(Part(f"{lane} {number}", lane, label, small, names, title=title))
+            of = [(_label(one), tuple(n.name for n in one.nodes if n.lane == lane)) for one in group.members]
+            found.append(Part(f"{lane} {number}", lane, label, small, names, title=title, cells=tuple(of)))
     return found
+
+
+def _with_figures(graph_view: GraphView, row: Sequence[Part], numbers: Sequence[int]) -> tuple[list[Part], list[int]]:
+    """Return the boxes with the edits that only measure them as figures, and the other edits."""
+    of = {n: lane_of_site(graph_view.edits[n].site) for n in numbers if only_measures(graph_view.edits[n])}
+    found = []
+    for part in row:
+        own = tuple(n for n, lane in of.items() if lane == part.column)
+        names = tuple(name for n in own for name in graph_view.edits[n].nodes)
+        found.append(replace(part, figures=own, nodes=part.nodes + names))
+    placed = {n for part in found for n in part.figures}
+    return found, [n for n in numbers if n not in placed]
 
 
 def _by_action(graph_view: GraphView, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
@@ -84,17 +122,16 @@ def _by_action(graph_view: GraphView, numbers: Sequence[int]) -> list[tuple[str,
     return [*found[: _MOST_EDITS - 1], ("more", rest)]
 
 
-def _choose(nodes: Sequence[Node]) -> list[_Group]:
+def _choose(nodes: Sequence[Node], norms_in: _Norms) -> list[_Group]:
     """Return the groups of the deepest level that fits, equal ones folded if need be; else neighbors merged."""
     if not nodes:
         return []
     levels = [_groups(nodes, depth) for depth in range(max((len(n.calls) for n in nodes), default=0), 0, -1)]
     for groups in levels:
-        if len(groups) <= MOST:
-            return groups
-        folded = _folded(groups)
-        if len(folded) <= MOST:
-            return folded
+        apart = _differing_blocks(groups, norms_in)
+        for found in (groups, _folded(groups, apart), _folded(_with_whole(groups, apart), apart), _folded(groups)):
+            if len(found) <= MOST:
+                return found
     return _merged(_folded(levels[-1] if levels else _groups(nodes, 1)))
 
 
@@ -103,13 +140,16 @@ def _groups(nodes: Sequence[Node], depth: int) -> list[_Group]:
     stretch: Counter[tuple[_Call, ...]] = Counter()
     keys: dict[int, _Key] = {}
     last: _Key | None = None
-    for node in sorted(nodes, key=lambda n: n.order):
-        calls, order = node.calls, node.order
-        if order in keys:
-            continue
+    ops = {node.order: node for node in sorted(nodes, key=lambda n: n.order)}
+    orders = [*ops]
+    loops = find_loops([kind_of_op(node) for node in ops.values()])
+    turns = {orders[at] for first, period, count in loops for at in range(first, first + period * count, period)}
+    turns |= {orders[loop.end] for loop in loops if loop.end < len(orders)}
+    for order, node in ops.items():
+        calls = node.calls
         if len(calls) >= depth:
             keys[order] = (calls[:depth], -1)
-        elif last is not None and last == (calls, stretch[calls] - 1):
+        elif last is not None and last == (calls, stretch[calls] - 1) and order not in turns:
             keys[order] = last
         else:
             keys[order] = (calls, stretch[calls])
@@ -124,12 +164,12 @@ def _groups(nodes: Sequence[Node], depth: int) -> list[_Group]:
     return sorted(groups.values(), key=lambda g: g.first)
 
 
-def _folded(groups: Sequence[_Group]) -> list[_Group]:
-    """Fold groups of equal names up to numbers, with equal ops.
+def _folded(groups: Sequence[_Group], apart: Collection[_Key] = ()) -> list[_Group]:
+    """Fold groups of equal names up to numbers, with equal ops, but those of some blocks.
 
     All calls of one module are equal, and so are stretches with the same ops in a module that has many (a loop).
     """
-    alike: dict[Hashable, _Group] = {}
+    alike: dict[Hashable, list[_Group]] = defaultdict(list)
     again = {_names(group) for group in groups if any(number for _, number in group.keys[0][0])}
     stretches = Counter(group.keys[0][0] for group in groups)
     for group in groups:
@@ -137,11 +177,51 @@ def _folded(groups: Sequence[_Group]) -> list[_Group]:
         stretch = 0 if stretches[calls] > _LOOP else stretch
         names = _names(group)
         ops = () if names in again else tuple(dict.fromkeys((n.order, n.op) for n in group.nodes))
-        kind = tuple(map(template, names)), stretch, tuple(op for _, op in sorted(ops))
-        known = alike.setdefault(kind, _Group([]))
-        known.keys += group.keys
-        known.nodes += group.nodes
-    return sorted(alike.values(), key=lambda g: g.first)
+        alike[tuple(map(template, names)), stretch, tuple(op for _, op in sorted(ops))].append(group)
+    found = []
+    for own in alike.values():
+        rest = [group for group in own if _block(group) not in apart]
+        found += [group for group in own if _block(group) in apart] + [_joined(rest)] * bool(rest)
+    return sorted(found, key=lambda g: g.first)
+
+
+def _differing_blocks(groups: Sequence[_Group], norms_in: _Norms) -> set[_Key]:
+    """Return the blocks (``blocks.4``, a call, a turn of a loop) whose norms differ from those of their siblings."""
+    blocks: dict[_Key, list[_Group]] = defaultdict(list)
+    for group in groups:
+        blocks[_block(group)].append(group)
+    families: dict[Hashable, list[_Key]] = defaultdict(list)
+    for block in blocks:
+        families[tuple(template(name) for name, _ in block[0]), block[1] < 0].append(block)
+    found: set[_Key] = set()
+    for own in (own for own in families.values() if len(own) > 2):
+        apart = differing([norms_in(_joined(blocks[block])) for block in own])
+        found |= {own[place] for place in apart}
+    return found
+
+
+def _with_whole(groups: Sequence[_Group], blocks: Collection[_Key]) -> list[_Group]:
+    """Join the groups of each of some blocks."""
+    rest = [group for group in groups if _block(group) not in blocks]
+    own = {block: [group for group in groups if _block(group) == block] for block in blocks}
+    whole = [_Group([block], _joined(inside).nodes, inside) for block, inside in own.items()]
+    return sorted([*rest, *whole], key=lambda g: g.first)
+
+
+def _block(group: _Group) -> _Key:
+    """Return the outermost numbered module around a group: ``blocks.4`` of ``blocks.4.attn``; else the group's key."""
+    ((calls, stretch),) = group.keys
+    for place, (name, call) in enumerate(calls):
+        numbered = _NUMBERED.match(name)
+        if numbered is not None:
+            return (*calls[:place], (numbered[0], call)), -1
+    return calls, stretch
+
+
+def _joined(groups: Sequence[_Group]) -> _Group:
+    if len(groups) == 1:
+        return groups[0]
+    return _Group([k for g in groups for k in g.keys], [n for g in groups for n in g.nodes], [*groups])
 
 
 def _names(group: _Group) -> tuple[str, ...]:
@@ -150,8 +230,7 @@ def _names(group: _Group) -> tuple[str, ...]:
 
 def _merged(groups: Sequence[_Group]) -> list[_Group]:
     size = -(-len(groups) // MOST)
-    parts = [groups[n : n + size] for n in range(0, len(groups), size)]
-    return [_Group([k for g in part for k in g.keys], [n for g in part for n in g.nodes]) for part in parts]
+    return [_joined(groups[n : n + size]) for n in range(0, len(groups), size)]
 
 
 def _label(group: _Group) -> str:

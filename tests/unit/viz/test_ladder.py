@@ -54,9 +54,12 @@ def test_every_node_is_drawn_once_and_every_edit_is_one_box(make: Make) -> None:
     assert set(drawn) == (set(graph_view.nodes) - _graph_view.hidden_nodes(graph_view)) | in_edits
     edited = [e for e in boxes_of(svg) if "inserted" in (e.get("class") or "").split()]
     assert [e.get("data-edit") for e in edited] == [e.get("data-edit") for e in boxes_of(svg) if e.get("data-edit")]
+    changes = [edit for edit in graph.edits if not _ladder.only_measures(edit)]
     assert Counter((e.get("data-edit"), e.get("data-action")) for e in edited) == Counter(
-        (str(edit.site), edit.text) for edit in graph.edits
+        (str(edit.site), edit.text) for edit in changes
     )
+    figures = {(e.get("data-edit"), e.get("data-action")) for e in svg.iter(f"{SVG}g") if e.get("data-edit")}
+    assert figures == {(str(edit.site), edit.text) for edit in graph.edits}
     by_edit = {(str(edit.site), edit.text): list(edit.nodes) for edit in graph.edits}
     for box in edited:
         inside = [e.get("data-node") for e in box.iter(f"{SVG}g") if e.get("data-node")]

@@ -35,7 +35,7 @@ def test_it_has_every_edit_and_every_node_once(make: Make) -> None:
     parts = [part for row in ladder.rows for part in row]
     svg = ET.fromstring(viz.draw(graph, "overview")._repr_svg_())
 
-    assert sorted(n for part in parts for n in part.edits) == list(range(len(graph.edits)))
+    assert sorted(n for part in parts for n in (*part.edits, *part.figures)) == list(range(len(graph.edits)))
     assert len(ladder.rows) <= _overview.MOST
     names = Counter(name for part in parts for name in part.nodes)
     assert set(names.values()) <= {1}

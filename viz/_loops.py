@@ -1,0 +1,54 @@
+"""Loops in a sequence of ops: stretches that repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+LEAST = 3  # repetitions
+_TRIED = 8  # periods at one place: distances to the next ops of the same kind
+
+
+class Loop(NamedTuple):
+    """A stretch of equal parts, one after the other."""
+
+    first: int  # place of its first op
+    period: int  # ops in one part
+    count: int  # number of parts
+
+    @property
+    def end(self) -> int:
+        """Place behind its last op."""
+        return self.first + self.period * self.count
+
+
+def find_loops(kinds: Sequence[Hashable]) -> list[Loop]:
+    """Return the loops, without overlaps, from the first on; of several periods at one place the one that covers most.
+
+    ``kinds`` are equal where ops are: an op, its line of code and its modules.
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    seen = dict.fromkeys(places, 0)  # how many places of a kind were passed
+    found: list[Loop] = []
+    end = 0
+    for place, kind in enumerate(kinds):
+        seen[kind] += 1
+        if place < end:
+            continue
+        later = islice(places[kind], seen[kind], seen[kind] + _TRIED)
+        loops = [Loop(place, other - place, _repetitions(kinds, place, other - place)) for other in later]
+        best = max(loops, key=lambda loop: (loop.end, loop.count), default=None)
+        if best is not None and best.count >= LEAST:
+            found.append(best)
+            end = best.end
+    return found
+
+
+def _repetitions(kinds: Sequence[Hashable], first: int, period: int) -> int:
+    count, pattern = 1, kinds[first : first + period]
+    while kinds[first + count * period : first + (count + 1) * period] == pattern:
+        count += 1
+    return count
