@@ -7,9 +7,12 @@ import importlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from gradrewrite._version import __version__
 from gradrewrite.cli.messages import Refused, one_line, warn
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _RUNS = "what monitor.to_jsonl wrote; of several ranks all files, as run.rank*.jsonl"
 _COMMANDS = {
@@ -58,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gradrewrite {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_graphs, _add_runs, _add_trainings):
+        add(commands)
+    return parser
+
+
+def _add_graphs(commands: _Commands) -> None:
     draw = commands.add_parser("draw", help="draw the rewritten backward graph of a model")
     _add_model(draw)
     draw.add_argument("--view", default="ladder", choices=("ladder", "overview"), help="default: ladder")
@@ -72,7 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     sites = commands.add_parser("sites", help="list the sites of a model: where a policy can act")
     _add_model(sites)
     sites.add_argument("pattern", nargs="?", help="list only those that it matches, as 'error:decoder.*'")
-    sites.add_argument("--json", action="store_true", help="print a JSON list")
+    form = sites.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON list")
+    form.add_argument(
+        "--tree", action="store_true", help="print a tree by module; repeated blocks and calls are folded"
+    )
+
+
+def _add_runs(commands: _Commands) -> None:
     plot = commands.add_parser("plot", help="draw how training went, from its records")
     plot.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
     plot.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
@@ -82,6 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
     health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
     health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
+    doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
+    doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
+    doctor.add_argument(
+        "--json", action="store_true", help="print a JSON list: causes, findings, rules without enough steps"
+    )
+
+
+def _add_trainings(commands: _Commands) -> None:
     diagnose = commands.add_parser("diagnose", help="train a copy of a model for some steps, and say what is wrong")
     diagnose.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
     diagnose.add_argument("--input", required=True, metavar="module:batches", help="makes the batches, or is them")
@@ -94,12 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--out", type=Path, default=Path("diagnosis.html"), help=".html (default: diagnosis.html)")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
     demo.add_argument("--out", type=Path, default=Path("gradrewrite_demo"), help="default: gradrewrite_demo")
-    doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
-    doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
-    doctor.add_argument(
-        "--json", action="store_true", help="print a JSON list: causes, findings, rules without enough steps"
-    )
-    return parser
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import get_args
+
+from rich.console import Console
 
 from gradrewrite import viz
 from gradrewrite._utils.formatting import nearest, plain_table
 from gradrewrite.cli.loading import load_graph
 from gradrewrite.cli.messages import Refused, reading, split_ending
+from gradrewrite.cli.site_tree import site_tree
 from gradrewrite.diagnostics.run_log import read_jsonl
 from gradrewrite.sites import Pattern
+
+_WIDE = 1000  # columns of a file or a pipe
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -72,6 +78,11 @@ def sites(options: argparse.Namespace) -> None:
     if not found and pattern is not None:
         names = ", ".join(nearest(options.pattern, [str(s) for s in known])) or "there are none"
         raise Refused(f"no site matches {options.pattern!r}; nearest: {names}")
+    if options.tree:
+        width = None if sys.stdout.isatty() else _WIDE
+        Console(width=width).print(site_tree(found), no_wrap=True, overflow="ellipsis", highlight=False)
+        print(f"{len(found)} of {len(known)} sites")
+        return
     rows = [
         {
             "site": str(site),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,15 @@ from xml.etree import ElementTree as ET
 
 import networkx as nx
 import pytest
+import torch
+from rich.console import Console
 
+import gradrewrite as gr
 from gradrewrite.cli import main
+from gradrewrite.cli.site_tree import site_tree
 
 from models.clips import header_of
+from models.gpt import Gpt
 from models.shell import Shell
 
 RED = "#fa5252"
@@ -140,6 +146,40 @@ def test_sites_pattern(shell: Shell, order: str) -> None:
         "dtype": "float32",
         "source": rows[1]["source"],
     }
+
+
+def test_sites_tree(shell: Shell) -> None:
+    status, out, err = shell.run("sites", *MODEL, "--tree")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "activation, error: 6 sites",
+        "├── 0, 1  [5, 4] float32",
+        "└── 2  [5, 2] float32",
+        "gradient: 4 sites",
+        "├── 0: weight [4, 3], bias [4]  float32",
+        "└── 2: weight [2, 4], bias [2]  float32",
+        "10 of 10 sites",
+    ]
+    status, out, err = shell.run("sites", *MODEL, "error:0", "--tree")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == ["error: 1 site", "└── 0  [5, 4] float32", "1 of 10 sites"]
+    with pytest.raises(SystemExit) as stop:
+        shell.run("sites", *MODEL, "--tree", "--json")
+    assert stop.value.code == 2
+
+
+@pytest.mark.long
+def test_a_model_of_twelve_blocks_fits_on_one_screen() -> None:
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    sites = gr.transform(Gpt(12, 32, 2, 32, 16), []).trace(tokens, tokens).sites
+    console = Console(file=io.StringIO(), width=200)
+    console.print(site_tree(sites), no_wrap=True, overflow="ellipsis")
+    lines = console.file.getvalue().splitlines()
+
+    assert len(sites) > 600
+    assert len(lines) < 40
+    assert any("blocks.[0-11] x 12  [2, 16, 32]" in line for line in lines)
+    assert any("/scaled_dot_product_attention x 12  [2, 2, 16, 16]" in line for line in lines)
 
 
 def test_sites_without_a_match(shell: Shell) -> None:
