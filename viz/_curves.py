@@ -40,23 +40,23 @@ class Curves:
         run: The training run.
         title: Title above the panels.
         num_runs: How many runs the source had; the last is drawn.
-        baseline: The run that it is compared with, if any.
+        baselines: The runs that it is drawn with.
     """
 
     run: Run
     title: str
     num_runs: int = 1
-    baseline: Baseline | None = None
+    baselines: tuple[Baseline, ...] = ()
 
     @property
     def panels(self) -> tuple[str, ...]:
         """Names of the panels, from top to bottom; a panel without records is left out."""
-        return tuple(panel.name for panel in panels_of(self.run, self.baseline))
+        return tuple(panel.name for panel in panels_of(self.run, self.baselines))
 
     def figure(self) -> Figure:
         """Return a new matplotlib figure; pyplot is not used."""
         bad = [one.step.step for one in bad_steps(self.run)]
-        return _figure(panels_of(self.run, self.baseline), self._heading(len(bad)), bad, _why_empty(self.run))
+        return _figure(panels_of(self.run, self.baselines), self._heading(len(bad)), bad, _why_empty(self.run))
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
@@ -89,7 +89,7 @@ class Curves:
         return f"{displayable(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}".lstrip()
 
 
-def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> Curves:
+def plot(source: Source, *, baseline: Source | Mapping[str, Source] | None = None, title: str = "") -> Curves:
     """Plot loss and norm of a training run by step.
 
     The loss is that of ``monitor.log("loss", loss)``, or of ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands.
@@ -99,7 +99,8 @@ def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> 
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, or steps.
-        baseline: Another run, in any of these forms and of any length: its loss and its norm are drawn into the panels.
+        baseline: Another run, in any of these forms and of any length, or several by their names: losses and norms are
+            drawn into the panels. A run that ends with values that are not finite does not stretch the axes.
         title: Title above the panels; the name of the file, or "training run", if empty.
 
     Returns:
@@ -117,18 +118,19 @@ def plot(source: Source, *, baseline: Source | None = None, title: str = "") -> 
     """
     steps = steps_of(source)
     num_runs = 1 + sum(after.step <= before.step for before, after in pairwise(steps))
-    return Curves(last_run(steps), title or name_of(source, "training run"), num_runs, baseline_of(baseline))
+    return Curves(last_run(steps), title or name_of(source, "training run"), num_runs, baselines_of(baseline))
 
 
-def baseline_of(source: Source | None) -> Baseline | None:
-    """Return the last run of a baseline with its name."""
-    return None if source is None else Baseline(last_run(steps_of(source)), name_of(source, "baseline"))
+def baselines_of(baseline: Source | Mapping[str, Source] | None) -> tuple[Baseline, ...]:
+    """Return the last run of each baseline with its name."""
+    if isinstance(baseline, Mapping):
+        return tuple(Baseline(last_run(steps_of(source)), name) for name, source in baseline.items())
+    return () if baseline is None else (Baseline(last_run(steps_of(baseline)), name_of(baseline, "baseline")),)
 
 
-def trials_of(trials: Mapping[str, Sequence[float]]) -> Figure:
-    """Return the losses of trainings from one start as a figure."""
-    lines = [(name, dict(enumerate(losses))) for name, losses in trials.items()]
-    return _figure([Panel("loss", "loss of each trial, from one start on the same batches", lines)], "")
+def figure_of(panels: Sequence[Panel]) -> Figure:
+    """Return panels as a figure without a heading."""
+    return _figure(panels, "")
 
 
 def _figure(panels: Sequence[Panel], heading: str, bad: Sequence[int] = (), why_empty: str = "") -> Figure:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
+from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.graph_view import GraphView, read_graph
@@ -19,10 +20,13 @@ from gradrewrite.viz._dot import scene_dot
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, site_metrics
+from gradrewrite.viz._norms import SiteNorms, norms_of
 from gradrewrite.viz._overview import build_overview
+from gradrewrite.viz._panels import panels_of
 from gradrewrite.viz._raster import scene_to_bytes
 from gradrewrite.viz._scene import Scene, to_svg
-from gradrewrite.viz.page._html import write_page
+from gradrewrite.viz.page._html import GraphTabs, write_page
+from gradrewrite.viz.page._report_tabs import report_tabs
 
 if TYPE_CHECKING:
     from gradrewrite.viz._curves import Source
@@ -112,16 +116,21 @@ class Drawing:
         return site_metrics(self.run, self._view) if self.run is not None else ()
 
     @cached_property
+    def _norms(self) -> SiteNorms | None:
+        return norms_of(self.run, self._view) if self.run is not None and self.run.steps else None
+
+    @cached_property
     def _metric(self) -> SiteMetric | None:
         return choose_metric(self._metrics, self.color_by)
 
     @cached_property
     def _ladder(self) -> LadderLayout:
-        return LadderLayout(build_ladder(self._view, self._clips, reshapes=self.reshapes, records=self.records))
+        ladder = build_ladder(self._view, self._clips, reshapes=self.reshapes, records=self.records)
+        return LadderLayout(ladder, self._norms)
 
     @cached_property
     def _overview(self) -> LadderLayout:
-        return LadderLayout(build_overview(self._view, self._clips))
+        return LadderLayout(build_overview(self._view, self._clips, self._norms), self._norms)
 
     def _note(self, ladder: Ladder) -> str:
         parts = [self._view.summary]
@@ -134,18 +143,17 @@ class Drawing:
         layout = self._overview if self.view == "overview" else self._ladder
         return draw_ladder(layout, self.title, self._note(layout.ladder), self._metric, self.root_cause)
 
+    @property
+    def graph_tabs(self) -> GraphTabs:
+        """The graph for a page of a run."""
+        note = self._note(self._ladder.ladder)
+        return GraphTabs(self.graph, self._ladder, self._overview, note, self._metrics, self.color_by, self.root_cause)
+
     def _page(self) -> str:
-        return write_page(
-            self.graph,
-            self._ladder,
-            self._overview,
-            title=self.title,
-            note=self._note(self._ladder.ladder),
-            run=self.run,
-            metrics=self._metrics,
-            color_by=self.color_by,
-            root_cause=self.root_cause,
-        )
+        if self.run is None:
+            return write_page(self.title, graph=self.graph_tabs)
+        text = report_tabs(examine(self.run.steps))
+        return write_page(self.title, run=self.run, panels=panels_of(self.run), report=text, graph=self.graph_tabs)
 
 
 def draw(

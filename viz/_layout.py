@@ -188,7 +188,8 @@ def _with_norms(layout: LadderLayout, box: Box, *, is_page: bool) -> Box:
 def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[str, str], str]]]:
     view = ladder.graph_view
     nodes = part.nodes[:1] if ladder.is_overview and not part.edits else part.nodes
-    inside = [({"node": name}, describe_node(view, view.nodes[name])) for name in nodes]
+    is_short = ladder.is_overview and len(nodes) > 1
+    inside = [({"node": name}, name if is_short else describe_node(view, view.nodes[name])) for name in nodes]
     if len(part.edits) == 1:
         edit = view.edits[part.edits[0]]
         return {"edit": str(edit.site), "action": edit.text}, inside

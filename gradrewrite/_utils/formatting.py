@@ -75,12 +75,14 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return _as_text(table, sum(max([len(name), *(len(row[n]) for row in rows)]) + 4 for n, name in enumerate(columns)))
 
 
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
-    """A table as HTML, with a caption; the first cell of a row is its head."""
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str, groups: Sequence[str] = ()) -> str:
+    """A table as HTML, with a caption; the first cell of a row is its head, its group the attribute ``data-group``."""
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
+    marks = [f' data-group="{html.escape(group)}"' for group in groups] or [""] * len(rows)
     body = "".join(
-        f'<tr><th scope="row">{html.escape(first)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in rest)}</tr>'
-        for first, *rest in rows
+        f'<tr{mark}><th scope="row">{html.escape(first)}</th>'
+        f"{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
+        for mark, (first, *rest) in zip(marks, rows, strict=True)
     )
     top = f"<caption>{html.escape(caption)}</caption><thead><tr>{head}</tr></thead>"
     return f"<table>{top}<tbody>{body}</tbody></table>"

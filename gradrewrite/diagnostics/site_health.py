@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
@@ -16,6 +17,7 @@ COLUMNS = (
     "site", "clip and bound", "acted", "median factor", "worst factor", "share", "p50", "p90", "p99", "bound to try",
     "code that sets it",
 )  # fmt: skip
+_NUMBERS = re.compile(r"(?<![^.:])\d+(?![^.#])")
 RARE = 0.2  # share of the steps: twice that of a bound at the 90 % quantile
 _MEASURES = ("norm", "total_norm", "max_abs")
 _ACTIONS = {"norm": "ClipByNorm", "total_norm": "ClipByGlobalNorm", "max_abs": "ClipByValue"}
@@ -58,11 +60,17 @@ class SiteHealth:
     record: str = ""
     key: str = ""  # text of the key of the record that tells the clip from all others; ``""`` without a clip
     num_calls: int = 1  # of the module in a step, whose figures are together
+    rule: str = ""  # pattern of the rule that made the clip
 
     @property
     def name(self) -> str:
         """The site, with the number of its calls."""
         return f"{self.site} x {self.num_calls}" if self.num_calls > 1 else self.site
+
+    @property
+    def family(self) -> str:
+        """Name that alike rows share: the rule and its clip, or the site with ``*`` for numbers."""
+        return f"{self.rule}, {self.action}" if self.rule and self.action else _NUMBERS.sub("*", self.site)
 
     @property
     def code(self) -> str:
@@ -194,6 +202,7 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
         worst_factor=min(factors, default=math.nan),
         record=clip.key.name if clip.key.occurrence > 1 else "",
         key=str(clip.key),
+        rule=clip.rule,
         share=fmean(shares) if shares else math.nan,
         norm_share=_norm_share(run, clip.site),
         **sizes,

@@ -21,13 +21,16 @@ pytestmark = [
 def folder(tmp_path: Path) -> Path:
     for name in ("tsconfig.json", "eslint.config.mjs"):
         shutil.copy(ROOT / "tests" / "page" / name, tmp_path)
-    shutil.copy(ROOT / "viz" / "page" / "page.js", tmp_path)
+    for name in ("run.js", "graph.js"):
+        shutil.copy(ROOT / "viz" / "page" / name, tmp_path)
     assert MODULES is not None
     (tmp_path / "node_modules").symlink_to(MODULES)
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [["tsc", "--project", "tsconfig.json"], ["eslint", "page.js"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [["tsc", "--project", "tsconfig.json"], ["eslint", "run.js", "graph.js"]], ids=lambda c: c[0]
+)
 def test_the_script_is_typed_and_clean(folder: Path, command: list[str]) -> None:
     done = subprocess.run([f"node_modules/.bin/{command[0]}", *command[1:]], cwd=folder, capture_output=True, text=True)
 
@@ -35,7 +38,7 @@ def test_the_script_is_typed_and_clean(folder: Path, command: list[str]) -> None
 
 
 def test_a_wrong_type_would_be_found(folder: Path) -> None:
-    path = folder / "page.js"
+    path = folder / "graph.js"
     path.write_text(path.read_text().replace("let atEdit = -1;", "let atEdit = 'none';"))
     done = subprocess.run(
         ["node_modules/.bin/tsc", "--project", "tsconfig.json"], cwd=folder, capture_output=True, text=True

@@ -54,11 +54,13 @@ def test_it_opens_and_prints(opened: Any, tmp_path: Path) -> None:
     assert opened.locator("#verdict h2").inner_text() == "Values are not finite"
     assert opened.locator("#verdict pre").is_hidden()  # no code to show
     headings = opened.eval_on_selector_all("h1, h2", "all => all.map((one) => one.tagName)")
-    assert headings == ["H1", *["H2"] * 5]
-    (wide,) = opened.eval_on_selector_all("img", "all => all.map((one) => one.naturalWidth)")
-    assert wide > 0
+    assert headings == ["H1", *["H2"] * 7]
+    assert opened.locator("#loss-chart svg.curve polyline").count() == 2
+    assert opened.locator("#charts").is_hidden()  # another tab
     assert opened.evaluate("document.documentElement.scrollWidth") <= 1200
     opened.emulate_media(media="print")
+    assert opened.locator("#curves").is_visible()
+    assert opened.locator("header button").first.is_hidden()
     assert opened.locator(".scroll").evaluate("(one) => getComputedStyle(one).overflowX") == "visible"
     opened.emulate_media(media="screen")
     opened.set_viewport_size({"width": 500, "height": 800})  # the table scrolls by itself, by keys too
@@ -74,6 +76,8 @@ def test_it_needs_no_script(browser: Any, tmp_path: Path) -> None:
 
     assert page.locator("#verdict h2").inner_text() == "Clipping bound too low"
     assert page.locator("tbody tr").count() == 30
+    assert page.locator("#curves img").is_visible()
+    assert page.locator("#filter, #heat, [role=tab]").first.is_hidden()
     page.close()
 
 
@@ -81,22 +85,22 @@ def test_it_needs_no_script(browser: Any, tmp_path: Path) -> None:
 def test_an_open_page_shows_what_is_new_and_keeps_its_place(browser: Any, tmp_path: Path, has_script: bool) -> None:
     page = browser.new_page(java_script_enabled=has_script, viewport={"width": 1200, "height": 800})
     page.goto(Path(viz.report(STEPS[:25]).render(tmp_path / "r", reload=1)).as_uri())
-    assert "Steps 0 to 24." in page.locator("header p").inner_text()
+    assert "Steps 0 to 24." in page.locator(".subtitle").inner_text()
     page.mouse.move(600, 400)
-    page.mouse.wheel(0, 700)
+    page.mouse.wheel(0, 300)
     viz.report(STEPS).render(tmp_path / "r")
 
-    page.locator("header p", has_text="Steps 0 to 29.").wait_for(state="attached", timeout=20_000)
+    page.locator(".subtitle", has_text="Steps 0 to 29.").wait_for(state="attached", timeout=20_000)
     if has_script:
-        wait(page, "scrollY === 700")
-        assert page.locator("script").count() == 0  # the last one does not reload
+        wait(page, "scrollY === 300")
+        assert page.locator("head script").count() == 0  # the last one does not reload
     page.close()
 
 
 def test_a_page_that_reloads_is_silent(opened: Any, tmp_path: Path) -> None:
     opened.goto(Path(viz.report(STEPS[:25]).render(tmp_path / "r", reload=1)).as_uri())
     viz.report(STEPS).render(tmp_path / "r")
-    opened.locator("header p", has_text="Steps 0 to 29.").wait_for(state="attached", timeout=20_000)
+    opened.locator(".subtitle", has_text="Steps 0 to 29.").wait_for(state="attached", timeout=20_000)
 
 
 @pytest.mark.skipif(MODULES is None, reason="npm packages are not installed: run npm install in tests/page")

@@ -1,80 +1,147 @@
-"""Writer of the page: one HTML file that works offline."""
+"""Writer of the page: one HTML file that works offline, with the graph, the curves and the report of a run as tabs."""
 
 from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
+from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run
+from gradrewrite.diagnostics.site_health import backward_order
 from gradrewrite.ir.graph_view import GraphView, action_text, read_graph, visible_outputs
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.viz import _layout
-from gradrewrite.viz._curves import Curves, image_of
+from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import xml_safe
-from gradrewrite.viz._ladder import Ladder
+from gradrewrite.viz._ladder import Band, Ladder, only_measures, template
 from gradrewrite.viz._layout import LadderLayout, boxes_of, draw_ladder, inset
-from gradrewrite.viz._metric_colors import SiteMetric, palette, sites_of
-from gradrewrite.viz._scene import ARROW, PAD, STYLE, to_svg
-from gradrewrite.viz._theme import NOT_FINITE, PAPER, css_variables
+from gradrewrite.viz._metric_colors import SiteMetric, sites_of
+from gradrewrite.viz._norms import HEIGHT, SiteNorms, differing
+from gradrewrite.viz._panels import Panel
+from gradrewrite.viz._scene import ARROW, PAD, PAGE_STYLE, to_svg
 
-VERSION = 2
+VERSION = 3
 MOST_STEPS = 200
+MOST_POINTS = 1000  # of one line of a chart
 MOST_ROWS = 60  # a larger ladder opens folded
 _CHIP = 22  # height of a node inside an unfolded box, in pixels
 _ASSIGNED = re.compile(r"^\s*(\w+)(?:: \"[^\"]*\")? = ")
+_CSS = {getattr(theme, name): theme.css_variable(name) for name in ("PAPER", "NOT_FINITE")}
+_CSS |= {color: f"var(--s{n})" for n, color in enumerate(theme.palette())}
+_SIZES = ("norm", "total_norm", "max_abs")  # records of the heat map, of each site the first
+
+
+@dataclass(frozen=True)
+class GraphTabs:
+    """The graph for a page: both views, and what colors say."""
+
+    graph: JointGraph
+    layout: LadderLayout
+    overview: LadderLayout
+    note: str
+    metrics: Sequence[SiteMetric]
+    color_by: str | None
+    root_cause: Collection[str]
 
 
 def write_page(
-    graph: JointGraph,
-    layout: LadderLayout,
-    overview: LadderLayout,
-    *,
     title: str,
-    note: str,
-    run: Run | None,
-    metrics: Sequence[SiteMetric],
-    color_by: str | None,
-    root_cause: Collection[str],
+    *,
+    run: Run | None = None,
+    panels: Sequence[Panel] = (),
+    report: str = "",
+    graph: GraphTabs | None = None,
+    reload: str = "",
+    is_report_first: bool = False,
 ) -> str:
-    """Return the page as HTML."""
-    ladder = layout.ladder
-    data = {
-        "schema": f"gradrewrite/page/{VERSION}",
-        "most_rows": MOST_ROWS,
-        "geometry": _geometry(layout),
-        **_layout_data(layout, root_cause),
-        "nodes": _nodes(graph, ladder.graph_view),
-        "edits": _edits(graph, ladder),
-        "overview": [*sites_of(overview.ladder).values()],
-        **_measurements(run, metrics),
-        "color_by": color_by or "",
-        "palette": {"stops": palette() if metrics else [], "bad": NOT_FINITE, "none": PAPER},
-    }
-    curves = "<p>no records</p>"
-    if run is not None:
-        image = image_of(Curves(run, "").figure(), "curves of the run")
-        curves = f'<button id="enlarge" type="button">enlarge</button>{image}'
+    """Return a page as HTML.
+
+    Args:
+        title: Its title.
+        run: The run whose records are in it.
+        panels: Curves.
+        report: Elements of the tabs ``report`` and ``curves``; ``""`` without them.
+        graph: The graph for the tabs ``overview`` and ``ladder``.
+        reload: Elements of the head that read the file again.
+        is_report_first: Whether the page opens with the report, and not with the overview.
+    """
     here = resources.files("gradrewrite.viz.page")
+    text = {name: here.joinpath(name).read_text(encoding="utf-8") for name in _FILES}
+    records, numbers = _records(run)
+    data: dict[str, Any] = {"schema": f"gradrewrite/page/{VERSION}", "records": records, "norms": None}
+    data["panels"] = [_panel(panel) for panel in panels]
+    tools, graph_panels, aside = text["graph.html"].split("<!-- panels -->")[0], "", ""
+    if graph is not None:
+        data |= _graph_data(graph, run, numbers)
+        graph_panels, _, aside = text["graph.html"].partition("<!-- panels -->")[2].partition("<!-- aside -->")
+        overview = draw_ladder(graph.overview, root_cause=graph.root_cause, is_page=True)
+        graph_panels = graph_panels.replace("{{overview}}", to_svg(overview, label="overview"))
+    both = [("report", "curves") if report else (), ("overview", "ladder") if graph else ()]
+    own = [name for names in (both if is_report_first else both[::-1]) for name in names]
     fill = {
         "title": html.escape(title),
-        "style": STYLE + css_variables() + "\n" + here.joinpath("page.css").read_text(encoding="utf-8"),
+        "reload": reload,
+        "style": PAGE_STYLE + theme.css_variables() + "\n" + text["page.css"],
         "arrow": ARROW,
-        "overview": to_svg(draw_ladder(overview, root_cause=root_cause), label="overview"),
-        "summary": html.escape(note),
-        "curves": curves,
+        "tabs": "".join(_TAB.format(name=name) for name in own),
+        "tools": tools if graph is not None else "",
+        "summary": html.escape(graph.note) if graph is not None else "",
+        "panels": graph_panels + report,
+        "aside": aside,
         "data": json.dumps(_safe(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "code": here.joinpath("page.js").read_text(encoding="utf-8"),
+        "scripts": "".join(
+            f"<script>{text[name]}</script>" for name in ("run.js", *(("graph.js",) if graph is not None else ()))
+        ),
     }
-    template = here.joinpath("page.html").read_text(encoding="utf-8")
-    return xml_safe(re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], template))
+    return xml_safe(re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], text["page.html"]))
+
+
+_FILES = ("page.html", "page.css", "graph.html", "run.js", "graph.js")
+_TAB = '<button id="tab-{name}" type="button" role="tab" aria-controls="{name}">{name}</button>'
+
+
+def _graph_data(graph: GraphTabs, run: Run | None, numbers: Sequence[int]) -> dict[str, Any]:
+    layout, norms = graph.layout, graph.layout.norms
+    return {
+        "most_rows": MOST_ROWS,
+        "geometry": _geometry(layout),
+        **_layout_data(layout, graph.root_cause),
+        **_nodes(graph.graph, layout.ladder.graph_view),
+        "edits": _edits(graph.graph, layout.ladder),
+        "overview": _overview_data(graph.overview),
+        "norms": None if norms is None else _norms(norms, numbers),
+        "metrics": [_metric(one, numbers) for one in graph.metrics] if run is not None else [],
+        "color_by": graph.color_by or "",
+    }
+
+
+def _norms(norms: SiteNorms, numbers: Sequence[int]) -> dict[str, Any]:
+    places = {"start": numbers.index(norms.start), "now": numbers.index(norms.now)}
+    return {"record": norms.record, "low": norms.low, "high": norms.high, "bounds": norms.bounds, **places}
+
+
+def _overview_data(layout: LadderLayout) -> list[dict[str, Any]]:
+    sites = sites_of(layout.ladder)
+    return [
+        {
+            "sites": sites[part.key],
+            "cells": [(cell.name, cell.sites) for cell in layout.cells.get(part.key, ())],
+            "small": part.small,
+            "width": _layout.WIDTHS[part.column],
+            "isIdle": "idle" in part.classes,
+        }
+        for row in layout.ladder.rows
+        for part in row
+    ]
 
 
 def _geometry(layout: LadderLayout) -> dict[str, Any]:
@@ -85,7 +152,15 @@ def _geometry(layout: LadderLayout) -> dict[str, Any]:
     }
     lengths = {"top": 30.0, "header": _layout.HEADER, "foot": _layout.FOOT, "gap": _layout.GAP, "box": _layout.BOX}
     insets = [inset(depth) for depth in range(7)]
-    return {**lengths, "chip": _CHIP, "pad": PAD, "width": layout.width, "columns": columns, "insets": insets}
+    return {
+        **lengths,
+        "bar": HEIGHT,
+        "chip": _CHIP,
+        "pad": PAD,
+        "width": layout.width,
+        "columns": columns,
+        "insets": insets,
+    }
 
 
 def _safe(value: Any) -> Any:
@@ -99,7 +174,7 @@ def _safe(value: Any) -> Any:
 
 def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str, Any]:
     """Return rows, boxes, bands and lines; a control point is (x, 0 or 1 for its end, share of the height)."""
-    ladder, boxes = layout.ladder, boxes_of(layout, None, root_cause)
+    ladder, boxes = layout.ladder, boxes_of(layout, None, root_cause, is_page=True)
     sites, parts = sites_of(ladder), []
     for number, (row, offsets) in enumerate(zip(ladder.rows, layout.offsets, strict=True)):
         for part in row:
@@ -119,6 +194,7 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
                     "shown": [name for name in part.nodes if name not in ladder.hidden] or part.nodes,
                     "edits": part.edits,
                     "sites": sites[part.key],
+                    "cells": [(cell.name, cell.sites) for cell in layout.cells.get(part.key, ())],
                 }
             )
     at = {part.key: n for n, part in enumerate(part for row in ladder.rows for part in row)}
@@ -132,28 +208,50 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
         ]
         for edge, points in layout.routes
     ]
-    return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": list(map(asdict, ladder.bands))}
+    apart = _bands_apart(layout)
+    bands = [{**asdict(band), "isApart": number in apart} for number, band in enumerate(ladder.bands)]
+    return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": bands}
 
 
-def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, dict[str, Any]]:
+def _bands_apart(layout: LadderLayout) -> set[int]:
+    """Return the numbers of the bands of blocks that differ from their siblings."""
+    bands, norms, found = layout.ladder.bands, layout.norms, set[int]()
+    if norms is None:
+        return found
+    cells = [[c for part in row for c in layout.cells.get(part.key, ())] for row in layout.ladder.rows]
+
+    def inside(band: Band) -> list[float]:
+        sites = [site for row in cells[band.first : band.last + 1] for cell in row for site in cell.sites]
+        return norms.values(sites, norms.now)
+
+    siblings: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for number, band in enumerate(bands):
+        siblings[band.depth, template(band.name.partition("#")[0])].append(number)
+    for own in (own for own in siblings.values() if len(own) > 2):
+        found |= {own[place] for place in differing([inside(bands[number]) for number in own])}
+    return found
+
+
+def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, Any]:
+    """Return the nodes; of lines and modules, which many share, their places in ``sources`` and ``modules``."""
     code = {}
     for line in graph.code.splitlines():
         assigned = _ASSIGNED.match(line)
         if assigned is not None:
             code[assigned[1]] = line.strip()
-    return {
+    sources = {text: n for n, text in enumerate(dict.fromkeys(node.source for node in graph_view.nodes.values()))}
+    modules = {text: n for n, text in enumerate(dict.fromkeys(node.module_call for node in graph_view.nodes.values()))}
+    nodes = {
         name: {
             "target": node.target,
-            "op": node.op_and_argument,
-            "module": node.module_call,
-            "shape": node.shape,
-            "dtype": node.dtype,
-            "source": node.source,
-            "edit": node.edit,
+            "module": modules[node.module_call],
+            "value": f"[{node.shape}] {node.dtype}" if node.shape or node.dtype else "",
+            "source": sources[node.source],
             "code": code.get(name, ""),
         }
         for name, node in graph_view.nodes.items()
     }
+    return {"nodes": nodes, "sources": [*sources], "modules": [*modules]}
 
 
 def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
@@ -168,7 +266,8 @@ def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
         still = _readers(new, anchor, ladder.hidden)
         gone = [name for name in _readers(old, anchor, ladder.hidden) if name in at and name not in still]
         cut = dict.fromkeys((at[source], at[name]) for name in gone) if is_shown else {}
-        found.append({"site": str(edit.site), "action": action_text(edit), "nodes": edit.nodes, "replaced": [*cut]})
+        texts = {"site": str(edit.site), "action": action_text(edit), "nodes": edit.nodes}
+        found.append({**texts, "replaced": [*cut], "isFigure": only_measures(edit)})
     return found
 
 
@@ -189,38 +288,58 @@ def _readers(users: Mapping[str, Sequence[str]], name: str, hidden: Collection[s
     return [reader for reader in reached if reader not in hidden]
 
 
-def _measurements(run: Run | None, metrics: Sequence[SiteMetric]) -> dict[str, Any]:
-    """Return the records of at most ``MOST_STEPS`` steps, non-finite ones included, and the metrics of these steps."""
-    if run is None:
-        return {"records": {"steps": [], "values": {}}, "metrics": []}
-    numbers = _sample(run)
+def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
+    """Return the records of at most ``MOST_STEPS`` steps, non-finite ones included, and the numbers of the steps.
+
+    ``first`` is the place of the step that is shown at first: the last finite one, or all.
+    """
+    if run is None or not run.steps:
+        return {"steps": [], "values": {}, "first": 0, "rows": []}, []
+    last = judged_steps(run)[-1].step
+    numbers = _sample(run, last)
     values: dict[str, dict[str, list[float | str | None]]] = defaultdict(dict)
     for address, series in run.series.items():
         name, _, site = address.partition("@")
         known = dict(zip(series.steps, series.values, strict=True))
         values[site][name] = [_number(known.get(n)) for n in numbers]
-    shown = [
-        {
-            "name": one.metric,
-            "weak": one.weak,
-            "strong": one.strong,
-            "legend": [[entry.color, entry.text] for entry in one.legend()],
-            "values": {
-                site: {"total": _number(one.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}
-                for site, known in one.by_site.items()
-            },
-        }
-        for one in metrics
-    ]
-    return {"records": {"steps": numbers, "values": values}, "metrics": shown}
+    kinds = ("error", "input", "gradient", "group", "step")
+    order = [site for site in backward_order(run) if site.partition(":")[0] in kinds]
+    rows = [(site, name) for site in order for name in [one for one in _SIZES if one in values[site]][:1]]
+    first = len(numbers) if last == run.steps[-1].step else numbers.index(last)
+    return {"steps": numbers, "values": values, "first": first, "rows": rows}, numbers
 
 
-def _sample(run: Run) -> list[int]:
-    """Sample steps at equal distances, and of the non-finite ones."""
+def _metric(metric: SiteMetric, numbers: Sequence[int]) -> dict[str, Any]:
+    return {
+        "name": metric.metric,
+        "weak": metric.weak,
+        "strong": metric.strong,
+        "legend": [[_CSS[entry.color], entry.text] for entry in metric.legend()],
+        "values": {
+            site: {"total": _number(metric.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}
+            for site, known in metric.by_site.items()
+        },
+    }
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    """Return the lines of a chart; of many points equal distances, and those beside values that are not finite."""
+    lines = []
+    for name, values in panel.lines:
+        steps, distance = [*values], -(-len(values) // MOST_POINTS)
+        bad = {n for n, step in enumerate(steps) if not math.isfinite(values[step])}
+        ends = {0, len(steps) - 1} | {n for one in sorted(bad)[:MOST_POINTS] for n in (one - 1, one, one + 1)}
+        kept = [step for n, step in enumerate(steps) if n % distance == 0 or n in ends]
+        lines.append({"name": name, "steps": kept, "values": [_number(values[step]) for step in kept]})
+    return {"title": panel.title, "lines": lines}
+
+
+def _sample(run: Run, last: int) -> list[int]:
+    """Sample steps at equal distances, and of the non-finite ones; with the last finite one."""
     numbers = [step.step for step in run.steps]
     if len(numbers) <= MOST_STEPS:
         return numbers
-    bad = [one.step.step for one in bad_steps(run)][: MOST_STEPS // 2]
+    bad = [last, *(one.step.step for one in bad_steps(run))][: MOST_STEPS // 2]
     num_even = MOST_STEPS - len(bad)
     return sorted({*bad, *(numbers[round(n * (len(numbers) - 1) / (num_even - 1))] for n in range(num_even))})
 

@@ -158,7 +158,7 @@ def test_nothing_to_draw(tmp_path: Path, steps: list[Step], words: str) -> None:
 def test_no_text_lies_on_other_text() -> None:
     rows = [{"max_abs@gradient:w": NAN if n == 7 else 10.0**n} for n in range(9)]
     baseline = Baseline(run_of(*rows), "a file with a long name " * 4)
-    figure = viz.Curves(run_of(*rows), "a title", baseline=baseline).figure()
+    figure = viz.Curves(run_of(*rows), "a title", baselines=(baseline,)).figure()
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     (ax,) = figure.axes

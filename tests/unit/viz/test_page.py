@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections import Counter
@@ -128,10 +127,10 @@ def test_nothing_comes_from_outside() -> None:
 def test_names_with_markup_stay_text() -> None:
     reader, data = page_of(odd_names(), title="<script>alert(2)</script>{{data}}")
 
-    assert len(reader.scripts) == 2
-    assert Counter(t for t, _ in reader.elements)["script"] == 2
+    assert len(reader.scripts) == 3
+    assert Counter(t for t, _ in reader.elements)["script"] == 3
     for name in ODD_NAMES:
-        assert any(name in node["module"] for node in data["nodes"].values())
+        assert any(name in module for module in data["modules"])
     assert "<" not in reader.scripts[0]
 
 
@@ -152,10 +151,23 @@ def test_records_and_metrics_are_in_it() -> None:
     (largest,) = data["metrics"]
     assert (largest["name"], data["color_by"]) == ("largest error", "largest error")
     assert (largest["weak"], largest["strong"]) == (0.5, 5.0)
-    assert largest["values"]["error:second"] == {"total": "NaN", "steps": [0.5, 1.5, 2.5, 3.5, "NaN"]}
-    (image, *_) = [a["src"] for t, a in reader.elements if t == "img"]
-    assert image is not None
-    assert base64.b64decode(image.partition(",")[2]).lstrip().startswith(b"<?xml")
+    assert largest["values"]["error:second"] == {"total": 3.5, "steps": [0.5, 1.5, 2.5, 3.5, "NaN"]}
+    assert data["records"]["first"] == 3  # the page opens with the last finite step
+    assert data["records"]["rows"] == [["error:second", "max_abs"]]
+    assert data["norms"] == {
+        "record": "max_abs",
+        "low": 0.5,
+        "high": 5.0,
+        "bounds": {},
+        "start": 0,
+        "now": 3,
+    }
+    assert [a["id"] for _, a in reader.elements if a.get("role") == "tab"] == [
+        "tab-overview",
+        "tab-ladder",
+        "tab-report",
+        "tab-curves",
+    ]
 
 
 def test_of_many_steps_those_that_were_not_finite_stay() -> None:
@@ -180,18 +192,19 @@ def test_without_a_monitor_there_are_no_colors(tmp_path: Path) -> None:
     reader, data = page_of(three_layers())
 
     assert data["metrics"] == []
-    assert data["records"] == {"steps": [], "values": {}}
-    assert not [t for t, _ in reader.elements if t == "img"]
+    assert data["records"] == {"steps": [], "values": {}, "first": 0, "rows": []}
+    assert data["norms"] is None
+    assert [a["id"] for _, a in reader.elements if a.get("role") == "tab"] == ["tab-overview", "tab-ladder"]
 
 
 @pytest.mark.pure
 def test_the_code_and_style_are_plain() -> None:
     folder = Path(_html.__file__).parent
-    code = (folder / "page.js").read_text(encoding="utf-8")
+    code = "".join((folder / name).read_text(encoding="utf-8") for name in ("run.js", "graph.js"))
 
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttpRequest|import\(", code
     )
     assert "</script" not in code
-    for name in ("page.js", "page.css", "page.html"):
+    for name in ("run.js", "graph.js", "page.css", "page.html", "graph.html", "report.html"):
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", (folder / name).read_text(encoding="utf-8"))

@@ -60,8 +60,9 @@ def test_the_verdict_comes_first(tmp_path: Path) -> None:
     assert 'gr.on("error:layers.1", ClipByNorm(4))' in body
     assert page.count("h1") == 1
     assert page.count("table") == page.count("caption") == 1
-    (image,) = [attributes for tag, attributes in page.elements if tag == "img"]
+    (image,) = [attributes for tag, attributes in page.elements if tag == "img"]  # for readers without scripts
     assert image["alt"] == f"loss and norm by step. {report.health.loss}"
+    assert [a["id"] for _, a in page.elements if a.get("role") == "tab"] == ["tab-report", "tab-curves"]
 
 
 @pytest.mark.pure
@@ -69,22 +70,19 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = page_of(viz.report(STEPS), tmp_path)
     (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
 
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert page.count("script") == 0
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    assert page.count("script") == 2  # the data, and the code
     loaded = [value for _, a in page.elements for name, value in a.items() if name in ("src", "href")]
     assert all(str(value).startswith("data:") for value in loaded)
-    assert not any("{{" in text for text in page.texts)
+    assert not any(re.search(r"\{\{\w+\}\}", text) for text in page.texts)
 
 
 @pytest.mark.pure
 def test_the_page_reloads_where_it_is_asked_to(tmp_path: Path) -> None:
     page = page_of(viz.report(STEPS), tmp_path, reload=3)
 
-    assert page.count("script") == 1
+    assert page.count("script") == 3
     assert any("setTimeout(() => location.reload(), 3000)" in text for text in page.texts)
-    (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
-    assert policy is not None
-    assert policy.endswith("; script-src 'unsafe-inline'")
 
 
 @pytest.mark.pure

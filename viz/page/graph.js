@@ -1,44 +1,28 @@
 "use strict";
-// Everything is in the file: the overview as SVG, the ladder as JSON, of which only what is in sight is drawn.
-// Text is only ever set as text. All lengths come from Python (_layout.py); heights are added up here.
+// The graph: the overview as SVG, the ladder as JSON, of which only what is in sight is drawn.
+// All lengths come from Python (_layout.py); heights are added up here.
+/* global need, make, say, onClick, theme, number, run, showTab, stepNow, normOf, positionOf, colorAt, chart, figure */
 
 /** @typedef {{x: number, width: number, heading: string}} Column */
-/** @typedef {{top: number, header: number, foot: number, gap: number, box: number, chip: number, pad: number, width: number, columns: Record<string, Column>, insets: number[]}} Geometry */
-/** @typedef {{key: string, row: number, column: string, y: number, height: number, text: string, small: string, classes: string, title: string, nodes: string[], shown: string[], edits: number[], sites: string[]}} PartData */
+/** @typedef {{top: number, header: number, foot: number, gap: number, box: number, bar: number, chip: number, pad: number, width: number, columns: Record<string, Column>, insets: number[]}} Geometry */
+/** @typedef {[string, string[]]} Cell a layer or call, and its sites */
+/** @typedef {{key: string, row: number, column: string, y: number, height: number, text: string, small: string, classes: string, title: string, nodes: string[], shown: string[], edits: number[], sites: string[], cells: Cell[]}} PartData */
 /** @typedef {PartData & {at: number, top: number, isOpen: boolean, words: string}} Part */
-/** @typedef {{key: string, name: string, first: number, last: number, depth: number, folded: boolean, y: number, height: number, isDrawn: boolean}} Band */
+/** @typedef {{key: string, name: string, first: number, last: number, depth: number, isApart: boolean, folded: boolean, y: number, height: number, isDrawn: boolean}} Band */
 /** @typedef {{key: string, x: number, y: number, width: number, height: number, band: Band | null}} Place */
 /** @typedef {[number, number, string, number, [number, number, number][]]} LineData source, target, kind, tensors, points (x, 0 source or 1 target, share of the height) */
-/** @typedef {{target: string, op: string, module: string, shape: string, dtype: string, source: string, edit: number, code: string}} NodeData */
-/** @typedef {number | string | null} Value NaN and infinities are strings */
+/** @typedef {{target: string, module: number, value: string, source: number, code: string}} NodeData */
 /** @typedef {{name: string, weak: number, strong: number, legend: [string, string][], values: Record<string, {total: Value, steps: Value[]}>}} Metric */
-/** @typedef {{geometry: Geometry, rows: number[], parts: PartData[], bands: {key: string, name: string, first: number, last: number, depth: number}[], lines: LineData[], nodes: Record<string, NodeData>, edits: {site: string, action: string, nodes: string[], replaced: [number, number][]}[], overview: string[][], records: {steps: number[], values: Record<string, Record<string, Value[]>>}, metrics: Metric[], color_by: string, most_rows: number, palette: {stops: string[], bad: string, none: string}}} PageData */
+/** @typedef {{site: string, action: string, nodes: string[], replaced: [number, number][], isFigure: boolean}} EditData */
+/** @typedef {RunData & {geometry: Geometry, rows: number[], parts: PartData[], bands: Band[], lines: LineData[], nodes: Record<string, NodeData>, sources: string[], modules: string[], edits: EditData[], overview: {sites: string[], cells: Cell[], small: string, width: number, isIdle: boolean}[], metrics: Metric[], color_by: string, most_rows: number}} PageData */
 
-/** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
-function need(id, kind) {
-  const found = document.getElementById(id);
-  if (!(found instanceof kind)) throw new Error(`the page has no ${id}`);
-  return found;
-}
-/** @type {PageData} */ const data = JSON.parse(need("data", HTMLScriptElement).textContent || "");
-const NS = "http://www.w3.org/2000/svg";
-const G = data.geometry;
+const data = /** @type {PageData} */ (run), G = data.geometry;
 const view = need("ladder", HTMLDivElement), map = need("map", HTMLCanvasElement), svg = /** @type {SVGSVGElement} */ (/** @type {unknown} */ (document.getElementById("graph")));
-
-/** @param {Element} parent @param {string} name @param {Record<string, string | number>} attributes @param {string | null} text @returns {Element} */
-function make(parent, name, attributes = {}, text = null) {
-  const isSvg = parent.namespaceURI === NS || name === "svg";
-  const element = isSvg ? document.createElementNS(NS, name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, String(value));
-  if (text !== null) element.textContent = text;
-  parent.append(element);
-  return element;
-}
-function say(/** @type {string} */ text) { need("status", HTMLSpanElement).textContent = text; }
 
 // ---- the parts of the ladder
 /** @type {Part[]} */ const parts = data.parts.map((part, at) => ({ ...part, at, top: 0, isOpen: false, words: "" }));
 /** @type {Band[]} */ const bands = data.bands.map((band) => ({ ...band, folded: false, y: 0, height: 0, isDrawn: false }));
+const hasBars = data.norms !== null, SUMMARY = G.box + (hasBars ? G.bar : 0);
 /** @type {Map<string, Part>} */ const partOf = new Map();
 for (const part of parts) { partOf.set(part.key, part); for (const name of part.nodes) partOf.set(name, part); }
 /** @type {Part[][]} */ const partsOf = data.rows.map(() => []);
@@ -73,7 +57,7 @@ function layOut() {
     if (folded) {
       for (let r = folded.first; r <= folded.last; r++) foldedAt[r] = folded;
       placeSummary(folded, y + 2);
-      y += G.box + G.gap;
+      y += SUMMARY + G.gap;
       row = folded.last + 1;
     } else {
       y += placeRow(row, y + 2);
@@ -103,12 +87,12 @@ function placeRow(/** @type {number} */ row, /** @type {number} */ y) {
 function placeSummary(/** @type {Band} */ band, /** @type {number} */ y) {
   const columns = new Set();
   for (let row = band.first; row <= band.last; row++) for (const part of partsOf[row]) { part.top = y; columns.add(part.column); }
-  for (const column of columns) places.push({ key: `${band.key} ${column}`, x: G.columns[column].x, y, width: G.columns[column].width, height: G.box, band });
+  for (const column of columns) places.push({ key: `${band.key} ${column}`, x: G.columns[column].x, y, width: G.columns[column].width, height: SUMMARY, band });
 }
 
 function standIn(/** @type {Part} */ part) {
   const band = foldedAt[part.row];
-  return band ? { key: `${band.key} ${part.column}`, y: part.top, height: G.box } : { key: part.key, y: part.top, height: part.height };
+  return band ? { key: `${band.key} ${part.column}`, y: part.top, height: SUMMARY } : { key: part.key, y: part.top, height: part.height };
 }
 
 function placeLines() {
@@ -171,12 +155,15 @@ function drawBox(/** @type {Place} */ place) {
   if (part && part.edits.length) group.setAttribute("data-edit", data.edits[part.edits[0]].site);
   const texts = part ? [part.text, part.small] : [band ? band.name : "", `${inside.length} ${isInserted ? "edit" : place.x === G.columns.input?.x ? "input" : "op"}${inside.length > 1 ? "s" : ""}`];
   make(group, "title", {}, part ? part.title : texts.join(": "));
-  const rect = make(group, "rect", { width: place.width, height: part ? part.height : G.box, rx: 3 });
-  const fill = fillOf(inside);
+  const high = part ? part.height : SUMMARY, cells = part ? part.cells : band && place.x === G.columns.backward?.x ? cellsOf(band) : [];
+  const rect = make(group, "rect", { width: place.width, height: high, rx: 3 });
+  const fill = inside.some((one) => one.edits.length) && inside.every((one) => !one.edits.length || one.classes.includes("idle")) ? "" : fillOf(inside);
   if (fill) rect.setAttribute("style", `fill:${fill}`);
-  const high = part ? part.height : G.box;
-  make(group, "text", { x: G.pad, y: texts[1] ? high / 2 - 3 : high / 2 + 4 }, fitted(texts[0], place.width, Boolean(part)));
-  if (texts[1]) make(group, "text", { x: G.pad, y: high - 6, class: "note" }, texts[1]);
+  const text = cells.length || high > G.box ? G.box : high;
+  const small = [texts[1], normText(cells)].filter(Boolean).join(" \u00b7 ");
+  make(group, "text", { x: G.pad, y: small ? text / 2 - 3 : text / 2 + 4 }, fitted(texts[0], place.width, Boolean(part)));
+  if (small) make(group, "text", { x: G.pad, y: text - 6, class: "note" }, fitted(small, place.width, false));
+  drawMarks(group, cells, place.width);
   for (const name of part && !part.isOpen ? part.nodes : []) make(make(group, "g", { "data-node": name }), "title", {}, name);
   if (part && part.isOpen) part.shown.forEach((name, at) => drawChip(group, part, name, high + at * G.chip, place.width));
   group.classList.toggle("selected", part === selected && part !== undefined && part !== null);
@@ -197,9 +184,46 @@ function drawChip(group, part, name, y, width) {
   chip.addEventListener("click", (event) => { event.stopPropagation(); if (!dragged) select(part, { scroll: false, node: name }); });
 }
 
-const css = getComputedStyle(document.documentElement);
-/** @param {string} name */
-const theme = (name) => css.getPropertyValue(name).trim();
+// ---- norms on boxes: a bar, or of a folded box a strip of cells
+/** @returns {number} the place of the step whose norms are shown */
+const normStep = () => { const step = stepNow(); return step === null ? (data.norms ? data.norms.now : 0) : data.records.steps.indexOf(step); };
+/** @param {Band} band @returns {Cell[]} a cell for each part of it that has norms */
+function cellsOf(band) {
+  const inner = bands.filter((one) => one.depth === band.depth + 1 && band.first <= one.first && one.last <= band.last);
+  const rows = inner.length > 1 ? inner : data.rows.slice(band.first, band.last + 1).map((_, n) => ({ name: "", first: band.first + n, last: band.first + n }));
+  const found = rows.map(({ name, first, last }) => /** @type {Cell} */ ([name, partsOf.slice(first, last + 1).flat().flatMap((part) => part.cells.flatMap(([, sites]) => sites))]));
+  return inner.length > 1 ? found : found.filter(([, sites]) => sites.length);
+}
+/** @param {Cell[]} cells @returns {string} */
+function normText(cells) {
+  const values = cells.map(([, sites]) => normOf(sites, normStep())).filter((value) => value !== null).map(Number);
+  if (!data.norms || !values.length) return "";
+  const ends = new Set([Math.min(...values), Math.max(...values)].map((value) => String(Number(value.toPrecision(3)))));
+  return `${data.norms.record} ${[...ends].join(" to ")}`;
+}
+/** @param {Element} group @param {Cell[]} cells @param {number} width */
+function drawMarks(group, cells, width) {
+  const norms = data.norms, at = normStep();
+  if (!norms || !cells.length) return;
+  const top = G.box, left = G.pad, wide = width - 2 * G.pad, thick = 5;
+  const put = (/** @type {number} */ x, /** @type {number} */ y, /** @type {number} */ w, /** @type {number} */ h, /** @type {string} */ fill) => make(group, "rect", { class: "mark", x, y, width: w, height: h, style: `fill:var(${fill})` });
+  const known = cells.filter(([, sites]) => normOf(sites, at) !== null);
+  const shown = known.length > 1 ? cells : known.length ? known : cells.slice(0, 1);
+  if (shown.length > 1) {
+    shown.forEach(([name, sites], n) => {
+      const value = normOf(sites, at), mark = put(left + wide * n / shown.length, top, wide / shown.length, thick, colorAt(value, norms.low, norms.high));
+      make(mark, "title", {}, `${name}: ${norms.record} ${figure(value)}`);
+    });
+    return;
+  }
+  const [, sites] = shown[0], value = normOf(sites, at), begin = normOf(sites, norms.start);
+  const bound = sites.reduce((least, site) => Math.min(least, norms.bounds[site] ?? Infinity), Infinity);
+  put(left, top, wide, thick, "--no-data");
+  if (value !== null) put(left, top, Math.max(2, wide * positionOf(value, norms.low, norms.high)), thick, colorAt(value, norms.low, norms.high));
+  if (begin !== null) put(left + wide * positionOf(begin, norms.low, norms.high) - 0.5, top - 2, 1, thick + 3, "--detail");
+  if (bound < Infinity) put(left + wide * positionOf(bound, norms.low, norms.high) - 1, top - 2, 2, thick + 3, "--inserted-edge");
+}
+
 const pen = map.getContext("2d");
 function fitted(/** @type {string} */ text, /** @type {number} */ width, /** @type {boolean} */ isFitted) {
   if (isFitted || !pen) return text;
@@ -288,14 +312,18 @@ function zoom(to, focus = null) {
   if (scale !== before) { view.scrollLeft = at[0] * scale - x; view.scrollTop = at[1] * scale - y; }
   draw();
 }
-function showTab(/** @type {"overview" | "ladder"} */ name) {
-  for (const one of ["overview", "ladder"]) {
-    need(one, HTMLDivElement).classList.toggle("gone", one !== name);
-    const tab = need(`tab-${one}`, HTMLButtonElement);
-    tab.setAttribute("aria-selected", String(one === name));
-    tab.tabIndex = one === name ? 0 : -1;
-  }
-  if (name === "ladder") draw(); else drawMap();
+document.addEventListener("tab", (event) => {
+  if (/** @type {CustomEvent} */ (event).detail === "ladder") draw(); else drawMap();
+  fitOverview();
+});
+/** Let the overview fill the window. */
+function fitOverview() {
+  const place = need("overview", HTMLDivElement), picture = place.querySelector("svg");
+  if (!picture || !place.clientWidth) return;
+  const [, , wide, high] = (picture.getAttribute("viewBox") || "0 0 1 1").split(" ").map(Number);
+  const by = Math.min(Math.max(Math.min(place.clientWidth / wide, place.clientHeight / high), 1), 1.8);
+  picture.setAttribute("width", String(wide * by));
+  picture.setAttribute("height", String(high * by));
 }
 
 // ---- choosing a box
@@ -332,39 +360,28 @@ function list(/** @type {Element} */ parent, /** @type {string} */ title, /** @t
   }
   if (found.length > 12) make(parent, "p", {}, `and ${found.length - 12} more`);
 }
+const MOST_CURVES = 6; // sites
 function showDetails(/** @type {Part} */ part, /** @type {string} */ node) {
   const place = need("details", HTMLDivElement);
   place.replaceChildren();
   const named = make(place, "dl"), first = data.nodes[node || part.nodes[0]];
-  /** @type {Record<string, string | undefined>} */ const rows = { box: [part.text, part.small].filter(Boolean).join(" \u00b7 "), column: part.column, module: first && (first.module || "(model)"),
-    node, calls: node && first ? first.target : "", shape: first && `[${first.shape}] ${first.dtype}`, source: first && first.source };
+  /** @type {Record<string, string | undefined>} */ const rows = { box: [part.text, part.small].filter(Boolean).join(" \u00b7 "), column: part.column, module: first && (data.modules[first.module] || "(model)"),
+    node, calls: node && first ? first.target : "", shape: first && first.value, source: first && data.sources[first.source] };
   if (part.edits.length) rows.edit = part.edits.map((at) => `${data.edits[at].action} at ${data.edits[at].site}`).join("; ");
   rows.sites = part.sites.filter((site) => site.includes(":")).join(", ");
   for (const [name, value] of Object.entries(rows)) if (value) { make(named, "dt", {}, name); make(named, "dd", {}, value); }
+  const measured = new Set([...part.sites, ...part.cells.flatMap(([, sites]) => sites)].filter((site) => data.records.values[site]));
+  for (const site of [...measured].slice(0, MOST_CURVES)) for (const [record, values] of Object.entries(data.records.values[site])) {
+    make(place, "h3", {}, `${record}@${site}`);
+    chart(place, { title: `${record}@${site}`, lines: [{ name: record, steps: data.records.steps, values }] }, 310, 70);
+  }
+  if (measured.size > MOST_CURVES) make(place, "p", {}, `and ${measured.size - MOST_CURVES} more sites with records`);
   const shown = node ? [node] : part.shown;
   if (shown.length) make(place, "pre", {}, shown.slice(0, 30).map((name) => data.nodes[name].code || name).join("\n") + (shown.length > 30 ? `\nand ${shown.length - 30} more` : ""));
   list(place, "partners", partners(part));
   list(place, "inputs", linesOf[part.at].filter((at) => data.lines[at][1] === part.at).map((at) => parts[data.lines[at][0]]));
   list(place, "users", linesOf[part.at].filter((at) => data.lines[at][0] === part.at).map((at) => parts[data.lines[at][1]]));
   list(place, "edges that it replaced, to", replacedBy(part).map(([, to]) => to));
-  for (const site of part.sites) for (const [record, values] of Object.entries(data.records.values[site] || {})) { make(place, "h3", {}, `${record}@${site}`); curve(place, values); }
-}
-
-/** @param {Value} value @returns {number} */
-const number = (value) => (value === null ? NaN : Number(value));
-function curve(/** @type {Element} */ place, /** @type {Value[]} */ values) {
-  const wide = 310, high = 70, known = values.map((v) => (v === null ? null : number(v)));
-  const finite = /** @type {number[]} */ (known.filter((v) => v !== null && Number.isFinite(v)));
-  const low = Math.min(...finite, 0), top = Math.max(...finite, low);
-  const chart = make(place, "svg", { class: "curve", viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": `${finite.length} finite values, ${low.toPrecision(4)} to ${top.toPrecision(4)}` });
-  const x = (/** @type {number} */ n) => 6 + (wide - 12) * (known.length > 1 ? n / (known.length - 1) : 0.5);
-  const y = (/** @type {number} */ v) => high - 16 - (high - 30) * ((v - low) / (top - low || 1));
-  make(chart, "polyline", { points: known.flatMap((v, n) => (v !== null && Number.isFinite(v) ? [`${x(n)},${y(v)}`] : [])).join(" ") });
-  known.forEach((v, n) => { if (v !== null && !Number.isFinite(v)) make(chart, "line", { class: "bad", x1: x(n), x2: x(n), y1: 2, y2: high - 14 }); });
-  const step = stepNow(), at = step === null ? -1 : data.records.steps.indexOf(step);
-  if (at >= 0) make(chart, "line", { class: "now", x1: x(at), x2: x(at), y1: 2, y2: high - 14 });
-  make(chart, "text", { x: 6, y: 11, class: "note" }, finite.length ? top.toPrecision(4) : "nothing finite");
-  make(chart, "text", { x: 6, y: high - 3, class: "note" }, `steps ${data.records.steps[0]} to ${data.records.steps.at(-1)}`);
 }
 
 // ---- search: exact sites and edits first, then what begins with the words, then the rest; grouped by module
@@ -372,7 +389,7 @@ function curve(/** @type {Element} */ place, /** @type {Value[]} */ values) {
 /** @type {Set<Part>} */ let hitSet = new Set();
 let hit = -1;
 function wordsOf(/** @type {Part} */ part) {
-  part.words ||= [part.title, part.text, ...part.sites, ...part.nodes, ...part.nodes.map((name) => `${data.nodes[name].target} ${data.nodes[name].source}`)].join("\n").toLowerCase();
+  part.words ||= [part.title, part.text, ...part.sites, ...part.nodes, ...part.nodes.map((name) => `${data.nodes[name].target} ${data.sources[data.nodes[name].source]}`)].join("\n").toLowerCase();
   return part.words;
 }
 function rank(/** @type {Part} */ part, /** @type {string} */ wanted) {
@@ -394,7 +411,7 @@ function search(/** @type {string} */ text) {
   if (wanted) make(place, "h2", {}, "results by module");
   /** @type {Map<string, Element>} */ const groups = new Map();
   hits.slice(0, 200).forEach((part, at) => {
-    const module = data.nodes[part.nodes[0]]?.module || "(model)";
+    const first = data.nodes[part.nodes[0]], module = (first && data.modules[first.module]) || "(model)";
     if (!groups.has(module)) {
       const group = make(place, "details");
       group.toggleAttribute("open", groups.size < 4);
@@ -414,9 +431,7 @@ function nextHit(/** @type {number} */ by) {
 }
 
 // ---- colors by step
-const slider = need("step", HTMLInputElement), chosen = need("metric", HTMLSelectElement);
-/** @returns {number | null} */
-const stepNow = () => data.records.steps[Number(slider.value)] ?? null;
+const chosen = need("metric", HTMLSelectElement);
 function colorOf(/** @type {string[]} */ sites) {
   const metric = data.metrics[Number(chosen.value)], step = stepNow();
   if (!metric) return "";
@@ -426,29 +441,32 @@ function colorOf(/** @type {string[]} */ sites) {
     return value === undefined || value === null ? [] : [number(value)];
   });
   if (!found.length) return "";
-  if (found.some((value) => !Number.isFinite(value))) return data.palette.bad;
+  if (found.some((value) => !Number.isFinite(value))) return "var(--not-finite)";
   return metric.strong < metric.weak ? color(metric, Math.min(...found)) : color(metric, Math.max(...found));
 }
 function color(/** @type {Metric} */ metric, /** @type {number} */ value) {
-  if (value === 0 && metric.weak < metric.strong) return data.palette.none;
+  if (value === 0 && metric.weak < metric.strong) return "var(--paper)";
   const place = (Math.log(value) - Math.log(metric.weak)) / (Math.log(metric.strong) - Math.log(metric.weak));
-  return data.palette.stops[Math.round(Math.min(Math.max(place, 0), 1) * (data.palette.stops.length - 1))];
+  return `var(--s${Math.round(Math.min(Math.max(place, 0), 1) * 8)})`;
 }
 /** @param {Part[]} inside @returns {string} */
 const fillOf = (inside) => colorOf(inside.flatMap((part) => part.sites));
 function recolor() {
-  if (!data.metrics.length) return;
-  const step = stepNow();
-  need("stepname", HTMLSpanElement).textContent = step === null ? "all steps" : `step ${step}`;
-  const legend = need("legend", HTMLSpanElement);
+  const metric = data.metrics[Number(chosen.value)], legend = need("legend", HTMLSpanElement), norms = data.norms;
   legend.replaceChildren();
-  for (const [fill, words] of data.metrics[Number(chosen.value)].legend) {
+  /** @type {[string, string][]} */ const entries = [...(metric ? metric.legend : [])];
+  if (norms) entries.push(["var(--s8)", `bar: ${norms.record}, ${figure(norms.low)} to ${figure(norms.high)}, logarithmic; ticks: start, bound`], ["var(--no-data)", "no data"], ["var(--not-finite)", "NaN or infinite"]);
+  for (const [fill, words] of entries) {
     /** @type {HTMLElement} */ (make(legend, "i")).style.background = fill;
     make(legend, "span", {}, words);
   }
   overviewBoxes.forEach((box, at) => {
-    const fill = colorOf(data.overview[at]);
+    const { sites, cells, small, width, isIdle } = data.overview[at], fill = isIdle ? "" : colorOf(sites);
     box.querySelector("rect")?.setAttribute("style", fill ? `fill:${fill}` : "");
+    for (const mark of box.querySelectorAll(".mark")) mark.remove();
+    drawMarks(box, cells, width);
+    const note = box.querySelector("text.note");
+    if (note && cells.length) note.textContent = fitted([small, normText(cells)].filter(Boolean).join(" \u00b7 "), width, false);
   });
   redraw();
   if (selected) showDetails(selected, "");
@@ -461,7 +479,7 @@ for (const box of overviewBoxes) {
     const name = box.querySelector("[data-node]")?.getAttribute("data-node");
     const site = box.getAttribute("data-edit") || box.querySelector("[data-edit]")?.getAttribute("data-edit");
     const at = site ? data.edits.findIndex((edit) => edit.site === site) : -1;
-    select(partOf.get(at >= 0 ? `edit ${at}` : name || ""));
+    select(partOf.get(`edit ${at}`) || partOf.get(name || ""));
   };
   box.setAttribute("tabindex", "0");
   box.setAttribute("role", "button");
@@ -477,7 +495,7 @@ function jump(/** @type {number} */ at) { atEdit = at; select(partOf.get(`edit $
 function listEdits() {
   const place = need("edits", HTMLDivElement);
   /** @type {Map<string, number[]>} */ const byAction = new Map();
-  data.edits.forEach(({ action }, at) => { const numbers = byAction.get(action); if (numbers) numbers.push(at); else byAction.set(action, [at]); });
+  data.edits.forEach(({ action, isFigure }, at) => { if (isFigure) return; const numbers = byAction.get(action); if (numbers) numbers.push(at); else byAction.set(action, [at]); });
   for (const [action, numbers] of byAction) {
     const group = make(place, "details");
     group.toggleAttribute("open", byAction.size === 1 || data.edits.length <= 40);
@@ -492,9 +510,6 @@ function listEdits() {
   if (!data.edits.length) make(place, "p", {}, "no edits");
 }
 
-function onClick(/** @type {string} */ id, /** @type {() => void} */ action) { document.getElementById(id)?.addEventListener("click", action); }
-onClick("tab-overview", () => showTab("overview"));
-onClick("tab-ladder", () => showTab("ladder"));
 onClick("fold", () => foldAll(true));
 onClick("unfold", () => foldAll(false));
 onClick("in", () => zoom(scale * 1.25));
@@ -503,11 +518,6 @@ onClick("fit", () => { zoom(Math.min(view.clientWidth / G.width, 1.5)); view.scr
 onClick("next", () => nextHit(1));
 onClick("previous", () => nextHit(-1));
 onClick("help", () => need("keys", HTMLDialogElement).showModal());
-onClick("enlarge", () => {
-  const large = need("large", HTMLDialogElement), image = need("curves", HTMLDivElement).querySelector("img");
-  if (image && !large.querySelector("img")) large.prepend(image.cloneNode());
-  large.showModal();
-});
 for (const id of ["saved", "fan"]) document.getElementById(id)?.addEventListener("change", layOut);
 const field = need("search", HTMLInputElement);
 field.addEventListener("input", () => search(field.value));
@@ -515,14 +525,12 @@ field.addEventListener("keydown", (event) => {
   if (event.key === "Enter") { nextHit(event.shiftKey ? -1 : 1); event.preventDefault(); }
   if (event.key === "Escape") { field.value = ""; search(""); view.focus(); }
 });
-if (data.metrics.length) {
-  data.metrics.forEach((metric, at) => make(chosen, "option", { value: at }, metric.name));
-  chosen.value = String(Math.max(0, data.metrics.findIndex((metric) => metric.name === data.color_by)));
-  slider.max = String(data.records.steps.length);
-  slider.value = slider.max;
-  chosen.addEventListener("change", recolor);
-  slider.addEventListener("input", recolor);
-} else need("colors", HTMLFieldSetElement).classList.add("gone");
+data.metrics.forEach((metric, at) => make(chosen, "option", { value: at }, metric.name));
+chosen.value = String(Math.max(0, data.metrics.findIndex((metric) => metric.name === data.color_by)));
+chosen.addEventListener("change", recolor);
+document.addEventListener("step", recolor);
+need("metric-label", HTMLLabelElement).classList.toggle("gone", !data.metrics.length);
+document.addEventListener("site", (event) => openSite(/** @type {CustomEvent} */ (event).detail));
 
 /** @type {{x: number, y: number, left: number, top: number} | null} */ let drag = null;
 let dragged = false;
@@ -541,7 +549,7 @@ window.addEventListener("pointermove", (event) => {
   view.scrollTop = drag.top - y;
 });
 window.addEventListener("pointerup", () => { drag = null; view.classList.remove("dragging"); });
-window.addEventListener("resize", drawSoon);
+window.addEventListener("resize", () => { drawSoon(); fitOverview(); });
 window.addEventListener("hashchange", () => openHash());
 view.addEventListener("wheel", (event) => {
   if (!event.ctrlKey && !event.metaKey) return;
@@ -561,35 +569,38 @@ document.addEventListener("keydown", (event) => {
   const around = selected ? bands.filter((band) => selected && band.first <= selected.row && selected.row <= band.last) : [];
   const band = around.find((one) => one.folded) || around.at(-1);
   /** @type {Record<string, () => void>} */ const actions = {
-    "1": () => showTab("overview"), "2": () => showTab("ladder"), "/": () => field.focus(),
+    "1": () => showTab("overview"), "2": () => showTab("ladder"), ...(document.getElementById("report") ? { "3": () => showTab("report"), "4": () => showTab("curves") } : {}), "/": () => field.focus(),
     "+": () => zoom(scale * 1.25), "=": () => zoom(scale * 1.25), "-": () => zoom(scale / 1.25), "0": () => zoom(1),
     n: () => stepBox(1), p: () => stepBox(-1), o: () => { if (selected) select(partners(selected)[0]); },
     x: () => { if (selected) select(selected, { open: !selected.isOpen }); }, f: () => { if (band) fold(band, !band.folded); },
     F: () => foldAll(true), U: () => foldAll(false), e: () => nextEdit(1), E: () => nextEdit(-1), "?": () => need("keys", HTMLDialogElement).showModal(),
   };
   if (actions[event.key]) { actions[event.key](); event.preventDefault(); }
-  if (target.getAttribute("role") === "tab" && ["ArrowLeft", "ArrowRight"].includes(event.key)) {
-    const name = target.id === "tab-overview" ? "ladder" : "overview";
-    showTab(name);
-    need(`tab-${name}`, HTMLButtonElement).focus();
-  }
 });
 
 /** @returns {boolean} whether the address names a node or a site */
 function openHash() {
   let name = location.hash.slice(1);
   try { name = decodeURIComponent(name); } catch { /* a name with a percent sign that was typed as it is */ }
-  const part = partOf.get(name) || parts.find((one) => one.edits.length > 0 && one.sites.includes(name)) || parts.find((one) => one.sites.includes(name));
+  return openSite(name);
+}
+/** @returns {boolean} whether there is a box of a node or a site */
+function openSite(/** @type {string} */ name) {
+  const part = partOf.get(name) || parts.find((one) => one.edits.length > 0 && one.sites.includes(name)) || parts.find((one) => one.sites.includes(name) || one.cells.some(([, sites]) => sites.includes(name)));
   if (part) select(part, { node: part.nodes.includes(name) && part.nodes.length > 1 ? name : "" });
   return part !== undefined;
 }
 
-if (data.rows.length > data.most_rows) for (const band of bands) band.folded = true;
+if (data.rows.length > data.most_rows) {
+  for (const band of bands) band.folded = true;
+  for (const apart of bands) if (apart.isApart) for (const band of bands) if (band.first <= apart.first && apart.last <= band.last) band.folded = false;
+}
+const opened = document.body.dataset.tab || "overview";
 listEdits();
 drawHeadings();
 showTab("ladder");
 layOut();
-showTab("overview");
+showTab(opened);
 recolor();
 const blamed = parts.filter((part) => part.classes.split(" ").includes("root_cause"));
 if (blamed.length) {
