@@ -1,8 +1,9 @@
 """Train two models with exploding losses, plain and with clips in the backward: ``gradrewrite demo``.
 
 One fits a line, the other is a recurrent network on Python's help texts. ``python examples/demo.py --out folder``
-prints losses and edits, and writes ``index.html``: the curves of both, with links to a health report, the rewritten
-graph as a page and as a ladder, and the records of all runs. ``demo.json`` has the losses of all seeds and all edits.
+prints losses and edits, and writes ``index.html``: the losses of both, plain and clipped, then links to a health
+report, the rewritten graph as a page and as a ladder, and the records of all runs. ``demo.json`` has the losses of all
+seeds and all edits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import html
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -34,6 +37,7 @@ SEEDS = range(8)
 PLAIN_STEPS, REGRESSION_STEPS, TEXT_STEPS = 10, 1000, 200
 
 _FILES = {
+    "_curves.png": "loss and norm of both runs",
     "_report.html": "health report: the verdict on the clipped run, how strongly clips acted, the plain run",
     ".html": "the rewritten backward graph as a page to search, fold and click through",
     ".svg": "the same graph as a drawing",
@@ -46,7 +50,9 @@ _PAGE = """<!DOCTYPE html>
 <style>body {{ font: 15px/1.5 Verdana, Arial, sans-serif; margin: 20px auto; max-width: 1000px; padding: 0 16px }}
 img {{ width: 100% }} li {{ margin: 4px 0 }}</style></head>
 <body><h1>gradrewrite demo</h1>
-{parts}
+{curves}
+<h2>Files</h2>
+{links}
 <p><a href="demo.json">demo.json</a> has the losses of all seeds, and all edits.</p></body></html>
 """
 
@@ -68,6 +74,11 @@ class Training:
     clipped: gr.RewrittenModule
     inputs: Tensor
     losses: dict[int, tuple[list[float], list[float]]]
+
+    @property
+    def shown(self) -> tuple[list[float], list[float]]:
+        """The losses of the last seed, whose records are kept."""
+        return self.losses[max(self.losses)]
 
     @property
     def edits(self) -> Sequence[gr.Edit]:
@@ -148,13 +159,14 @@ def run(out: Path) -> Path:
         torch.set_num_threads(threads)
     path.write_text(json.dumps({name: as_json(training) for name, training in trainings.items()}, indent=1) + "\n")
     parts = [written(out / name, training) for name, training in trainings.items()]
-    (out / "index.html").write_text(_PAGE.format(parts="\n".join(parts)), encoding="utf-8")
+    curves, links = map("\n".join, zip(*parts, strict=True))
+    (out / "index.html").write_text(_PAGE.format(curves=curves, links=links), encoding="utf-8")
     console.print(f"wrote {out / 'index.html'} after {time.monotonic() - start:.0f} s", highlight=False)
     return path
 
 
-def written(path: Path, training: Training) -> str:
-    """Write the files of one training, and return its part of the index: the curves, and links."""
+def written(path: Path, training: Training) -> tuple[str, str]:
+    """Write the files of one training, and return its parts of the index: the losses, and links."""
     title, clipped, plain = f"gradrewrite demo: {path.name}", f"{path}_clipped.jsonl", f"{path}_plain.jsonl"
     for name, model in ((clipped, training.clipped), (plain, training.plain)):
         Path(name).unlink(missing_ok=True)
@@ -165,13 +177,38 @@ def written(path: Path, training: Training) -> str:
     drawing = viz.draw(training.clipped.trace(training.inputs), monitor=training.clipped.monitor, title=title)
     drawing.render(path, "html")
     drawing.render(path, "svg")
+    draw_losses(*training.shown, f"{path}_losses.svg")
     files = {f"{path.name}{ending}": text for ending, text in _FILES.items()}
     links = "".join(f'<li><a href="{name}">{name}</a>: {text}</li>' for name, text in files.items())
-    return (
-        f"<h2>{html.escape(training.title)}</h2><p>{html.escape(report.health.loss)}</p>"
-        f'<a href="{path.name}_report.html"><img alt="loss and norms, clipped and plain" '
-        f'src="{path.name}_curves.png"></a><ul>{links}</ul>'
+    curves = (
+        f"<h2>{html.escape(training.title)}</h2><p>{html.escape(seen(*training.shown))}</p>"
+        f'<img alt="losses by step, plain and clipped" src="{path.name}_losses.svg">'
     )
+    return curves, f"<h3>{path.name}</h3><p>{html.escape(report.health.loss)}</p><ul>{links}</ul>"
+
+
+def seen(plain: Sequence[float], clipped: Sequence[float]) -> str:
+    """Return the message of two curves of losses, in one sentence."""
+    bad = next((step for step, loss in enumerate(plain) if not math.isfinite(loss)), None)
+    end = (
+        f"is not finite from step {bad} on"
+        if bad is not None
+        else f"peaks at {max(plain):.4g} and ends at {plain[-1]:.4g}"
+    )
+    steps = f"in {len(clipped)} steps, and never exceeds {max(clipped):.4g}"
+    return f"Plain, the loss {end}; clipped, it goes from {clipped[0]:.4g} to {clipped[-1]:.4g} {steps}."
+
+
+def draw_losses(plain: Sequence[float], clipped: Sequence[float], path: str) -> None:
+    """Draw both losses into one panel, up to ten times the largest of the clipped run."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, losses, color in (("plain", plain, "#d62728"), ("clipped", clipped, "#1f77b4")):
+        axes.plot(losses, label=name, color=color, linewidth=1.5, marker="x" if len(losses) < len(clipped) else "")
+    axes.set(xlabel="step", ylabel="loss", yscale="log")
+    axes.set_ylim(0.8 * min(clipped), min(10 * max(clipped), 1.25 * max(filter(math.isfinite, [*plain, *clipped]))))
+    axes.legend()
+    figure.savefig(path)
 
 
 def show_regression(console: Console, training: Training) -> None:

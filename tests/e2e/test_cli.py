@@ -63,6 +63,11 @@ def check_comparison(out: Path, losses: dict[str, list[float]]) -> None:
     index, report = (out / "index.html").read_text(), (out / "text_report.html").read_text()
     linked = set(re.findall(r'(?:href|src)="([^"]+)"', index))
     assert linked == {path.name for path in out.iterdir()} - {"index.html"}
+    curves = re.findall(r"<p>(Plain, the loss [^<]*)</p>\s*<img [^>]*src=\"(regression|text)_losses.svg\"", index)
+    assert [name for _, name in curves] == ["regression", "text"]
+    assert index.index("text_losses.svg") < index.index("<a href")  # the curves come before any list of links
+    assert re.match(r"Plain, the loss is not finite from step [1-4] on; clipped, it goes from ", curves[0][0])
+    assert f"peaks at {max(losses['plain']):.4g} and ends at {losses['plain'][-1]:.4g}; clipped" in curves[1][0]
     plain, clipped = max(losses["plain"]), max(losses["rewritten"])
     assert clipped < plain
     for page in (index, report):
