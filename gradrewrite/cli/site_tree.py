@@ -63,8 +63,8 @@ def site_tree(sites: Sequence[Site]) -> Tree:
             _insert(roots.setdefault(kinds, _Branch()), item)
     tree = Tree("", hide_root=True)
     for kinds, root in roots.items():
-        number = f"{sizes[kinds]} site{'s' if sizes[kinds] > 1 else ''}"
-        _show(tree.add(Text(f"{', '.join(kinds)}: {number}")), root)
+        size = f"{sizes[kinds]} site{'s' if sizes[kinds] > 1 else ''}"
+        _show(tree.add(Text(f"{', '.join(kinds)}: {size}")), root)
     return tree
 
 
