@@ -15,12 +15,12 @@ class Loop(NamedTuple):
 
     first: int  # place of its first op
     period: int  # ops in one part
-    count: int  # number of parts
+    turns: int  # number of parts
 
     @property
     def end(self) -> int:
         """Place behind its last op."""
-        return self.first + self.period * self.count
+        return self.first + self.period * self.turns
 
 
 def find_loops(kinds: Sequence[Hashable]) -> list[Loop]:
@@ -40,8 +40,8 @@ def find_loops(kinds: Sequence[Hashable]) -> list[Loop]:
             continue
         later = islice(places[kind], seen[kind], seen[kind] + _TRIED)
         loops = [Loop(place, other - place, _repetitions(kinds, place, other - place)) for other in later]
-        best = max(loops, key=lambda loop: (loop.end, loop.count), default=None)
-        if best is not None and best.count >= LEAST:
+        best = max(loops, key=lambda loop: (loop.end, loop.turns), default=None)
+        if best is not None and best.turns >= LEAST:
             found.append(best)
             end = best.end
     return found

@@ -15,6 +15,7 @@ from gradrewrite.cli.messages import Refused, one_line, warn
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _RUNS = "what monitor.to_jsonl wrote; of several ranks all files, as run.rank*.jsonl"
+_BASELINES = "runs to draw it with; of several the first is the one to compare with"
 _COMMANDS = {
     "draw": "graphs",
     "sites": "graphs",
@@ -91,11 +92,11 @@ def _add_graphs(commands: _Commands) -> None:
 def _add_runs(commands: _Commands) -> None:
     plot = commands.add_parser("plot", help="draw how training went, from its records")
     plot.add_argument("run", type=Path, metavar="run.jsonl", help="what monitor.to_jsonl wrote")
-    plot.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
+    plot.add_argument("--baseline", type=Path, nargs="+", metavar="other.jsonl", help=_BASELINES)
     plot.add_argument("--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: curves.png)")
     health = commands.add_parser("report", help="write a page that says whether the backward pass of a run is healthy")
     health.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
-    health.add_argument("--baseline", type=Path, metavar="other.jsonl", help="a run to compare with")
+    health.add_argument("--baseline", type=Path, nargs="+", metavar="other.jsonl", help=_BASELINES)
     health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
     health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")

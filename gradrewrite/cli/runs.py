@@ -19,7 +19,7 @@ def plot(options: argparse.Namespace) -> None:
     """Draw the curves of a run."""
     formats: dict[str, viz.CurveFormat] = {f".{form}": form for form in get_args(viz.CurveFormat)}
     name, ending = split_ending(options.out, list(formats))
-    curves = reading(lambda: viz.plot(options.run, baseline=options.baseline))
+    curves = reading(lambda: viz.plot(options.run, baseline=_by_name(options.baseline)))
     try:
         print(curves.render(name, formats[ending]))
     except OSError as err:
@@ -37,7 +37,7 @@ def report(options: argparse.Namespace) -> None:
 def _follow(options: argparse.Namespace, name: str) -> None:
     """Write the report whenever a file has changed, until Ctrl-C; a file that is not there yet is waited for."""
     warn(f"following {', '.join(map(str, options.run))}, writing {name}.html until Ctrl-C")
-    files = [path for path in (*options.run, options.baseline) if path is not None]
+    files = [*options.run, *(options.baseline or ())]
     seen: list[tuple[int, int]] = []
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -51,11 +51,19 @@ def _follow(options: argparse.Namespace, name: str) -> None:
 
 
 def _write_report(options: argparse.Namespace, name: str, *, reload: int = 0) -> str:
-    page = reading(lambda: viz.report(_one_or_all(options.run), baseline=options.baseline))
+    page = reading(lambda: viz.report(_one_or_all(options.run), baseline=_by_name(options.baseline)))
     try:
         return page.render(name, reload=reload)
     except OSError as err:
         raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+
+
+def _by_name(paths: Sequence[Path] | None) -> Path | dict[str, Path] | None:
+    """Return one baseline as it is, and several by the names of their files."""
+    if paths is None or len(paths) == 1:
+        return paths[0] if paths else None
+    is_unique = len({path.name for path in paths}) == len(paths)
+    return {path.name if is_unique else str(path): path for path in paths}
 
 
 def _one_or_all(paths: Sequence[Path]) -> Path | list[Path]:

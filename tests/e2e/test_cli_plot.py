@@ -45,6 +45,17 @@ def test_plot_titles_the_file(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.pure
+def test_plot_against_several_runs(shell: Shell) -> None:
+    for name in ("run.jsonl", "plain.jsonl", "other.jsonl"):
+        Path(name).write_text('{"step": 0, "records": {"loss@run": 1.0}}\n')
+    words = ("plot", "run.jsonl", "--baseline", "plain.jsonl", "other.jsonl", "--out", "curves.svg")
+
+    assert shell.run(*words) == (0, "curves.svg\n", "")
+    assert shell.run("report", *words[1:-1], "r.html") == (0, "r.html\n", "")
+    page = Path("r.html").read_text()
+    assert all(f'"name":"{name}"' in page for name in ("this run", "plain.jsonl", "other.jsonl"))
+
+
 def test_plot_against_a_baseline(shell: Shell) -> None:
     for name, count in (("run", 2), ("plain", 3)):
         Path(f"{name}.jsonl").write_text("".join(LOSS % (n, n) for n in range(count)))
