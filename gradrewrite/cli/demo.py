@@ -1,4 +1,4 @@
-"""The command that trains the examples of ``gradrewrite.examples.demo``."""
+"""The command on the examples of ``gradrewrite.examples.demo``: demo."""
 
 from __future__ import annotations
 

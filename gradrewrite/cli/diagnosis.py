@@ -1,4 +1,4 @@
-"""The command that trains a model for some steps and judges it: diagnose."""
+"""The command on a short training: diagnose."""
 
 from __future__ import annotations
 

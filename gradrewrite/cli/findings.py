@@ -1,4 +1,4 @@
-"""The command that judges the records of runs: doctor."""
+"""The command on the faults of runs: doctor."""
 
 from __future__ import annotations
 

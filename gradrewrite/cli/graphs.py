@@ -54,7 +54,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def _refuse_ignored(options: argparse.Namespace, ending: str) -> None:
-    """An export holds the whole graph, whatever a picture would show of it."""
+    """Refuse options without effect on an export."""
     given = {
         "--view": options.view != "ladder",
         "--run": options.run is not None,

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def load(spec: str, what: str) -> Any:
-    """Return the object of ``module:name`` or ``module:name.attribute``, from the current folder too.
+    """Return the object of ``module:name`` or ``module:name.attribute``.
 
-    Refused, naming ``what`` it is, if the text has another form, the module cannot be imported, or has no such name.
+    The current folder counts too. Refused, naming ``what`` it is, if the text has another form, the module cannot be
+    imported, or has no such name.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
@@ -92,7 +93,7 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
 
 
 def made(spec: str, what: str, ready: Any) -> Any:
-    """Return the object that a spec names, or the result of its call, unless it is ready."""
+    """Return the object of a spec, called if not ready."""
     found = load(spec, what)
     if isinstance(found, ready) or not callable(found):
         return found

@@ -1,4 +1,4 @@
-"""Messages of commands on the error stream: errors and warnings, one line each."""
+"""Messages of commands on the error stream, one line each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Refused(Exception):
-    """An error for the user, one line with the way out."""
+    """One line for the user, with the way out."""
 
 
 def warn(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""A tree of sites by module, with one line for repeated blocks and calls."""
+"""A tree of sites by module, with repeated blocks folded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Branch:
 
 
 def site_tree(sites: Sequence[Site]) -> Tree:
-    """Return the tree of sites, one for kinds with alike sites.
+    """Return the tree of sites, by kinds with alike sites.
 
     Modules and calls with equal ops, shapes, dtypes and lines of code share a line.
     """
@@ -92,7 +92,7 @@ def _items(sites: Sequence[Site]) -> list[tuple[_Item, int]]:
 
 
 def _modules(name: str) -> tuple[str, ...]:
-    """Return the parts of a module's name, numbers behind the list that they are in."""
+    """Return the parts of a module's name, with their numbers."""
     parts: list[str] = []
     for word in name.split(".") if name else ():
         if word.isdecimal() and parts:
@@ -114,7 +114,7 @@ def _insert(branch: _Branch, item: _Item) -> None:
 
 
 def _show(tree: Tree, root: _Branch) -> None:
-    """Add the lines of a branch; sites with equal details share one."""
+    """Add the lines of a branch, one for equal details."""
     lines: dict[str | int, tuple[list[str], str, _Branch | None]] = {}  # by details, or by number of the branch
     for number, branch in enumerate(root.branches.values()):
         ends = [(_times(parts) + details, _folded(parts)) for (_, details), parts in branch.own.items()]

@@ -1,1 +1,1 @@
-"""Diagnostics of failed steps and of training runs: values in, findings out."""
+"""Diagnostics of training runs: values in, findings out."""

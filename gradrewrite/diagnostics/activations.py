@@ -17,20 +17,20 @@ DEAD_LIMITS = {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR}
 
 
 def saturated(run: Run) -> list[Finding]:
-    """Return a finding for units at the bounds of their tanh or sigmoid."""
+    """Return a finding for units at their bounds."""
     advice = "Start from smaller weights or normalise what comes in: a saturated unit passes almost no error on."
     what = "Units sit at the bounds of their tanh or sigmoid"
     return _high_shares(run, SATURATED_LIMITS, "saturated", what, advice)
 
 
 def dead(run: Run, limits: Mapping[tuple[str, str], float] = DEAD_LIMITS) -> list[Finding]:
-    """Return a finding for units, or errors, with almost only zeros; limits are by record and kind."""
+    """Return a finding for zeros; limits by record and kind."""
     advice = "Lower the learning rate or use a unit that leaks (LeakyReLU, GELU): a unit at zero learns nothing."
     return _high_shares(run, limits, "dead", "Almost all elements are exactly 0", advice)
 
 
 def _high_shares(run: Run, limits: Mapping[tuple[str, str], float], kind: str, what: str, advice: str) -> list[Finding]:
-    """Return a finding for sites with a median share of the last steps above its limit (by record and kind)."""
+    """Return a finding for high median shares in the end."""
     found: dict[str, tuple[float, int, int]] = {}  # share, first step, number of steps
     for one in run.series.values():
         limit = limits.get((one.record, one.at.kind))

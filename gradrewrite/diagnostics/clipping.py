@@ -1,4 +1,4 @@
-"""Clips over a run: their bounds, how often they acted, and how strongly."""
+"""Clips over a run: bounds, rates and factors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LISTS = ("steps", "sizes", "bounds", "acted", "factors")
 
 
 def clips_always(run: Run) -> list[Finding]:
-    """Return a finding for each clip that acts in nearly every step: the most frequent first, then the strongest."""
+    """Return a finding for each clip with a high rate."""
     found = [clip for clip in _judged_clips(run) if clip.rate > CLIPS_ALWAYS]
     return [_always(clip) for clip in sorted(found, key=lambda clip: (-clip.rate, clip.strength))]
 
@@ -50,7 +50,7 @@ def _always(clip: ClipHistory) -> Finding:
 
 
 def clips_never(run: Run) -> list[Finding]:
-    """Return a finding for each clip by norm that acts in no step, the farthest from its bound first."""
+    """Return a finding for each idle clip by norm."""
     by_norm = [clip for clip in _judged_clips(run) if clip.kind == "norm"]
     found = [clip for clip in by_norm if not any(clip.acted) and 0 < clip.bound < math.inf]
     return [_never(clip) for clip in sorted(found, key=lambda clip: max(clip.sizes) / clip.bound)]
@@ -68,7 +68,7 @@ def _never(clip: ClipHistory) -> Finding:
 
 
 def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
-    """Return for each clip, by its label and where two share it by its kind, in how many steps it could be judged."""
+    """Return the number of judged steps of each clip."""
     clips = [clip for clip in clips_of(run) if clip.kind == "norm" or not by_norm]
     by_norm_too = {clip.label for clip in clips if clip.kind == "norm"}
     both = [clip.kind == "value" and clip.label in by_norm_too for clip in clips]
@@ -77,7 +77,7 @@ def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
 
 
 def _judged(clip: ClipHistory) -> ClipHistory:
-    """Return a clip with the steps that count: of clips by norm, those with a finite norm and bound."""
+    """Return a clip with its judged steps."""
     pairs = zip(clip.sizes, clip.bounds, strict=True)
     kept = [clip.kind == "value" or (math.isfinite(size) and math.isfinite(bound)) for size, bound in pairs]
     lists: dict[str, Any] = {name: list(compress(getattr(clip, name), kept)) for name in _LISTS}
@@ -113,7 +113,7 @@ class ClipHistory:
 
     @property
     def unit(self) -> str:
-        """Unit of its lists: ``steps``, or ``calls`` of a module in them."""
+        """Unit of its lists: ``steps`` or ``calls``."""
         return "calls" if self.num_calls > 1 else "steps"
 
     @property
@@ -123,7 +123,7 @@ class ClipHistory:
 
     @property
     def bound(self) -> float:
-        """The last finite bound; without one infinity where the clip was switched off, NaN where none is known."""
+        """The last finite bound, else infinity (off) or NaN (unknown)."""
         finite = [bound for bound in self.bounds if math.isfinite(bound)]
         return finite[-1] if finite else self.bounds[-1]
 
@@ -140,14 +140,14 @@ class ClipHistory:
 
     @property
     def median_factor(self) -> float:
-        """Median factor of the clipped steps; 1 if there are none, NaN if it is not known."""
+        """Median factor of the clipped steps; NaN if unknown."""
         pairs = zip(self.factors, self.acted, strict=True)
         factors = [factor for factor, acted in pairs if acted and not math.isnan(factor)]
         return median(factors) if factors else math.nan if any(self.acted) else 1.0
 
     @property
     def label(self) -> str:
-        """The site, and the record where it is not the first of its name there."""
+        """The site, with its record unless that is the first."""
         return self.site if self.key.occurrence == 1 else f"{self.site} ({self.key.name})"
 
 
@@ -158,7 +158,7 @@ def clips_of(run: Run) -> list[ClipHistory]:
 
 
 def clips_of_modules(run: Run) -> list[ClipHistory]:
-    """Return the clips with records, those at the calls of one module as one, under its name."""
+    """Return the clips with records, one per module."""
     alike: dict[tuple[str, str, str], list[ClipHistory]] = {}
     for clip in clips_of(run):
         alike.setdefault((clip.site.partition("#")[0], clip.action, clip.key.name), []).append(clip)
@@ -170,7 +170,7 @@ def clips_of_modules(run: Run) -> list[ClipHistory]:
 
 
 def clips_by_edit(run: Run, edits: Sequence[Edit]) -> dict[int, ClipHistory]:
-    """Return the clips with records in a run, by number of the edit."""
+    """Return the clips with records by number of the edit."""
     clips = {clip.key: clip for clip in clips_of(run)}
     found = {number: [clips[key] for key in edit.records if key in clips] for number, edit in enumerate(edits)}
     return {number: own[0] for number, own in found.items() if own}

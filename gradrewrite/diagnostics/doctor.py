@@ -1,4 +1,4 @@
-"""Findings from the records of a training run: faults, origins and remedies."""
+"""Findings on a training run: faults, origins and remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Ser
 
 @dataclass(frozen=True, slots=True)
 class SkippedRule:
-    """A rule with too few steps to judge all its records."""
+    """A rule with too few steps for some records."""
 
     kind: str  # kind of finding that it would have
     needed: int  # how many steps it needs
@@ -35,7 +35,7 @@ class SkippedRule:
 
 
 def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
-    """Return the findings on a run, the gravest first; ``()`` if none.
+    """Return the findings on a run, the gravest first.
 
     Each clip and each site that grows has a finding of its own, the worst of a kind first.
 
@@ -48,7 +48,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
 
 
 def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
-    """Return the rules with too few steps for some of their records."""
+    """Return the rules with too few steps for some records."""
     run = last_run(steps)
     found = []
     for rule in _RULES:
@@ -59,9 +59,9 @@ def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
 
 
 def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[str]:
-    """Return a line for each kind of findings, of clips for each rule.
+    """Return a line for each kind of findings.
 
-    Rules are by the keys of findings.
+    Findings on clips have one for each rule; rules are by the keys of findings.
     """
     groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
     for one in findings:
@@ -105,9 +105,7 @@ def _cause(run: Run, site: str, *, recovered: bool) -> tuple[str, str, str]:
     if site.startswith("outside:"):
         advice = "Look at the loss function: log, sqrt, a division by zero or by an empty mask; clamp its argument."
         return "faulty loss", "The forward is finite and the gradient that comes in from the loss is not:", advice
-    advice = (
-        'Use gr.on("gradient:*", CheckFinite()): a failed step is replayed, and the error names the op and its line.'
-    )
+    advice = 'Use gr.on("gradient:*", CheckFinite()): a failed step is replayed; its error names the op and its line.'
     if has_counts(run):
         advice = (
             "Right after such a step model.monitor.failure(anywhere=True) replays it, and names the op and its line."
@@ -125,7 +123,7 @@ def _cause(run: Run, site: str, *, recovered: bool) -> tuple[str, str, str]:
 
 
 def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Finding | None:
-    """A learning rate that is not finite or negative, up to a step; ``figures`` are those of the step that is not."""
+    """Return the finding on a negative or non-finite learning rate."""
     rates = [one for one in run.series.values() if one.record == "lr" and one.at.kind == "optimizer"]
     faulty = [
         (step, one.at.site, rate)

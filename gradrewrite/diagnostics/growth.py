@@ -1,4 +1,4 @@
-"""Geometric growth and decay of errors and gradients, over steps and layers."""
+"""Geometric growth and decay over steps and layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LARGEST_LOG = 700.0  # exp of more overflows
 
 
 def growth_over_steps(run: Run) -> list[Finding]:
-    """Return findings for errors or gradients with steady growth per step; first the fastest of the earliest.
+    """Return findings for steady growth per step, the earliest first.
 
     Groups have one only where no single site grows.
     """
@@ -65,7 +65,7 @@ def growth_over_steps(run: Run) -> list[Finding]:
 
 
 def measured_over_steps(run: Run) -> list[Series]:
-    """Return the records for the search of growth over the steps."""
+    """Return the records of errors and gradients over the steps."""
     return [
         one
         for one in run.series.values()
@@ -110,7 +110,7 @@ def _exp(log: float) -> float:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Running median of five, of three and one at the ends; a sequence that only rises stays as it is."""
+    """Running median of five, at the ends of fewer."""
     widths = [min(2, n, len(values) - 1 - n) for n in range(len(values))]
     return [median(values[n - w : n + w + 1]) for n, w in enumerate(widths)]
 
@@ -120,14 +120,14 @@ def _last_below(values: Sequence[float], level: float) -> int:
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float:
-    """Median of the slopes between all pairs of at most 100 points (Theil and Sen): half of them may be outliers."""
+    """Theil-Sen slope of at most 100 points."""
     every = -(-len(points) // 100)
     thin = points[::every]
     return median((b[1] - a[1]) / (b[0] - a[0]) for n, a in enumerate(thin) for b in thin[n + 1 :])
 
 
 def _is_geometric(logs: Sequence[float]) -> bool:
-    """Whether values grow without much up and down, and no slower in the second half."""
+    """Whether values grow steadily, and no slower in the end."""
     every = max(1, len(logs) // 20)
     thin = [*logs[:-1:every], logs[-1]]
     travelled = sum(abs(b - a) for a, b in pairwise(thin))
@@ -138,7 +138,7 @@ def _is_geometric(logs: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Errors on their way back: those of layers one behind the other, or of the calls of one module."""
+    """Errors of successive layers, or calls of one module, backward."""
 
     record: str  # name of the record
     module: str  # the module that is called; ``""`` for layers
@@ -152,13 +152,13 @@ class Chain:
 
     @property
     def slope(self) -> float:
-        """Growth per layer or call, as a logarithm; -inf where all but one are 0."""
+        """Log of the growth per link; -inf without two sizes."""
         points = [(n, log) for n, log in enumerate(self.logs) if log > -math.inf]
         return _slope(points) if len(points) > 1 else -math.inf
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The smaller and the larger of two ratios of the ends, as logarithms: as fitted, and as they are."""
+        """Logs of the fitted and the actual ratio, in order."""
         ratios = (self.slope * (len(self.logs) - 1), self.logs[-1] - self.logs[0])
         return min(ratios), max(ratios)
 
@@ -174,21 +174,21 @@ class Chain:
 
     @property
     def is_steady(self) -> bool:
-        """Whether no single link makes most of the ratio, as a layer that scales on purpose does."""
+        """Whether no single link makes most of the ratio."""
         smooth = _smooth([log for log in self.logs if log > -math.inf])
         largest = max((abs(b - a) for a, b in pairwise(smooth)), default=0.0)
         return largest <= MAX_ONE_LAYER * abs(smooth[-1] - smooth[0])
 
     @property
     def explodes(self) -> bool:
-        """Whether the errors grow by a factor of 1,000 or more, steadily."""
+        """Whether the errors grow steadily by 1,000 or more."""
         least = MIN_CALL_GROWTH if self.module else MIN_LAYER_GROWTH
         far = self.ends[0] >= math.log(EXPLODING_LAYERS)
         return far and self.slope >= math.log(least) and self.is_steady
 
     @property
     def vanishes(self) -> bool:
-        """Whether the errors fall below a millionth, steadily, or to 0."""
+        """Whether the errors fall steadily below a millionth."""
         if not self.module and self.sizes[-1] == self.sizes[-2] == 0:
             return True
         most = MAX_CALL_SHARE if self.module else MAX_LAYER_SHARE
@@ -196,7 +196,7 @@ class Chain:
         return far and self.slope <= math.log(most) and self.is_steady
 
     def first_step(self, steps: Sequence[Step], is_far: Callable[[float], bool]) -> int:
-        """Return the number of the first step with a far ratio of input end to output end; else of the first."""
+        """Return the first step with a far ratio, if any."""
         for step in steps:
             output = step.records.get(f"{self.record}@{self.sites[0]}", 0.0)
             back = step.records.get(f"{self.record}@{self.sites[-1]}", math.nan)
@@ -206,12 +206,12 @@ class Chain:
 
 
 def factor_of(chain: Chain) -> float:
-    """Return the growth per layer or call; 0 where all but one are 0."""
+    """Return the growth per layer or call."""
     return _exp(chain.slope)
 
 
 def judged_steps(run: Run) -> Sequence[Step]:
-    """Return the steps before the first that is not finite; that step itself if it is the first of all."""
+    """Return the steps before the first non-finite one."""
     bad = {one.step.step for one in bad_steps(run)[:1]}
     loss = loss_series(run)
     if loss is not None:
@@ -222,7 +222,7 @@ def judged_steps(run: Run) -> Sequence[Step]:
 
 
 def chains_of(run: Run, steps: Sequence[Step]) -> list[Chain]:
-    """Return the chain of the layers, and one for each module that is called at least four times in a step."""
+    """Return the chains of layers and of repeatedly called modules."""
     record, sizes = max(
         (_sizes_of(steps, record) for record in ("norm", "max_abs", "mean_abs")), key=lambda s: len(s[1])
     )
@@ -255,7 +255,7 @@ def _chain(record: str, module: str, sites: Sequence[str], sizes: Mapping[str, f
 
 
 def _chain_of_calls(record: str, name: str, sites: Sequence[str], sizes: Mapping[str, float]) -> Chain | None:
-    """Return the chain of a module's calls: of all, or of those that come at one place of each step of a loop."""
+    """Return the chain of a module's calls or one slot."""
     module = name.partition(":")[2]
     for period in range(1, MOST_SLOTS + 1):
         slots = [_chain(record, module, sites[n::period], sizes) for n in range(period)]
@@ -266,7 +266,7 @@ def _chain_of_calls(record: str, name: str, sites: Sequence[str], sizes: Mapping
 
 
 def growth_over_layers(run: Run) -> list[Finding]:
-    """Return a finding for errors that grow or shrink steadily per layer, or per call of a module, backward."""
+    """Return a finding for steady growth or decay per layer."""
     steps = judged_steps(run) if run.steps else ()
     chains = chains_of(run, steps)
     grow = [chain for chain in chains if chain.explodes]
@@ -276,7 +276,7 @@ def growth_over_layers(run: Run) -> list[Finding]:
 
 
 def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
-    """Return the finding for a chain that explodes."""
+    """Return the finding for an exploding chain."""
     (first, last), (low, high) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
     number, factor, unit = len(chain.sites), factor_of(chain), chain.unit
     text = (
@@ -296,7 +296,7 @@ def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
 
 
 def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
-    """Return the finding for a chain that vanishes."""
+    """Return the finding for a vanishing chain."""
     (first, last), (high, low) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
     number, factor, unit = len(chain.sites), factor_of(chain), chain.unit
     gone = [(site, v) for site, v in zip(chain.sites, chain.sizes, strict=True) if v <= VANISHING_LAYERS * high]

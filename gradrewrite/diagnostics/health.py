@@ -1,4 +1,4 @@
-"""The health of a training run: the contents of a health report."""
+"""The health of a training run, for its report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Health:
 
     @property
     def findings_text(self) -> str:
-        """Faults beyond the verdict, and rules without enough steps, as sentences."""
+        """Further faults, idle clips and skipped rules, as sentences."""
         verdict = self.verdict
         rest = [one for one in self.faults[1:] if one.kind != "clip acts always" or one.kind != verdict.kind]
         parts = [f"The verdict rests on {verdict.basis}."] if verdict.basis else []
@@ -82,7 +82,7 @@ class Health:
 
 
 def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evidence: Evidence | None = None) -> Health:
-    """Judge a run, or the last of several, against such as the same training without clipping."""
+    """Judge the last run of a log, against a baseline."""
     run, findings = last_run(steps), diagnose(steps)
     sites, loss = sites_of(run), loss_of(run)
     compared = None if baseline is None else last_run(baseline)
@@ -106,7 +106,7 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
 
 
 def _faults(verdict: Verdict, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the verdict and its further causes as findings, then the other findings."""
+    """Return verdict, further causes and other findings, without doubles."""
     if verdict.is_sound:
         return ()
     leads = bool(verdict.causes) and verdict.causes[0].text in verdict.text  # else a finding says more
@@ -128,7 +128,7 @@ def _faults(verdict: Verdict, findings: Sequence[Finding]) -> tuple[Finding, ...
 
 
 def _of_cause(cause: Cause, findings: Sequence[Finding]) -> Finding:
-    """Return a cause as a finding, with the figures of its double."""
+    """Return a cause as a finding, with its double's figures."""
     figures = {} if math.isnan(cause.factor) else {"factor": cause.factor}
     known = next((dict(one.figures) for one in findings if _is_told(one, cause)), figures)
     advice = "\n".join((cause.advice, *cause.rules))
@@ -143,7 +143,7 @@ def _is_told(finding: Finding, cause: Cause) -> bool:
 
 
 def _first_bad(run: Run, loss: Loss | None) -> tuple[str, int, float] | None:
-    """Return the first value that is not finite, the loss where that was so in an earlier step than any site."""
+    """Return the first non-finite value of sites and loss."""
     bad = next(iter(bad_steps(run)), None)
     if loss is not None and loss.bad_step >= 0 and (bad is None or loss.bad_step < bad.step.step):
         return loss.address, loss.bad_step, math.nan

@@ -1,4 +1,4 @@
-"""The judge of a run: its outcome first, then the causes, then the remedies."""
+"""The judge of a run: outcome, causes, remedies."""
 
 from __future__ import annotations
 
@@ -44,21 +44,20 @@ class Evidence:
 
 
 def judge_run(run: Run, evidence: Evidence | None = None) -> Judgement:
-    """Return the outcome of a run, its causes, the gravest first, and remarks on things that are no fault."""
+    """Return the outcome, causes and remarks of a run."""
     evidence = evidence or Evidence()
     found = _Findings(run, outcome_of(run, evidence.is_trained), evidence)
     causes = tuple(map(found.with_remedy, found.causes()))
     loss = loss_series(run)
-    span = (
-        "" if loss is None else f": loss {words(loss.values[0])} -> {words(loss.values[-1])} in {len(loss.steps)} steps"
-    )
+    values = [] if loss is None else loss.values
+    span = f": loss {words(values[0])} -> {words(values[-1])} in {len(values)} steps" if values else ""
     text = f"{_OUTCOMES[found.outcome]}{span}.{f' {causes[0].text}' if causes else ''}"
     rules = dict.fromkeys(rule for cause in causes for rule in cause.rules)
     return Judgement(found.outcome, causes, (*evidence.remarks, *found.remarks()), text, tuple(rules))
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
-    """Return the outcome of a training, from its loss against its start.
+    """Return the outcome of a training, from its loss.
 
     It learns, or diverges, where the mean of the last losses (a fifth of them, at most 10) is lower by 2 %, or higher
     by 10 %, than that of the first, and by more than twice the standard error of the difference (from the median of
@@ -83,7 +82,7 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Return the standard deviation of noise, from the median difference: no trend and no single value counts."""
+    """Return the standard deviation of noise, without trend and outliers."""
     return 1.05 * median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0
 
 
@@ -108,7 +107,7 @@ class _Findings:
         self.low = [clip for clip in self.always if clip.median_factor < LOW_CLIP and clip.action in fixed]
 
     def causes(self) -> tuple[Cause, ...]:
-        """Return the causes, the gravest first; of a run that learns only a bad batch or a spike."""
+        """Return the causes, the gravest first."""
         found = self.bad_batch()
         if self.outcome not in ("learns", "unknown"):
             found += self.exploding()
@@ -131,7 +130,7 @@ class _Findings:
         return [self._cause(kind, one.site, factor, one.step, one.text) for one in findings[:1]]
 
     def exploding(self) -> list[Cause]:
-        """Errors that grow steadily on their way back, from the first step on."""
+        """Errors with steady growth from the first step on."""
         early = {chain.module for chain in self.first if chain.explodes}
         chains = [chain for chain in self.chains if chain.explodes and chain.module in early]
         if not chains:
@@ -145,7 +144,7 @@ class _Findings:
         return self._found("exploding", [replace(finding, site=chain.sites[-1])], factor_of(chain))
 
     def one_layer(self) -> list[Cause]:
-        """One layer that multiplies the error, while the others keep it."""
+        """One layer with far larger growth than the others."""
         chain = _layers(self.first)
         if chain is None:
             return []
@@ -163,7 +162,7 @@ class _Findings:
         return [self._cause("one layer", front, worst, self.steps[0].step, text)]
 
     def bad_batch(self) -> list[Cause]:
-        """A batch of far larger values than the others, with a step that goes wrong."""
+        """A batch of large values with a bad step."""
         finite = [size for size in self.evidence.batches.values() if math.isfinite(size)]
         usual = median(finite) if finite else 0.0
         for step, size in self.evidence.batches.items():
@@ -198,7 +197,7 @@ class _Findings:
         return [self._cause("spike", "", size / usual, step, text)]
 
     def learning_rate(self) -> list[Cause]:
-        """Loss or gradients that grow from step to step, in a network that was sound at the start."""
+        """Loss or gradients with growth over the steps."""
         loss = loss_series(self.run)
         losses = {} if loss is None else dict(zip(loss.steps, loss.values, strict=True))
         for what, values in (("loss", losses), ("norm of the gradients", self.sizes)):
@@ -214,7 +213,7 @@ class _Findings:
         return []
 
     def op(self) -> list[Cause]:
-        """The op that made the first non-finite value, by the replay of the step."""
+        """The op behind the first non-finite value, by a replay."""
         failure, bad = self.evidence.failure, bad_steps(self.run)
         if failure is not None:
             text = f"{str(failure).partition('; just before it')[0]}."
@@ -230,7 +229,7 @@ class _Findings:
         return [self._cause("non-finite op", "", math.nan, step, f"The loss is not finite from step {step} on.")]
 
     def dead(self) -> list[Cause]:
-        """Rectifiers that give zeros alone."""
+        """Rectifiers with zeros alone."""
         return self._found("dead", dead(self.run, {("zeros", "activation"): DEAD}))
 
     def saturated(self) -> list[Cause]:
@@ -238,7 +237,7 @@ class _Findings:
         return self._found("saturated", saturated(self.run))
 
     def underflow(self) -> list[Cause]:
-        """Errors or gradients in float16 that are zeros; of several sites the one nearest to the loss."""
+        """Zeros in float16, at the site nearest to the loss."""
         found: list[Cause] = []
         for one in self.run.series.values():
             known = self.evidence.sites.get(one.at.site)
@@ -249,14 +248,14 @@ class _Findings:
         return ([cause for cause in found if cause.site.startswith("error:")] or found)[-1:]
 
     def vanishing(self) -> list[Cause]:
-        """Errors that vanish on their way back."""
+        """Vanishing errors."""
         chain = next((chain for chain in self.chains if chain.vanishes), None)
         return (
             [] if chain is None else self._found("vanishing", [growth.vanishing(self.steps, chain)], factor_of(chain))
         )
 
     def low_clips(self) -> list[Cause]:
-        """Clips that always act, and leave little."""
+        """Clips with a high rate and a small factor."""
         if not self.low:
             return []
         worst = min(self.low, key=lambda clip: clip.median_factor)
@@ -268,7 +267,7 @@ class _Findings:
         return [self._cause("clip too low", worst.site, worst.median_factor, worst.steps[0], text)]
 
     def remarks(self) -> list[str]:
-        """Return remarks on a run that learns: things that are no fault."""
+        """Return remarks on a learning run."""
         if self.outcome != "learns":
             return []
         found = [
@@ -283,12 +282,11 @@ class _Findings:
     def with_remedy(self, cause: Cause) -> Cause:
         """Return a cause with its advice and rules."""
         rules = tuple(self.rules(cause))
-        return replace(
-            cause, advice=_ADVICE[cause.kind] + (_OF_RULES.get(cause.kind, "") if rules else ""), rules=rules
-        )
+        advice = _ADVICE[cause.kind] + (_OF_RULES.get(cause.kind, "") if rules else "")
+        return replace(cause, advice=advice, rules=rules)
 
     def rules(self, cause: Cause) -> list[str]:
-        """Return the code of the rules against a cause; empty where a policy is no remedy, or the run has it."""
+        """Return the code of the rules against a cause."""
         finite = [size for size in self.sizes.values() if 0 < size < math.inf]
         if cause.kind == "exploding":
             chain = next(c for c in self.chains if c.explodes and c.sites[-1].partition("#")[0] == cause.site)
@@ -320,7 +318,7 @@ def _name(site: str) -> str:
 
 
 def _rule(clip: ClipHistory) -> str:
-    """Return the pattern of the rule that made a clip; of a callback's clip that of its site."""
+    """Return the pattern of a clip's rule or site."""
     if {*":*?["} & set(clip.rule):
         return quoted(clip.rule)
     if is_group(clip.site):

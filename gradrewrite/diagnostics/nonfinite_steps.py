@@ -35,7 +35,7 @@ def bad_steps(run: Run) -> list[BadStep]:
 
 
 def count_of(records: Mapping[str, float], site: str) -> float | None:
-    """Return the number of non-finite elements at a site; None if it was not counted."""
+    """Return the number of non-finite elements; None if not counted."""
     if f"nonfinite@{site}" in records:
         return records[f"nonfinite@{site}"]
     counts = [records[address] for name in ("nan", "inf") if (address := f"{name}@{site}") in records]
@@ -53,7 +53,7 @@ def skips_updates(run: Run) -> bool:
 
 
 def _expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
-    """Return the sites of expected infinities (a mask): infinite in 5 steps that had a finite backward."""
+    """Return the sites of infinities in 5 harmless steps."""
     harmless: Counter[str] = Counter()
     for one in bad:
         if _is_harmless(run, one):
@@ -62,11 +62,12 @@ def _expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
 
 
 def is_bad(record: str, site: str, value: float, records: Mapping[str, float]) -> bool:
-    """Whether a value shows that its site is not finite; NaN beside a count or a norm of 0 is an empty tensor."""
+    """Whether a value shows a site with non-finite elements."""
     if record in COUNTS:
         return value > 0
     if record not in MAGNITUDES or math.isfinite(value):
         return False
+    # of an empty tensor the largest value is NaN, and counts and norm are 0
     is_empty = any(records.get(f"{name}@{site}") == 0 for name in ("nonfinite", "nan", "norm"))
     return not (math.isnan(value) and is_empty)
 

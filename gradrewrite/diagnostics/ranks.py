@@ -1,4 +1,4 @@
-"""Files of one training run by rank: its verdict, and the ranks of each fault."""
+"""Files of one run by rank, and its verdict."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]
 
 
 def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
-    """Return the faults of a run on several ranks, with their ranks; see ``examine_ranks``."""
+    """Return the faults of ``examine_ranks``."""
     return examine_ranks(runs).faults
 
 
 def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
-    """Judge the rank where a run goes wrong first, with the faults of all ranks.
+    """Judge the first bad rank, with the faults of all.
 
     What several ranks find at one site is one fault, with the figures of the first of them. Of what is not finite
     only the first is a fault: what other ranks then have may come from it, through reduced gradients.
@@ -91,7 +91,7 @@ def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
 
 
 def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
-    """Return the first non-finite value of a run, expected infinities left out; None if all is finite.
+    """Return the first non-finite value of all ranks.
 
     Of several sites in that step it is the one that is executed first, and of several ranks with it the lowest.
     """
@@ -108,7 +108,7 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
 
 
 def _named(ranks: Sequence[int], number: int | None = None) -> str:
-    """Ranks as text; with their number in all, as the beginning of a sentence."""
+    """Ranks as text, with the number of all capitalized."""
     if number == len(ranks):
         return "All ranks"
     word = "rank" if number is None else "Rank"

@@ -53,7 +53,7 @@ class Step:
             raise ValueError(f"wanted record@site as the name of a record, got {wrong!r}")
 
     def __repr__(self) -> str:
-        """All of it, or the number of records where they are many."""
+        """All records, or their number if large."""
         many = len(self.records) > SHOWN
         return f"Step({self.step}, {f'{{{len(self.records)} records}}' if many else dict(self.records)})"
 
@@ -87,7 +87,7 @@ class Finding:
     factor: float = math.nan
 
     def to_json(self) -> dict[str, object]:
-        """As strict JSON takes it; NaN and infinities as strings, an unknown factor as None."""
+        """Return strict JSON, with NaN and infinities as strings."""
         return {
             "kind": self.kind,
             "site": self.site,
@@ -133,10 +133,10 @@ class Run:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
-    """Read a file of ``monitor.to_jsonl``; an unfinished last line is left out.
+    """Read a file of ``monitor.to_jsonl``.
 
-    A line ``{"graphs": 0, "clips": [...]}`` says which records belong to which clip, for the following steps with
-    ``"graphs": 0``. Steps without it have no clips: nothing is inferred from the names of records.
+    An unfinished last line is left out. A line ``{"graphs": 0, "clips": [...]}`` says which records belong to which
+    clip, for the following steps with ``"graphs": 0``; steps without it have no clips.
 
     Raises:
         OSError: The file cannot be read.
@@ -146,7 +146,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
 
 
 def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None]:
-    """Read a file as ``read_jsonl`` does, with the rank in its last line that has one; None if none has."""
+    """Read a file and its rank; None without one."""
     steps: list[Step] = []
     rank = None
     clips: dict[int, tuple[ClipRecords, ...]] = {}
@@ -173,7 +173,7 @@ def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None
 
 
 def last_run(steps: Sequence[Step]) -> Run:
-    """The last run of several in one file: where the number of the step falls back, a new one begins."""
+    """Return the last run, after the last falling step number."""
     begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
     last = steps[begins[-1] :] if begins else steps
     known = {address for step in last for address in step.records}
@@ -204,12 +204,12 @@ def kind_of(site: str) -> str:
 
 
 def is_group(site: str) -> bool:
-    """Whether records of a site are those of a group of gradients: ``group:default``, ``step:group:default``."""
+    """Whether a site is a group: ``group:default``, ``step:group:default``."""
     return site.removeprefix("step:").startswith("group:")
 
 
 def as_executed(sites: Iterable[str]) -> list[str]:
-    """Sites in the order of execution, from the order of the records; those of unknown kinds are left out."""
+    """Return sites of known kinds in the order of execution."""
     forward = list(dict.fromkeys(sites))
     ordered: list[str] = []
     for kind in _EXECUTION:
@@ -226,7 +226,7 @@ def words(value: float) -> str:
 
 
 def listed(sites: Sequence[tuple[str, float]]) -> str:
-    """The first sites with their values, and how many more there are."""
+    """The first sites with values, and the number of others."""
     more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
     return ", ".join(f"{site} ({value:.4g})" for site, value in sites[:LISTED]) + more
 
@@ -244,7 +244,7 @@ def clip_to_json(clip: ClipRecords) -> dict[str, object]:
 
 
 def clip_of_json(data: object) -> ClipRecords:
-    """Return the records of a clip from ``clip_to_json``; ValueError if they are none."""
+    """Return the records of a clip from JSON; ValueError otherwise."""
     try:
         return _clip(data)
     except (TypeError, KeyError, AttributeError) as err:

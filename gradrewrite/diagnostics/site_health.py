@@ -1,4 +1,4 @@
-"""Figures of every site of a run: rates and factors of clips, suggested bounds."""
+"""Figures of every site of a run, with suggested bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Quantiles(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SiteHealth:
-    """Figures of one site over a run; NaN for an unknown one."""
+    """Figures of one site over a run; NaN if unknown."""
 
     site: str
     action: str  # name of the clip that acts there; ``""`` where the site was only measured
@@ -69,12 +69,12 @@ class SiteHealth:
 
     @property
     def family(self) -> str:
-        """Name that alike rows share: the rule and its clip, or the site with ``*`` for numbers."""
+        """Name of alike rows: rule and clip, or site."""
         return f"{self.rule}, {self.action}" if self.rule and self.action else _NUMBERS.sub("*", self.site)
 
     @property
     def code(self) -> str:
-        """The rule that sets the suggested bound; ``""`` without one, and for a group of gradients with a name."""
+        """The rule with the suggested bound; ``""`` without one."""
         if not self.suggestion > 0 or self._named_group:
             return ""
         action = self.action or _ACTIONS[self.measure]
@@ -86,7 +86,7 @@ class SiteHealth:
 
     @property
     def _named_group(self) -> str:
-        """The group, as it was recorded, where it is another than ``default``."""
+        """The recorded group; ``""`` for ``default``."""
         group = self.site.removeprefix("step:").removeprefix("group:")
         return group if is_group(self.site) and group.partition("#")[0] != "default" else ""
 
@@ -114,12 +114,12 @@ class SiteHealth:
 
 
 def quoted(text: str) -> str:
-    """Return a literal of Python, in double quotes where nothing has to be escaped."""
+    """Return a literal of Python, in double quotes if possible."""
     return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
 
 
 def sites_of(run: Run) -> tuple[SiteHealth, ...]:
-    """Return the figures of all sites with a clip, a norm, a largest value or a share of a total norm."""
+    """Return the figures of all sites with a measure."""
     clips = clips_of_modules(run)
     rows = [_of_clip(run, clip) for clip in clips]
     clipped = {_module(clip.site) for clip in clips}
@@ -141,7 +141,7 @@ def _module(site: str) -> str:
 
 
 def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealth, ...]:
-    """Return figures with the larger bounds that a baseline suggests: the same training with other clips, or none.
+    """Return figures with the larger bounds of a baseline.
 
     Sizes before a clip that always acts are those of a run that it shaped, and may be too small. A site where a size
     of the baseline was NaN or infinite suggests nothing.
@@ -160,7 +160,7 @@ def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealt
 
 
 def where_needed(sites: Sequence[SiteHealth]) -> tuple[SiteHealth, ...]:
-    """Return figures with a suggestion only where a clip acts often, in more than a fifth of the steps."""
+    """Return figures with suggestions for frequent clips alone."""
     rows = []
     for row in sites:
         keep = bool(row.action) and row.rate <= RARE
@@ -171,7 +171,7 @@ def where_needed(sites: Sequence[SiteHealth]) -> tuple[SiteHealth, ...]:
 
 
 def backward_order(run: Run) -> list[str]:
-    """Return the sites of a run, those of the backward from the output of the model to its input, kind by kind."""
+    """Return the sites in backward order, kind by kind."""
     sites = as_executed(one.at.site for one in run.series.values())
     turned = ("gradient", "step")
     parts = [[site for site in sites if kind_of(site) == kind] for kind in dict.fromkeys(map(kind_of, sites))]
@@ -244,7 +244,7 @@ def _number(value: float, times: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as text: ``83 %``, ``0.3 %``; ``""`` for NaN."""
+    """Return a share as text; ``""`` for NaN."""
     if math.isnan(share):
         return ""
     scaled = 100 * share

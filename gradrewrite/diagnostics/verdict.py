@@ -1,4 +1,4 @@
-"""The verdict on a run in one sentence, with figures and remedies."""
+"""The verdict on a run, with figures and remedies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def _hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Verdict | None:
-    """Return the verdict on the layer with the largest growth of the error, where a clip hides it.
+    """Return the verdict on the largest jump behind a clip.
 
     The doctor looks for growth over many layers or steps; one layer alone shows in neither, and its clip acts always.
     """
@@ -98,7 +98,7 @@ def _hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Verdict | None:
 
 
 def _is_chain(back: str, front: str) -> bool:
-    """Whether two sites are neighbors in one list of layers; others, next in the records, may be parallel branches."""
+    """Whether two sites are neighbors in one list of layers."""  # others may be parallel branches
     (parent, _, number), (other, _, following) = (site.partition(":")[2].rpartition(".") for site in (back, front))
     both = number.isdecimal() and following.isdecimal()
     return parent == other and both and int(following) == int(number) + 1
@@ -112,7 +112,7 @@ def judge(
     baseline: Loss | None = None,
     evidence: Evidence | None = None,
 ) -> Verdict:
-    """Return the verdict on a run: the outcome first, from its loss, then the cause, then the clips.
+    """Return the verdict on a run: outcome, cause, clips.
 
     Of a run that learns, and ends no higher than its baseline, nothing is a fault but a bad batch or a spike: what the
     doctor found is in the remarks.
@@ -141,14 +141,14 @@ def judge(
 
 
 def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
-    """Whether a run ends higher than its baseline, by more than twice the standard error of the difference."""
+    """Whether a run ends higher than its baseline, beyond noise."""
     if loss is None or baseline is None or not math.isfinite(baseline.last):
         return False
     return not loss.last - baseline.last <= 2 * math.hypot(loss.noise, baseline.noise)
 
 
 def _says_more(cause: Cause, findings: Sequence[Finding], jump: Verdict | None, evidence: Evidence | None) -> bool:
-    """Whether the doctor's findings say more of a cause: bounds to try, a clip that holds a layer, a faulty input."""
+    """Whether a finding says more than a cause."""
     if cause.kind == "spike":
         return any(one.kind not in _MILD for one in findings)
     if any(one.kind in ("faulty input", "faulty learning rate") for one in findings):
@@ -168,7 +168,7 @@ def _of_findings(
     loss: Loss | None,
     baseline: Loss | None,
 ) -> Verdict:
-    """Return the verdict where no cause was found: that of the gravest finding of the doctor."""
+    """Return the verdict of the gravest finding."""
     if loss is not None and loss.bad_step >= 0 and not any(one.kind in NON_FINITE for one in findings):
         return _of_loss(run, loss)
     if not findings and not any(row.measure for row in sites):
