@@ -292,7 +292,7 @@ class RewrittenModule(nn.Module):
         state = _state(self)
         with show_progress("trace", "reading the model"):
             graph = capture_joint_graph(state.original, state.traced_config(), args, kwargs)
-        return replace(graph, name=type(state.original).__name__, to_html=_page)
+        return shown(graph, state.original)
 
     def trace_step(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph of an optimizer, without running or changing anything.
@@ -320,7 +320,7 @@ class RewrittenModule(nn.Module):
             >>> [str(site) for site in graph.sites]
             ['step:weight', 'step:bias']
         """
-        return replace(trace_step(self, optimizer), name=type(_state(self).original).__name__, to_html=_page)
+        return shown(trace_step(self, optimizer), _state(self).original)
 
     def explain(self) -> Explanation:
         """Return the compiled graphs and the skipped regions so far."""
@@ -504,6 +504,11 @@ def _rebuild(original: nn.Module, settings: tuple[Any, ...]) -> RewrittenModule:
     if is_compiled:
         _state(model).compile(options)
     return model
+
+
+def shown(graph: JointGraph, model: nn.Module) -> JointGraph:
+    """Return a graph with the name of its model's class, and its page for notebooks."""
+    return replace(graph, name=type(model).__name__, to_html=_page)
 
 
 def _page(graph: JointGraph) -> str:

@@ -78,11 +78,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_OF_GRAPHS = ("torch::autograd::AccumulateGrad", "torch::autograd::CopyBackwards")
+
+
 def find_plain_op(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str | None:
     """Name of an autograd node between inputs and outputs that no compiled graph made; None if there is none.
 
-    Views that AOTAutograd makes of what a graph returned are not counted.
+    Views that AOTAutograd makes of what a graph returned are not counted, nor its copies into what a graph changes.
     """
     begin = ((t if t._base is None else t._base).grad_fn for t in outputs)
     names = (node.name() for node in _nodes_behind(begin, (t.grad_fn for t in inputs)))
-    return next((n for n in names if "CompiledFunction" not in n and n != "torch::autograd::AccumulateGrad"), None)
+    return next((name for name in names if "CompiledFunction" not in name and name not in _OF_GRAPHS), None)

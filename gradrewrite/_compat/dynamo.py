@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -110,6 +111,15 @@ def outside_of_graphs(fn: _Function, reason: str) -> _Function:
         return fn(*args, **kwargs)
 
     return cast(_Function, run)
+
+
+def changing_numbers() -> contextlib.AbstractContextManager[None]:
+    """Let a number of a module that changes, as one that counts steps, be an input of the graph.
+
+    Otherwise each value is compiled by itself, until the recompile limit is reached.
+    """
+    patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(allow_unspec_int_on_nn_module=True)
+    return patch
 
 
 def source_name(node: fx.Node) -> str:

@@ -36,7 +36,7 @@ from gradrewrite.ir.values import Value
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import Answered
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
-from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_joint_graph
+from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_and_compare, rewrite_joint_graph
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")
@@ -157,10 +157,15 @@ class GraphCompilation:
         if not aot_autograd.gradient_outputs(graph):
             editing.erase_markers(graph)  # no backward, or the body of a higher-order op
             return
-        result = rewrite_joint_graph(self.marked(graph), self.session.config, self.asked)
-        self.result = result
         assert graph.owning_module is not None
-        shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
+        config, graphs, num_nodes = self.session.config, self.session.graphs, len(graph.nodes)
+        if graphs.wants(num_nodes):
+            shown, result = rewrite_and_compare(self.marked(graph), config, self.asked)
+            graphs.keep(shown, num_nodes)
+        else:
+            result = rewrite_joint_graph(self.marked(graph), config, self.asked)
+            shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
+        self.result = result
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
         if result.replay_graph is not None:
             if self.engine.draws_from_seeds and result.replay_graph.is_random:
@@ -255,7 +260,7 @@ class GraphCompilation:
         for edit in result.edits:
             if edit.site.kind in ("gradient", "input") and edit.site.name in returned:
                 warnings.warn_once(f"returned {edit.site}", _RETURNED.format(edit.site))
-        if result.outputs.groups and not self.is_whole:
+        if result.outputs.groups and not self.is_whole and self._lacks_parameters():
             number = len(grouped(result.edits, self.inputs, self.inputs))
             warnings.warn_once(
                 "part",
@@ -263,6 +268,12 @@ class GraphCompilation:
                 f"({self.frame}: {number} parameters), because a graph break splits it; it clips each "
                 "part by itself. Remove the break, or use fullgraph=True to find it",
             )
+
+    def _lacks_parameters(self) -> bool:
+        """Whether a parameter of the model that needs a gradient is no input of the graph."""
+        known = {given.name for given in self.inputs.values() if given.role == "parameter"}
+        parameters = self.session.names.known_parameters()
+        return any(name not in known for name, parameter in parameters.items() if parameter.requires_grad)
 
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
@@ -387,7 +398,7 @@ class _StoredCompilation:
 def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> CacheKey | None:
     engine, config = compilation.engine, compilation.session.config
     folder = engine.cache_folder() if torch.is_grad_enabled() and config.loss_scale is None else ""
-    if not folder:
+    if not folder or (config.in_framework and compilation.session.graphs.joint is None):  # stored code has no graph
         return None
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
     further = compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region

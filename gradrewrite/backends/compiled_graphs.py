@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.explanation import Explanation, GraphReport
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import ask, step_site
@@ -43,6 +44,8 @@ class CompiledGraphs:
         self, config: RewriteConfig, recorder: StepRecorder, warnings: PendingWarnings, outside: Sequence[str]
     ) -> None:
         self.skipped: dict[str, None] = {}  # lines of regions that the tracer skipped, in order
+        self.joint: JointGraph | None = None  # the largest joint graph, where one is kept
+        self._num_nodes = 0  # of it
         self._config, self._recorder, self._warnings, self._outside = config, recorder, warnings, tuple(outside)
         self._reports: list[GraphReport] = []
         self._region_of_group: dict[Hashable, str] = {}
@@ -100,7 +103,8 @@ class CompiledGraphs:
         """List a region that the tracer skipped, and say so once."""
         if line not in self.skipped:
             self.skipped[line] = None
-            self._warnings.warn_once(line, f"the tracer skipped a region, which the policy does not reach: {line}")
+            if not self._config.in_framework:
+                self._warnings.warn_once(line, f"the tracer skipped a region, which the policy does not reach: {line}")
 
     def note_break(self, reason: str) -> None:
         """List a reason that torch counted, unless its region is listed already."""
@@ -108,6 +112,14 @@ class CompiledGraphs:
         if not any(line.endswith(first) for line in self.skipped):
             detail = [line.strip() for line in reason.splitlines() if "Developer debug context" in line]
             self.note_skipped(" ".join([*detail, first]))
+
+    def wants(self, num_nodes: int) -> bool:
+        """Whether to keep a joint graph with so many nodes: in a framework, the largest one."""
+        return self._config.in_framework and num_nodes > self._num_nodes
+
+    def keep(self, joint: JointGraph, num_nodes: int) -> None:
+        """Keep a joint graph that had so many nodes before the rewrite."""
+        self.joint, self._num_nodes = joint, num_nodes
 
     def forget(self) -> None:
         """Forget the graphs: they are not in use any more."""

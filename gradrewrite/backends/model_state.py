@@ -35,7 +35,6 @@ class ModelState:
         self.monitor = monitor
         self.engine: Engine = AotEager()
         self.compile_options: Mapping[str, Any] = {}
-        self.is_temporary = False  # it belongs to the callback of a framework, and ends with the training
         self._is_dropped = False
         self._hooked = HookedForwards()
         self._is_sharded = False
@@ -55,6 +54,11 @@ class ModelState:
         Inductor().configured(kwargs.get("mode"), options)
         given = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
         self._install(replace(self.config, **given), kwargs, Inductor())
+
+    def serve_framework(self) -> None:
+        """Belong to the callback of a framework, until its training ends; see ``RewriteConfig.in_framework``."""
+        self.config = replace(self.config, in_framework=True)
+        self._install(self.config, self.compile_options, self.engine)
 
     def _install(self, config: RewriteConfig, options: Mapping[str, Any], engine: Engine) -> None:
         outside = None if self.regions is None else outside_of(self.original, self.regions.modules)

@@ -60,7 +60,7 @@ class RewrittenBackward:
         again = session.recorder.collect(outputs, tensors, snapshot, use.parameters)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
-        if again and self.is_whole:
+        if again and (self.is_whole or "part" not in session.warnings):
             self._warn_in_parts("again", again, outputs.noisy)
         use.accumulation.note_at_end()
         return results

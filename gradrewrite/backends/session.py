@@ -45,7 +45,10 @@ class Session:
 
     def check_rules(self) -> None:
         """Raise NoSuchSiteError for a rule that matched no site of any graph; once, when all methods were called."""
-        if self._has_regions or self.begun.issuperset(self.entry_frames.values()):
+        awaited = set(self.entry_frames.values())
+        if self.config.in_framework and len(awaited) > 1:
+            awaited.discard("forward")  # which a framework calls through the other methods while it trains
+        if self._has_regions or self.begun.issuperset(awaited):
             self.rules.check()
 
     def forget(self) -> None:
@@ -66,8 +69,9 @@ class Session:
     def warn_outside(self, model: nn.Module, names: Sequence[str]) -> None:
         """Warn of parameters of the plain model that a backward reached through no rewritten graph."""
         is_partial = not self.config.fullgraph or not self.has_model
-        if is_partial and (self.graphs.skipped or "plain" in self.warnings):
-            return  # the tracer skipped a region, of which the user was told
+        was_told = "plain" in self.warnings or (self.graphs.skipped and not self.config.in_framework)
+        if is_partial and was_told:
+            return  # of the region that the tracer skipped
         children = list(dict.fromkeys(name.partition(".")[0] for name in names))
         kind = "rewritten" if self.has_model else "compiled"
         reason = f"the {kind} model was never called"

@@ -19,4 +19,7 @@ class RewriteConfig:
     dynamic: bool | None = None  # symbolic shapes, as in ``torch.compile``
     methods: tuple[str, ...] = ("forward",)  # of the model that have an entry point; ``forward`` stands for a call
     regions: tuple[str, ...] = ()  # patterns of names of modules that are compiled separately
+    # The callback of a framework trains with it: one joint graph is kept; rules are checked without a call of the model
+    # itself; and what the tracer skips is warned of where a gradient comes from it, for frameworks log and step inside.
+    in_framework: bool = False
     states: StateStore = field(default_factory=StateStore, compare=False)

@@ -150,7 +150,9 @@ def rewrite_joint_graph(
     )
 
 
-def rewrite_and_compare(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[JointGraph, RewriteResult]:
+def rewrite_and_compare(
+    marked: MarkedJointGraph, config: RewriteConfig, asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({})
+) -> tuple[JointGraph, RewriteResult]:
     """Rewrite a joint graph, and return it beside a copy of the graph as it was; see ``rewrite_joint_graph``."""
     gm = marked.graph.owning_module
     assert gm is not None
@@ -158,7 +160,7 @@ def rewrite_and_compare(marked: MarkedJointGraph, config: RewriteConfig) -> tupl
     before = editing.copy_of(gm)
     editing.erase_markers(before.graph)
     before.recompile()  # the copy had the markers
-    result = rewrite_joint_graph(marked, config)
+    result = rewrite_joint_graph(marked, config, asked)
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
