@@ -169,7 +169,7 @@ def diagnose(
     train = _Trainer(model, loss, optimizer, number, compile=compile)
     with show_progress("diagnose", "training"), kept_random_state(), torch.enable_grad():
         stream: Iterable[Any] = list(_stream(batches, number)) if try_clips else _stream(batches, number)
-        monitor, losses, evidence = train(stream, _observe)
+        monitor, losses, evidence = train(stream, observe)
         health = examine(monitor.steps(), evidence=evidence)
         verdict = health.verdict
         rules = verdict.code if verdict.causes else ()
@@ -233,7 +233,7 @@ class _Trainer:
         rewritten = transform(model, policy, fullgraph=False, monitor=Monitor(self.steps))
         if self.compile:
             rewritten.compile()
-        if optimizer is not None and policy is not _observe:
+        if optimizer is not None and policy is not observe:
             guard(optimizer, rewritten, max_consecutive_skips=self.steps + 1)
         losses: list[float] = []
         sizes: dict[int, float] = {}
@@ -249,17 +249,17 @@ class _Trainer:
                 losses.append(float(value.detach()))
                 real = [t.detach() for t in tensors_in(batch) if t.is_floating_point() and t.numel()]
                 sizes |= {len(losses) - 1: max(float(t.abs().max()) for t in real)} if real else {}
-                if policy is _observe:
+                if policy is observe:
                     if not rewritten.explain().graphs:
                         raise TraceError("gr.diagnose: nothing of the model can be traced, so that nothing is recorded")
                     rewritten.monitor.log("loss", losses[-1])
                 if _is_bad(rewritten.monitor, losses[-1]):
-                    failure, remark = _failure(rewritten.monitor) if policy is _observe else (None, "")
+                    failure, remark = last_failure(rewritten.monitor) if policy is observe else (None, "")
                     break
                 if optimizer is not None:
                     optimizer.step()
                 progress.advance()
-            if policy is _observe:
+            if policy is observe:
                 recurrent = _recurrent(model, batch, self.loss)
         sites = {str(site): site for graph in rewritten.explain().graphs for site in graph.sites}
         remarks = (*_remarks(rewritten), *([remark] if remark else []))
@@ -298,7 +298,7 @@ class _Trainer:
         return value.reshape(())
 
 
-def _observe(site: Site) -> list[Any] | None:
+def observe(site: Site) -> list[Any] | None:
     """Record all that the judge reads; no policy of the user's."""
     if site.kind == "activation" and site.op in _SATURATING | _RECTIFIERS:
         return [passes.Observe("saturated" if site.op in _SATURATING else "zeros")]
@@ -316,7 +316,7 @@ def _is_bad(monitor: Monitor, loss: float) -> bool:
     return not math.isfinite(loss) or bool(bad and bad[-1].step is run.steps[-1])
 
 
-def _failure(monitor: Monitor) -> tuple[NonFiniteError | None, str]:
+def last_failure(monitor: Monitor) -> tuple[NonFiniteError | None, str]:
     """Return the failure of the last step, or else a remark why its replay found none."""
     try:
         return monitor.failure(anywhere=True), ""

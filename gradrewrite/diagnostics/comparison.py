@@ -13,10 +13,10 @@ from gradrewrite.diagnostics.run_log import Run, Series, words
 MAX_LOSSES = 10  # steps whose mean loss is "the first" and "the last"
 LOWER_PEAK = 0.2  # of the range of both losses; a peak that is lower by less is no difference
 TOTAL_NORM = "total norm of the gradients"
-_TOTALS = (TOTAL_NORM, "norm of all gradients")
+TOTALS = (TOTAL_NORM, "norm of all gradients")
 _SIZES = (  # what is compared, of which kinds of sites, by which record
-    (_TOTALS[0], ("group", "step"), "total_norm"),
-    (_TOTALS[1], ("gradient",), "norm"),
+    (TOTALS[0], ("group", "step"), "total_norm"),
+    (TOTALS[1], ("gradient",), "norm"),
     ("largest |gradient|", ("gradient",), "max_abs"),
     ("norm of all errors", ("error",), "norm"),
     ("largest |error|", ("error",), "max_abs"),
@@ -142,8 +142,8 @@ def comparable_sizes(run: Run, other: Run) -> tuple[str, dict[int, float], dict[
     key = next((name for name in known if name in others), None)
     if key is not None:
         return key, known[key], others[key]
-    both = [next((sizes for name, sizes in found.items() if name in _TOTALS), None) for found in (known, others)]
-    return None if both[0] is None or both[1] is None else (_TOTALS[0], both[0], both[1])
+    both = [next((sizes for name, sizes in found.items() if name in TOTALS), None) for found in (known, others)]
+    return None if both[0] is None or both[1] is None else (TOTALS[0], both[0], both[1])
 
 
 def _sizes_by_kind(run: Run) -> dict[str, dict[int, float]]:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradrewrite._diagnosis import last_failure, observe
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
-from gradrewrite.module import restore, transform
+from gradrewrite.diagnostics.health import Health, examine
+from gradrewrite.diagnostics.judge import Evidence
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.run_log import last_run
+from gradrewrite.distributed.groups import this_rank
+from gradrewrite.errors import NonFiniteError
+from gradrewrite.integrations._figures import main_figures
+from gradrewrite.integrations._run_files import RunFiles
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.module import restore, shown, transform
 from gradrewrite.monitoring.monitor import Monitor, recorder_of, steps_since
 from gradrewrite.monitoring.writers import ClipRates
 from gradrewrite.optimizer.guard import guard, unguard
@@ -20,46 +38,85 @@ from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import ask, step_site
 
+logger = logging.getLogger("gradrewrite.integrations")
+
 _CLIPS = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
+_LOSS = (RecordKey.of("loss", "run"),)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a callback that are the same for all frameworks; see there."""
+
+    policy: Policy
+    compile: bool | Mapping[str, Any] | None
+    records: str | Sequence[str] | None
+    folder: bool | str | PathLike[str]
+    options: Mapping[str, Any]
+    of_guards: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, str) and self.policy != "diagnose":
+            raise ValueError(
+                f'RewriteCallback: the only policy with a name is "diagnose", which observes, got {self.policy!r}; '
+                "give a rule (gr.on(pattern, action)), a callback or a list of them"
+            )
+
+    @property
+    def is_diagnosis(self) -> bool:
+        """Whether the training is observed only."""
+        return self.policy == "diagnose"
 
 
 class Attachment:
     """A policy on a model and its optimizers while a framework trains; see the callbacks for the arguments."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        compile: bool | Mapping[str, Any],
-        monitor: Monitor | None,
-        records: str | Sequence[str],
-        options: Mapping[str, Any],
-        **of_guards: Any,
-    ) -> None:
+    def __init__(self, settings: Settings, monitor: Monitor | None) -> None:
         self.monitor = Monitor() if monitor is None else monitor
-        self._policy, self._compile, self._options, self._of_guards = policy, compile, dict(options), of_guards
-        self._patterns = (records,) if isinstance(records, str) else tuple(records)
+        self.graph: JointGraph | None = None
+        self._judged: tuple[Health, str] | None = None  # what ``examine`` returned when the last training ended
+        self._settings = settings
+        self._policy: Policy = observe if settings.is_diagnosis else settings.policy
+        records = settings.records
+        self._patterns = (records,) if isinstance(records, str) else None if records is None else tuple(records)
         self._model: nn.Module | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._files = RunFiles(None, self.monitor)
+        self._losses: deque[Tensor | float] = deque(maxlen=1000)  # of micro-batches that have no record yet
+        self._num_rows = 0  # records when the last loss was logged
         self._was_told_of_clipping = False
         self._num_logged = 0  # steps
         self._loaded: Mapping[str, Any] | None = None  # for the next model
         self._last: dict[str, Any] = {}  # of the last one
 
     def attach(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        folder: str | PathLike[str],
+        *,
+        is_resumed: bool,
     ) -> None:
-        """Detach the last model, rewrite this one in place, and guard the optimizers."""
+        """Detach the last model, rewrite this one in place, guard the optimizers, and begin the files of the run."""
         self.detach()
         left = state_of(model)
-        if left is not None and left.is_temporary:  # by a training that failed
+        if left is not None and left.config.in_framework:  # by a training that failed
             restore(model)
             for optimizer in optimizers:
                 unguard(optimizer)
         try:
-            self._attach(model, optimizers, {"loss_scale": scaler, **self._options})
+            self._attach(model, optimizers, {"loss_scale": scaler, **self._settings.options})
         except BaseException:
             self.detach()
             raise
+        chosen = self._settings.folder
+        path = None if chosen is False else Path(folder if chosen is True else chosen)
+        self._files = RunFiles(path, self.monitor, is_resumed)
+        self._num_rows = self._num_logged = self._files.first_step
+        self._losses.clear()
+        self.graph = self._judged = None
+        atexit.register(self._end_at_exit)
 
     def _attach(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Mapping[str, Any]
@@ -68,24 +125,105 @@ class Attachment:
         self._model = model
         state = state_of(rewritten)
         assert state is not None
-        state.is_temporary = True
+        state.serve_framework()
         if self._loaded is not None:
             load_state_dict(rewritten, self._loaded)
             self._loaded = None
-        if self._compile is not False:
-            state.compile({} if self._compile is True else self._compile)
-        for optimizer in optimizers:
-            guard(optimizer, rewritten, **self._of_guards)
+        compile = not self._settings.is_diagnosis if self._settings.compile is None else self._settings.compile
+        if compile is not False:
+            state.compile({} if compile is True else compile)
+        for optimizer in () if self._settings.is_diagnosis else optimizers:
+            guard(optimizer, rewritten, **self._settings.of_guards)
             self._optimizers.append(optimizer)
 
     def detach(self) -> None:
-        """Let model and optimizers be plain again."""
+        """Let model and optimizers be plain again; keep the graph for drawing."""
+        atexit.unregister(self._end_at_exit)
         self._last = self.state_dict()
         for optimizer in self._optimizers:
             unguard(optimizer)
+        self.graph = self._graph()
         if self._model is not None and state_of(self._model) is not None:
             restore(self._model)
         self._model, self._optimizers = None, []
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End a training, by an error where there is one: examine it, write its page, and let the model be plain."""
+        if self._model is None:
+            return
+        self._files.end()
+        try:
+            if this_rank() in (None, 0) or error is not None:
+                self._conclude(error)
+        except Exception as err:  # of the judge: the training is as good without it
+            warn(f"RewriteCallback: the training could not be judged ({type(err).__name__}: {err})")
+        finally:
+            self.detach()
+
+    def _end_at_exit(self) -> None:
+        """End a training that failed where no callback was told, when the program ends."""
+        self.end(vars(sys).get("last_value"))
+
+    def _conclude(self, error: BaseException | None) -> None:
+        health, cause = self.examine(error)
+        if error is not None and not health.run.steps:
+            return  # it never began
+        has_failed = error is not None or health.verdict.outcome == "non-finite"
+        self._judged = health, cause
+        page = self.report()
+        if has_failed:
+            how = "values that are not finite" if error is None else type(error).__name__
+            parts = [f"The training ended with {how}.", str(health), cause or str(error or "")]
+            page = self._files.diagnose("\n\n".join(filter(None, parts))) or page
+        level = logging.WARNING if has_failed else logging.INFO
+        logger.log(level, "%s%s", health.verdict.headline, f": see {page}" if page else f". {health.verdict.text}")
+
+    def examine(self, error: BaseException | None = None) -> tuple[Health, str]:
+        """Return the health of the training so far, and what made its last step not finite, if that is known."""
+        steps = self._files.steps()
+        failure = error if isinstance(error, NonFiniteError) else None
+        run, remark = last_run(steps), ""
+        bad = bad_steps(run)
+        if failure is None and bad and bad[-1].step is run.steps[-1]:
+            failure, remark = last_failure(self.monitor)
+        state = state_of(self._model)
+        graphs = state.session.graphs.explanation().graphs if state is not None else ()
+        sites = {str(site): site for graph in graphs for site in graph.sites}
+        evidence = Evidence(sites, failure, remarks=(remark,) if remark else ())
+        return examine(steps, evidence=evidence), "" if failure is None else str(failure)
+
+    @property
+    def health(self) -> Health:
+        """The verdict on the last training, or on the current one so far."""
+        return (self._judged or self.examine())[0]
+
+    def report(self) -> str:
+        """Write the page of the training so far; return its path."""
+        health, cause = self._judged or self.examine()
+        graph = self._graph()
+        title = "training" if graph is None else f"training of {graph.name}"
+        return self._files.report(health, title, graph, cause)
+
+    def _graph(self) -> JointGraph | None:
+        state = state_of(self._model)
+        joint = None if state is None else state.session.graphs.joint
+        return self.graph if state is None or joint is None else shown(joint, state.original)
+
+    def add_loss(self, loss: Tensor | float) -> None:
+        """Take the loss of a micro-batch, for the record that its backward or its update makes."""
+        self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else loss)
+
+    def log_loss(self) -> None:
+        """Log the mean of the losses since the last record, if there is a new one and nobody has logged its loss."""
+        self._files.begin()
+        recorder = recorder_of(self.monitor)
+        with recorder.lock:
+            if not self._losses or recorder.num_steps == self._num_rows:
+                return
+            self._num_rows = recorder.num_steps
+            if _LOSS not in recorder.records[-1].late:
+                self.monitor.log("loss", sum(self._losses) / len(self._losses))
+        self._losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``gr.state_dict`` of the model, or of the last one; empty before the first."""
@@ -109,15 +247,21 @@ class Attachment:
         return state is not None and state.config.states.is_used
 
     def figures(self) -> dict[str, float]:
-        """Return the latest records under the tags of TensorBoard (``record/site``); waits for the device.
+        """Return what is logged: the main figures, or else the chosen records; waits for the device.
 
-        And ``rate/site``, the share of the steps since the last call in which a clip acted.
+        Records have the tags of TensorBoard (``record/site``). ``rate/site`` is the share of the steps since the last
+        call in which a clip acted.
         """
-        rates = ClipRates()
-        for step in steps_since(self.monitor, self._num_logged):
-            rates.add(step)
+        clips = ClipRates()
+        steps = steps_since(self.monitor, self._num_logged)
+        for step in steps:
+            clips.add(step)
         self._num_logged = recorder_of(self.monitor).num_steps
-        latest = {key.replace("@", "/", 1): value for key, value in (self.monitor.latest() | rates.take()).items()}
+        self._files.write()
+        rates = clips.take()
+        if self._patterns is None:
+            return main_figures(steps, rates) if steps else {}
+        latest = {key.replace("@", "/", 1): value for key, value in (self.monitor.latest() | rates).items()}
         return {tag: value for tag, value in latest.items() if any(fnmatchcase(tag, p) for p in self._patterns)}
 
     def note_own_clipping(self, setting: str, bound: float | Tensor | None) -> None:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from gradrewrite.integrations._attachment import Attachment
+from gradrewrite._compat import dynamo
+from gradrewrite.diagnostics.health import Health
+from gradrewrite.integrations._attachment import Attachment, Settings
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import refuse_trainers
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
+
+# What hands over to the Trainer in a training step, and is not traced.
+_OPAQUE = (
+    *((LightningModule, name) for name in ("manual_backward", "clip_gradients", "optimizers", "lr_schedulers")),
+    *((LightningModule, name) for name in ("toggle_optimizer", "untoggle_optimizer", "print")),
+    (LightningOptimizer, "step"),
+)
 
 
 class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Lightning
@@ -18,25 +33,41 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
 
     When fitting begins the LightningModule is rewritten in place and its optimizers guarded, with the GradScaler of the
     precision plugin as loss scale if there is one; when it ends, or fails, both are plain again. Every
-    ``log_every_n_steps`` steps the latest records are logged (``record/site``).
+    ``log_every_n_steps`` steps four figures are logged: ``gradrewrite/total_norm``, ``gradrewrite/clip_rate:<site>``
+    (the clip that acted most often since the last log), ``gradrewrite/nonfinite`` (elements in the backward) and
+    ``gradrewrite/growth:<module>`` (factor per call, or per layer, that is farthest from 1), as far as the policy
+    records them.
+
+    The loss that ``training_step`` returns is the record ``loss@run``, not divided by ``accumulate_grad_batches``.
+
+    In ``default_root_dir`` are ``run.jsonl``, with all records as they come, and ``run.html``, the page about the
+    training, when it has ended or failed. If it ends by an error, or with values that are not finite, ``diagnosis.txt``
+    says why. A training that is resumed appends to ``run.jsonl``; else that of the training before becomes
+    ``run.previous.jsonl``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
 
     What the actions remember (``gr.State``, ``AutoClip``, schedules) is part of the Trainer's checkpoints, and is there
     again after ``fit(..., ckpt_path=...)``.
 
-    The policy holds where the LightningModule is called (``self(batch)`` in ``training_step``). One that calls its
-    submodules there (``self.encoder(x)``) needs ``methods=("training_step",), fullgraph=False``: that traces
-    ``training_step`` itself, in parts where it logs.
+    ``training_step`` is traced, with all that it calls: ``self(x)``, submodules, the loss. ``self.log`` is carried out
+    when the step is over; where the tracer cannot follow, as in a manual optimization, the step is several graphs.
+    With ``methods=("forward",), fullgraph=True`` the calls ``self(x)`` alone have the policy.
 
     Args:
-        policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses.
-        compile: Compile with Inductor; a mapping has arguments for ``model.compile``. False runs op by op.
+        policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses. Or
+            ``"diagnose"``: record what the judge needs, and change nothing.
+        compile: Compile with Inductor; a mapping has arguments for ``model.compile``. False runs op by op. None: yes,
+            but not for ``"diagnose"``, which then trains to the same bits as without it.
         monitor: Where records go; a new one if None. It is ``callback.monitor``.
-        records: Patterns (``fnmatch``) of the records that are logged.
-        prog_bar: Whether they are in the progress bar too.
+        records: Patterns (``fnmatch``) of the records that are logged (``record/site``) instead of the four figures.
+        folder: Where the files are written; True is ``default_root_dir``, False writes none.
+        prog_bar: Whether the figures are in the progress bar too.
         max_consecutive_skips: See ``guard``.
         update_ratios: See ``guard``.
         **options: Further arguments of ``transform`` (``fullgraph``, ``dynamic``, ``methods``, ``regions``,
-            ``loss_scale``).
+            ``loss_scale``). Without ``methods``, ``fullgraph`` is False.
+
+    Raises:
+        ValueError: ``policy`` is a string other than ``"diagnose"``.
 
     Example:
         >>> import gradrewrite as gr
@@ -48,11 +79,12 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | Literal["diagnose"],
         *,
-        compile: bool | Mapping[str, Any] = True,
+        compile: bool | Mapping[str, Any] | None = None,
         monitor: Monitor | None = None,
-        records: str | Sequence[str] = "*",
+        records: str | Sequence[str] | None = None,
+        folder: bool | str | PathLike[str] = True,
         prog_bar: bool = False,
         max_consecutive_skips: int = 50,
         update_ratios: bool = False,
@@ -60,12 +92,30 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
     ) -> None:
         self._prog_bar = prog_bar
         of_guards = {"max_consecutive_skips": max_consecutive_skips, "update_ratios": update_ratios}
-        self._attachment = Attachment(policy, compile, monitor, records, options, **of_guards)
+        if "methods" not in options and "regions" not in options:
+            options = {"fullgraph": False, **options, "methods": ("training_step",)}
+        self._traces_step = "training_step" in options.get("methods", ())
+        self._attachment = Attachment(Settings(policy, compile, records, folder, options, of_guards), monitor)
+        self._while_fitting = contextlib.ExitStack()
 
     @property
     def monitor(self) -> Monitor:
         """The monitor, with the records of the backward passes."""
         return self._attachment.monitor
+
+    @property
+    def graph(self) -> JointGraph | None:
+        """The rewritten graph of the last training, for ``viz.draw``; of several the largest, None before the first."""
+        return self._attachment.graph
+
+    @property
+    def health(self) -> Health:
+        """The verdict on the last training, or on the current one so far; ``print`` shows it."""
+        return self._attachment.health
+
+    def report(self) -> str:
+        """Write the page of the training so far, and return its path; ``""`` where none is written."""
+        return self._attachment.report()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the actions, for a checkpoint; see ``gr.state_dict``."""
@@ -80,12 +130,22 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
         assert trainer.model is not None
         refuse_trainers(trainer.model)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._attachment.attach(pl_module, trainer.optimizers, scaler)
+        self._while_fitting.close()
+        is_resumed = trainer.ckpt_path is not None or trainer.global_step > 0
+        folder = trainer.default_root_dir
+        self._attachment.attach(pl_module, trainer.optimizers, scaler, folder, is_resumed=is_resumed)
+        if self._traces_step:
+            self._while_fitting.enter_context(_traceable(pl_module))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the latest records."""
+        """Log the loss, and the figures."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            is_divided = pl_module.automatic_optimization
+            self._attachment.add_loss(loss * trainer.accumulate_grad_batches if is_divided else loss)
+        self._attachment.log_loss()
         bound = trainer.gradient_clip_val
         self._attachment.note_own_clipping(f"Trainer(gradient_clip_val={bound})", bound)
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1  # the one that ends
@@ -93,9 +153,54 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
             pl_module.log_dict(self._attachment.figures(), prog_bar=self._prog_bar)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make module and optimizers plain again."""
-        self._attachment.detach()
+        """Write the page, and make module and optimizers plain again."""
+        self._while_fitting.close()
+        self._attachment.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Make module and optimizers plain again."""
-        self._attachment.detach()
+        """Write page and diagnosis, and make module and optimizers plain again."""
+        self._while_fitting.close()
+        self._attachment.end(exception)
+
+
+@contextlib.contextmanager
+def _traceable(module: LightningModule) -> Iterator[None]:
+    """Let a training step be traced: what it logs waits until it is over, and what the Trainer does is not traced."""
+    plain, waiting = LightningModule.log, []
+
+    @functools.wraps(plain)
+    def log(self: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() or self._current_fx_name != "training_step" or kwargs.get("enable_graph"):
+            plain(self, name, value, *args, **kwargs)
+        else:  # as it is now: it may be changed in place before the step is over
+            waiting.append((name, value.detach().clone() if isinstance(value, torch.Tensor) else value, args, kwargs))
+
+    traced = type(module).training_step
+
+    @functools.wraps(traced)
+    def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        waiting.clear()  # of a step that failed
+        output = traced(self, *args, **kwargs)
+        for name, value, further, options in waiting:
+            plain(self, name, value, *further, **options)
+        waiting.clear()
+        return output
+
+    reason = "the Trainer's part of a training step is not traced"
+    with contextlib.ExitStack() as stack:
+        for cls, name in _OPAQUE:
+            stack.enter_context(_replaced(cls, name, dynamo.outside_of_graphs(vars(cls)[name], reason)))
+        stack.enter_context(_replaced(LightningModule, "log", log))
+        stack.enter_context(_replaced(type(module), "training_step", training_step))
+        stack.enter_context(dynamo.changing_numbers())
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
+    before = vars(cls)[name]
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        setattr(cls, name, before)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from gradrewrite._utils.warnings import warn
-from gradrewrite.integrations._attachment import Attachment
+from gradrewrite.diagnostics.health import Health
+from gradrewrite.integrations._attachment import Attachment, Settings
+from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
 
@@ -25,20 +28,39 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     """Train with a policy in ``transformers.Trainer``.
 
     When training begins the model is rewritten in place and the optimizer guarded, with the GradScaler as loss scale if
-    there is one; when it ends both are plain again. Whenever the Trainer logs, the latest records are among its logs
-    (``record/site``), so that TensorBoard, wandb and the progress bar have them. What the actions remember
-    (``gr.State``, ``AutoClip``, schedules) is saved in the folder of each checkpoint, and is there again when training
-    resumes from that: ``trainer.train(resume_from_checkpoint=...)``.
+    there is one; when it ends both are plain again. Whenever the Trainer logs, four figures are among its logs, so that
+    TensorBoard, wandb and the progress bar have them: ``gradrewrite/total_norm``, ``gradrewrite/clip_rate:<site>`` (the
+    clip that acted most often since the last log), ``gradrewrite/nonfinite`` (elements in the backward) and
+    ``gradrewrite/growth:<module>`` (factor per call, or per layer, that is farthest from 1), as far as the policy
+    records them.
+
+    The loss of each ``training_step`` is the record ``loss@run``: times the number of micro-batches that are
+    accumulated, so that its mean over an update is what the Trainer logs; NaN, which the Trainer leaves out, stays.
+
+    In ``output_dir`` are ``run.jsonl``, with all records as they come, and ``run.html``, the page about the training,
+    when it has ended. If it ends by an error, or with values that are not finite, ``diagnosis.txt`` says why. Of an
+    error outside of ``training_step`` the Trainer tells no callback: then the files are written when the program ends,
+    or by ``callback.report()``. A training that is resumed appends to ``run.jsonl``; else that of the training before
+    becomes ``run.previous.jsonl``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
+
+    What the actions remember (``gr.State``, ``AutoClip``, schedules) is saved in the folder of each checkpoint, and is
+    there again when training resumes from that: ``trainer.train(resume_from_checkpoint=...)``.
 
     Args:
-        policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses.
-        compile: Compile with Inductor; a mapping has arguments for ``model.compile``. False runs op by op.
+        policy: As ``transform`` takes it; sites of kind ``step`` see the gradient that the optimizer uses. Or
+            ``"diagnose"``: record what the judge needs, and change nothing.
+        compile: Compile with Inductor; a mapping has arguments for ``model.compile``. False runs op by op. None: yes,
+            but not for ``"diagnose"``, which then trains to the same bits as without it.
         monitor: Where records go; a new one if None. It is ``callback.monitor``.
-        records: Patterns (``fnmatch``) of the records that are logged.
+        records: Patterns (``fnmatch``) of the records that are logged (``record/site``) instead of the four figures.
+        folder: Where the files are written; True is ``output_dir``, False writes none.
         max_consecutive_skips: See ``guard``.
         update_ratios: See ``guard``.
         **options: Further arguments of ``transform`` (``fullgraph``, ``dynamic``, ``methods``, ``regions``,
             ``loss_scale``).
+
+    Raises:
+        ValueError: ``policy`` is a string other than ``"diagnose"``.
 
     Example:
         >>> import gradrewrite as gr
@@ -50,23 +72,40 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | Literal["diagnose"],
         *,
-        compile: bool | Mapping[str, Any] = True,
+        compile: bool | Mapping[str, Any] | None = None,
         monitor: Monitor | None = None,
-        records: str | Sequence[str] = "*",
+        records: str | Sequence[str] | None = None,
+        folder: bool | str | PathLike[str] = True,
         max_consecutive_skips: int = 50,
         update_ratios: bool = False,
         **options: Any,
     ) -> None:
         self._resumed = ""  # the file of states that was not there
         of_guards = {"max_consecutive_skips": max_consecutive_skips, "update_ratios": update_ratios}
-        self._attachment = Attachment(policy, compile, monitor, records, options, **of_guards)
+        settings = Settings(policy, compile, records, folder, options, of_guards)
+        self._attachment = Attachment(settings, monitor)
+        self._trainer: Trainer | None = None  # whose training step is watched
 
     @property
     def monitor(self) -> Monitor:
         """The monitor, with the records of the backward passes."""
         return self._attachment.monitor
+
+    @property
+    def graph(self) -> JointGraph | None:
+        """The rewritten graph of the last training, for ``viz.draw``; of several the largest, None before the first."""
+        return self._attachment.graph
+
+    @property
+    def health(self) -> Health:
+        """The verdict on the last training, or on the current one so far; ``print`` shows it."""
+        return self._attachment.health
+
+    def report(self) -> str:
+        """Write the page of the training so far, and return its path; ``""`` where none is written."""
+        return self._attachment.report()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -80,12 +119,33 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             )
         prepared = kwargs["optimizer"]
         _check_trainer(getattr(prepared, "accelerator_state", None))
-        self._attachment.attach(model, [prepared], getattr(prepared, "scaler", None))
+        scaler, is_resumed = getattr(prepared, "scaler", None), state.global_step > 0
+        self._attachment.attach(model, [prepared], scaler, args.output_dir, is_resumed=is_resumed)
+        self._watch(_calling_trainer())
         self._resumed = ""
         if state.global_step:
             self._resume(args)
         if not _put_first(self):
             warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
+
+    def _watch(self, trainer: Trainer | None) -> None:
+        """Take the loss of each training step, and end the training where one fails; None: stop that."""
+        if self._trainer is not None and isinstance(watched := vars(self._trainer).get("training_step"), _WatchedStep):
+            del self._trainer.training_step
+            if watched.is_own:
+                self._trainer.training_step = watched.plain
+        self._trainer = trainer
+        if trainer is not None:
+            step, is_own = trainer.training_step, "training_step" in vars(trainer)
+            trainer.training_step = _WatchedStep(step, self._note_step, self._fail, is_own)
+
+    def _note_step(self, loss: torch.Tensor) -> None:
+        assert self._trainer is not None
+        self._attachment.add_loss(loss * self._trainer.current_gradient_accumulation_steps)
+
+    def _fail(self, error: BaseException) -> None:
+        self._watch(None)
+        self._attachment.end(error)
 
     def _resume(self, args: TrainingArguments) -> None:
         checkpoint = _checkpoint_in_use()
@@ -96,7 +156,8 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._resumed = "a checkpoint whose folder is known" if file is None else str(file)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Say once that the Trainer clips as well, and that states began anew in a training that was resumed."""
+        """Log the loss; say once that the Trainer clips as well, and that states of a resumed training began anew."""
+        self._attachment.log_loss()
         if self._resumed and self._attachment.has_states:
             warn(
                 f"RewriteCallback: training was resumed without {self._resumed}, so that what the actions remember "
@@ -104,6 +165,12 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             )
             self._resumed = ""
         self._attachment.note_own_clipping(f"TrainingArguments(max_grad_norm={args.max_grad_norm})", args.max_grad_norm)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the loss of a micro-batch, where its backward made a record."""
+        self._attachment.log_loss()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the state of the actions beside the checkpoint."""
@@ -127,9 +194,12 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the latest records to the logs of a training step."""
+        """Add the figures to the logs of a training step."""
         if logs is None or "loss" not in logs:
             return
+        if self._trainer is None:
+            self._attachment.add_loss(logs["loss"])
+            self._attachment.log_loss()
         figures = self._attachment.figures()
         logs.update(figures)
         if state.log_history:
@@ -138,8 +208,28 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make model and optimizer plain again."""
-        self._attachment.detach()
+        """Write the page, and make model and optimizer plain again."""
+        self._watch(None)
+        self._attachment.end()
+
+
+@dataclass(frozen=True)
+class _WatchedStep:
+    """The training step of a Trainer, whose loss and errors are noted."""
+
+    plain: Callable[..., torch.Tensor]
+    note: Callable[[torch.Tensor], None]
+    fail: Callable[[BaseException], None]
+    is_own: bool  # it was set on the Trainer itself before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            loss = self.plain(*args, **kwargs)
+        except BaseException as err:
+            self.fail(err)
+            raise
+        self.note(loss)
+        return loss
 
 
 def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:
@@ -161,6 +251,13 @@ def _calling_handler() -> FrameType | None:
     while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
         frame = frame.f_back
     return frame
+
+
+def _calling_trainer() -> Trainer | None:
+    frame = _calling_handler()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def _put_first(callback: RewriteCallback) -> bool:

@@ -75,11 +75,17 @@ class Writers:
         """The sink of a key."""
         return next((sink for sink in self._sinks if sink.key == key), None)
 
-    def attach(self, sink: Sink, records: Sequence[StepRecord]) -> None:
-        """Write there too, beginning with these records; OSError if that fails."""
+    def attach(self, sink: Sink, records: Sequence[StepRecord], first: int = 0) -> None:
+        """Write there too, beginning with these records, or with a later step; OSError if that fails."""
         if all(known is not sink for known in self._sinks):
             self._sinks.append(sink)
+        if first:
+            self._next[sink.key] = first
         self.write(records, raises=True)
+
+    def detach(self, sink: Sink) -> None:
+        """Write there no more."""
+        self._sinks = [known for known in self._sinks if known is not sink]
 
     def _write_due(self, *, is_due: bool) -> None:
         """Write the arrived records; begin to copy the rest if it is due."""

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradrewrite as gr
+from gradrewrite import viz
+from gradrewrite.diagnostics.run_log import read_jsonl
 from gradrewrite.passes import AutoClip, CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import lightning.pytorch as pl  # noqa: E402
+import torchmetrics  # noqa: E402
 
 from gradrewrite.integrations.lightning import RewriteCallback  # noqa: E402
 
@@ -63,14 +66,15 @@ class Regression(pl.LightningModule):
 
 def fit(
     folder: Path, *callbacks: Any, times: int = 1, is_direct: bool = False, max_epochs: int = 1, **settings: Any
-) -> Regression:
+) -> Any:
     """Train for 20 batches in each epoch."""
     torch.manual_seed(0)
     is_manual = settings.pop("is_manual", False)
     clips = settings.get("gradient_clip_val") is not None
     if is_manual:
         settings.pop("gradient_clip_val", None)
-    module = Regression(is_manual=is_manual, is_direct=is_direct, clips=clips)
+    kind = settings.pop("kind", None)
+    module = kind() if kind is not None else Regression(is_manual=is_manual, is_direct=is_direct, clips=clips)
     x = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, 10 * x[:, :1]), batch_size=4)
     ckpt_path = settings.pop("ckpt_path", None)
@@ -82,9 +86,8 @@ def fit(
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=list(callbacks),
-            log_every_n_steps=5,
             default_root_dir=folder,
-            **settings,
+            **{"log_every_n_steps": 5, **settings},
         )
         trainer.fit(module, loader, ckpt_path=ckpt_path)
     return module
@@ -148,9 +151,14 @@ def test_strategy_that_redirects_forward(tmp_path: Path) -> None:
 @pytest.mark.inductor
 def test_compiled(tmp_path: Path) -> None:
     own = fit(tmp_path, gradient_clip_val=BOUND)
-    ours = fit(tmp_path, clip(compile={"mode": "default"}))
+    callback = clip(compile={"mode": "default"})
+    ours = fit(tmp_path, callback)
+    again = clip(compile={"mode": "default"})
+    fit(tmp_path, again)  # whose code may come from the disk
 
     assert difference(ours, own) < 1e-5
+    assert callback.graph is not None
+    assert again.graph is not None
 
 
 class LanguageModel(pl.LightningModule):
@@ -240,17 +248,177 @@ def test_states_are_part_of_checkpoints(tmp_path: Path) -> None:
     assert difference(resumed, whole) == 0.0
 
 
-def test_submodule_called_directly_warns_and_the_step_is_traced(tmp_path: Path) -> None:
+def test_submodule_called_directly_has_the_policy(tmp_path: Path) -> None:
     policy = gr.on("error:net", ClipByValue(0.001))
+    calls = {"compile": False, "methods": ("forward",), "fullgraph": True}
     with pytest.warns(gr.RewriteWarning, match=r"training_step.*methods=\('training_step',\)"):
-        free = fit(tmp_path, RewriteCallback(policy, compile=False), is_direct=True)
-    callback = RewriteCallback(policy, compile=False, methods=("training_step",), fullgraph=False)
-    with pytest.warns(gr.RewriteWarning, match="skipped a region") as record:  # self.log
-        ours = fit(tmp_path, callback, is_direct=True)
-    wanted = fit(tmp_path, RewriteCallback(policy, compile=False))
+        free = fit(tmp_path, RewriteCallback(policy, **calls), is_direct=True)
+    ours = fit(tmp_path, RewriteCallback(policy, compile=False), is_direct=True)
+    wanted = fit(tmp_path, RewriteCallback(policy, **calls))
 
-    assert sum(w.category is gr.RewriteWarning for w in record) == 1
     assert difference(ours, wanted) < 1e-6 < difference(ours, free)
+
+
+class Logs(Regression):
+    """A step that logs in every way, changes its loss in place, reads the step's number and has a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.error = torchmetrics.MeanMetric(), torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return self._step(batch, batch_idx, "train")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return self._step(batch, batch_idx, "val")
+
+    def _step(self, batch: tuple[Tensor, Tensor], batch_idx: int, name: str) -> Any:
+        x, y = batch
+        out = self(x)
+        self.log(f"{name}_size", out.abs().mean(), on_step=True, on_epoch=True)
+        loss = (out - y).square().mean()
+        if batch_idx % 5 == 4:
+            self.log(f"{name}_every", loss)
+        self.error(out, y)
+        self.mean.update(loss)
+        self.log_dict({f"{name}_error": self.error, f"{name}_mean": self.mean, f"{name}_epoch": self.current_epoch})
+        self.log(f"{name}_loss", loss, batch_size=len(x))
+        loss *= min(1.0, 0.2 + 0.1 * self.global_step)
+        return {"loss": loss, "out": out.detach()}
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4)
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers by hand, as in Lightning's example of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        out: Tensor = self.generator(z)
+        return out
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        real, _ = batch
+        of_generator, of_discriminator = self.optimizers()
+        self.toggle_optimizer(of_generator)
+        loss = nn.functional.softplus(-self.discriminator(self(torch.randn(len(real), 2)))).mean()
+        self.log("generator", loss)
+        self.manual_backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        self.untoggle_optimizer(of_generator)
+        self.toggle_optimizer(of_discriminator)
+        fake = self.discriminator(self(torch.randn(len(real), 2)).detach())
+        loss = nn.functional.softplus(fake).mean() + nn.functional.softplus(-self.discriminator(real)).mean()
+        self.log("discriminator", loss)
+        self.manual_backward(loss)
+        of_discriminator.step()
+        of_discriminator.zero_grad()
+        self.untoggle_optimizer(of_discriminator)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.discriminator)]
+
+
+@pytest.mark.parametrize("kind", [Logs, Adversaries])
+def test_traced_step_trains_and_logs_as_it_is(kind: type[pl.LightningModule], tmp_path: Path) -> None:
+    """Without a warning, to the same bits, and with the same figures in the log."""
+    trained, logged = [], []
+    for callbacks in ([], [RewriteCallback("diagnose")]):
+        trained.append(fit(tmp_path, *callbacks, kind=kind))
+        rows = {name: float(value) for name, value in trained[-1].trainer.logged_metrics.items()}
+        logged.append({name: value for name, value in rows.items() if "gradrewrite" not in name})
+
+    assert difference(*trained) == 0.0
+    assert logged[0] == logged[1]
+    assert LOG is vars(pl.LightningModule)["log"]
+
+
+LOG = vars(pl.LightningModule)["log"]
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_recorded_loss_is_that_of_the_step(accumulated: int, tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("gradient:*", Observe("norm")), compile=False)
+    fit(tmp_path, callback, accumulate_grad_batches=accumulated, log_every_n_steps=1)
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open() as lines:
+        logged = [float(row["loss"]) for row in csv.DictReader(lines)]
+
+    losses = callback.monitor.history("loss@run")
+    assert len(losses) == 20
+    assert losses[accumulated - 1 :: accumulated] == pytest.approx(logged, rel=1e-6)
+
+
+def test_recorded_loss_of_an_update_is_the_mean_of_its_batches(tmp_path: Path) -> None:
+    callbacks = [RewriteCallback(gr.on("gradient:*", Observe("norm")), compile=False), clip()]
+    for callback in callbacks:
+        fit(tmp_path, callback, accumulate_grad_batches=4)
+    batches, updates = (callback.monitor.history("loss@run") for callback in callbacks)
+
+    assert len(updates) == 5
+    assert updates[0] == pytest.approx(sum(batches[:4]) / 4)
+
+
+def test_files_figures_and_graph_of_a_training(tmp_path: Path) -> None:
+    policy = [gr.on("step:*", ClipByGlobalNorm(BOUND)), gr.on("error:*", Observe("norm"))]
+    callback = RewriteCallback(policy, compile=False)
+    module = fit(tmp_path, callback, is_direct=True)
+    logged = {name for name in module.trainer.logged_metrics if name.startswith("gradrewrite/")}
+
+    assert logged == {"gradrewrite/total_norm", "gradrewrite/clip_rate:step:group:default"}
+    assert len(read_jsonl(tmp_path / "run.jsonl")) == 20
+    assert (tmp_path / "run.html").exists()
+    assert not (tmp_path / "diagnosis.txt").exists()
+    assert {"error:net.0", "error:net.1", "error:net.2"} <= {str(site) for site in callback.graph.sites}
+    assert viz.draw(callback.graph, "overview", monitor=callback.monitor).render(tmp_path / "graph", "svg")
+
+
+def test_failed_check_writes_page_and_diagnosis(tmp_path: Path) -> None:
+    class Bad(Regression):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            return (self.net(x / x.new_tensor(0.0 if batch_idx == 7 else 1.0)) - y).square().mean()
+
+    callback = RewriteCallback(gr.on("gradient:*", CheckFinite()), compile=False)
+    with pytest.raises(gr.NonFiniteError) as raised:
+        fit(tmp_path, callback, kind=Bad)
+
+    assert str(raised.value) in (tmp_path / "diagnosis.txt").read_text()
+    assert (tmp_path / "run.html").exists()
+    assert len(read_jsonl(tmp_path / "run.jsonl")) == 8
+    assert LOG is vars(pl.LightningModule)["log"]
+
+
+def test_resumed_training_appends(tmp_path: Path) -> None:
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", filename="{step}")
+    fit(tmp_path, clip(), saving)
+    fit(tmp_path, clip(), max_epochs=2, ckpt_path=tmp_path / "saved" / "step=20.ckpt")
+
+    assert [step.step for step in read_jsonl(tmp_path / "run.jsonl")] == [*range(20), *range(20)]
+
+
+def test_rule_without_a_site_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(gr.NoSuchSiteError, match="error:typo"):
+        fit(tmp_path, RewriteCallback(gr.on("error:typo", Observe("norm")), compile=False))
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_gradient_from_what_the_tracer_skipped_is_warned_of(tmp_path: Path) -> None:
+    class Skips(Regression):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            return (self.net[2](torch.compiler.disable(self.net[0])(x)) - y).square().mean()
+
+    with pytest.warns(gr.RewriteWarning, match=r"outside the rewritten graphs|no rewritten graph") as record:
+        fit(tmp_path, RewriteCallback(gr.on("gradient:*", Observe("norm")), compile=False), kind=Skips)
+    assert not any("skipped a region" in str(w.message) for w in record)
 
 
 @pytest.mark.parametrize("kind", ["gradient", "step"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite import viz
+from gradrewrite.diagnostics.run_log import read_jsonl
 from gradrewrite.passes import AutoClip, CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -203,7 +207,7 @@ def test_records_are_in_tensorboard(tmp_path: Path) -> None:
 
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "runs")
     try:
-        callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
+        callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False, records="*")
         train("bert", tmp_path, callback, report_to=["tensorboard"])
     finally:
         del os.environ["TENSORBOARD_LOGGING_DIR"]
@@ -211,6 +215,198 @@ def test_records_are_in_tensorboard(tmp_path: Path) -> None:
     read = EventAccumulator(str(file)).Reload()
 
     assert "train/total_norm/step:group:default" in read.Tags()["scalars"]
+
+
+POLICIES = {
+    "at each backward": gr.on("gradient:*", Observe("norm")),
+    "at each update": gr.on("step:*", ClipByGlobalNorm(BOUND)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("name", "accumulated"), [("bert", 1), ("bert", 3), ("gpt2", 3)])
+def test_recorded_loss_is_the_trainers(name: str, accumulated: int, policy: str, tmp_path: Path) -> None:
+    """BERT's loss is divided by the number of micro-batches, GPT-2's by the number of tokens in all of them."""
+    callback = RewriteCallback(POLICIES[policy], compile=False)
+    trainer = train(name, tmp_path, callback, gradient_accumulation_steps=accumulated, logging_steps=1)
+    wanted = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    losses = callback.monitor.history("loss@run")
+    # 16 batches make an epoch, whose last update has one batch where three are accumulated
+    is_split = accumulated > 1 and policy == "at each backward"
+    sizes = ([3, 3, 3, 3, 3, 1] * 4)[: len(wanted)] if is_split else [1] * len(wanted)
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    means = [sum(losses[end - size : end]) / size for end, size in zip(ends, sizes, strict=True)]
+
+    assert len(losses) == ends[-1]
+    assert means == pytest.approx(wanted, rel=1e-5)
+    assert "training_step" not in vars(trainer)
+
+
+def test_loss_that_somebody_logged_is_kept(tmp_path: Path) -> None:
+    class Logging(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            callback.monitor.log("loss", 7.0)
+            return loss
+
+    callback = RewriteCallback(POLICIES["at each backward"], compile=False)
+    given = transformers.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to=[], max_grad_norm=0)
+    Logging(make("bert"), given, train_dataset=examples("bert"), callbacks=[callback]).train()
+
+    assert callback.monitor.history("loss@run") == [7.0, 7.0]
+
+
+def test_files_figures_and_graph_of_a_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    policy = [
+        gr.on("step:*", ClipByGlobalNorm(BOUND)),
+        gr.on("error:*", Observe("norm")),
+        gr.on("gradient:*", CheckFinite("record")),
+    ]
+    callback = RewriteCallback(policy, compile=False)
+    with caplog.at_level("INFO", "gradrewrite.integrations"):
+        trainer = train("bert", tmp_path, callback, logging_steps=2)
+    steps = read_jsonl(tmp_path / "run.jsonl")
+    logged = {name for name in trainer.state.log_history[0] if name.startswith("gradrewrite/")}
+    names = ("total_norm", "clip_rate:step:group:default", "nonfinite", "growth:layers")
+
+    assert logged == {f"gradrewrite/{name}" for name in names}
+    norms = callback.monitor.history("total_norm@step:group:default")
+    assert trainer.state.log_history[0]["gradrewrite/total_norm"] == norms[1]
+    assert [step.records["loss@run"] for step in steps] == callback.monitor.history("loss@run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.jsonl"]
+    assert f"see {tmp_path / 'run.html'}" in caplog.text
+    assert callback.graph is not None
+    assert callback.graph.name == "BertForSequenceClassification"
+    assert any("addmm" in node.name for node in callback.graph.graph_module.graph.nodes)
+    assert viz.draw(callback.graph, "overview", monitor=callback.monitor).render(tmp_path / "graph", "svg")
+
+
+def test_page_has_the_graph(tmp_path: Path) -> None:
+    train("bert", tmp_path, RewriteCallback(POLICIES["at each backward"], compile=False), max_steps=2)
+
+    assert "embeddings.word_embeddings" in (tmp_path / "run.html").read_text()
+
+
+def test_records_are_on_the_disk_while_it_trains(tmp_path: Path) -> None:
+    class Looks(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            written.append(len(read_jsonl(tmp_path / "run.jsonl")))
+
+    written: list[int] = []
+    train("bert", tmp_path, RewriteCallback(POLICIES["at each backward"], compile=False), Looks())
+
+    assert written[:4] == [4, 9, 14, 19]  # the last step may still get records
+
+
+def test_new_training_has_a_new_file_and_a_resumed_one_appends(tmp_path: Path) -> None:
+    def run(**settings: Any) -> Any:
+        callback = RewriteCallback(POLICIES["at each backward"], compile=False)
+        return train("bert", tmp_path, callback, **settings)
+
+    run(max_steps=4)
+    run(max_steps=6, save_strategy="steps", save_steps=3)
+    assert len(read_jsonl(tmp_path / "run.previous.jsonl")) == 4
+    assert len(read_jsonl(tmp_path / "run.jsonl")) == 6
+
+    trainer = run(times=0, max_steps=6)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [step.step for step in read_jsonl(tmp_path / "run.jsonl")] == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+
+
+def test_failed_check_writes_page_and_diagnosis(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = RewriteCallback([gr.on("gradient:*", [CheckFinite(), Observe("norm")])], compile=False)
+    seen: list[Any] = []
+
+    class Keeps(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            seen.append(model)
+
+    with pytest.raises(gr.NonFiniteError) as raised:
+        train("bert", tmp_path, callback, Keeps(), learning_rate=1e30)
+    text = (tmp_path / "diagnosis.txt").read_text()
+
+    assert "The training ended with NonFiniteError." in text
+    assert str(raised.value) in text
+    assert callback.health.verdict.text in text
+    assert str(tmp_path / "diagnosis.txt") in caplog.text
+    assert (tmp_path / "run.html").exists()
+    assert type(seen[0]) is transformers.BertForSequenceClassification
+
+
+def test_training_that_ends_with_nan_has_a_diagnosis(tmp_path: Path) -> None:
+    callback = RewriteCallback([gr.on("gradient:*", [CheckFinite("record"), Observe("norm")])], compile=False)
+    train("bert", tmp_path, callback, learning_rate=1e30)
+
+    assert callback.health.verdict.outcome == "non-finite"
+    assert "values that are not finite" in (tmp_path / "diagnosis.txt").read_text()
+
+
+FAILS = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_transformers import POLICIES, RewriteCallback, TrainerCallback, train
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise ZeroDivisionError("a step of nobody's")
+
+if __name__ == "__main__":
+    train("bert", {folder!r}, RewriteCallback(POLICIES["at each backward"], compile=False), Fails())
+"""
+
+
+def test_error_that_no_callback_is_told_of(tmp_path: Path) -> None:
+    """The files are written when the program ends."""
+    script = FAILS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert "ZeroDivisionError" in done.stderr
+    assert len(read_jsonl(tmp_path / "run.jsonl")) == 3
+    assert "ended with ZeroDivisionError" in (tmp_path / "diagnosis.txt").read_text()
+    assert (tmp_path / "run.html").exists()
+
+
+def test_page_on_demand_and_no_files(tmp_path: Path) -> None:
+    callback = RewriteCallback(POLICIES["at each backward"], compile=False, folder=tmp_path / "mine")
+    train("bert", tmp_path / "out", callback, max_steps=2)
+    (tmp_path / "mine" / "run.html").unlink()
+
+    assert callback.report() == str(tmp_path / "mine" / "run.html")
+    assert (tmp_path / "mine" / "run.html").exists()
+    silent = RewriteCallback(POLICIES["at each backward"], compile=False, folder=False)
+    train("bert", tmp_path / "none", silent, max_steps=2)
+    assert not (tmp_path / "none" / "run.jsonl").exists()
+    assert silent.report() == ""
+    assert len(silent.health.run.steps) == 2
+
+
+def test_folder_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    callback = RewriteCallback(POLICIES["at each backward"], compile=False, folder=tmp_path / "taken")
+    with pytest.warns(gr.RewriteWarning, match="taken.*could not be written") as record:
+        train("bert", tmp_path, callback, max_steps=3)
+
+    assert [w for w in record if "run.jsonl" in str(w.message)]
+    assert len(callback.monitor.history("loss@run")) == 3
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_diagnose_observes_only(name: str, tmp_path: Path) -> None:
+    own = train(name, tmp_path / "own", max_grad_norm=1.0)
+    callback = RewriteCallback("diagnose")
+    observed = train(name, tmp_path / "observed", callback, max_grad_norm=1.0)
+
+    assert difference(observed.model, own.model) == 0.0
+    assert callback.health.verdict.text in str(callback.health)
+    assert len(callback.health.run.steps) == 20
+    assert (tmp_path / "observed" / "run.html").exists()
+    assert not callback.monitor.is_guarded
+
+
+def test_other_names_of_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'"diagnose", which observes, got \'diagnosis\'; give a rule'):
+        RewriteCallback("diagnosis")  # type: ignore[arg-type]
 
 
 def test_training_twice(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 import gradrewrite as gr
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.run_log import clip_of_json, last_run
-from gradrewrite.integrations._attachment import Attachment
+from gradrewrite.integrations._attachment import Attachment, Settings
 from gradrewrite.ir.reports import NormClip, ValueClip
 from gradrewrite.monitoring.writers import ClipRates, JsonLines
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
@@ -187,12 +186,11 @@ def test_tensorboard_has_the_rate_of_what_was_written_together() -> None:
 
 
 def test_frameworks_get_the_rate_since_their_last_log() -> None:
-    settings: dict[str, Any] = {"max_consecutive_skips": 50, "update_ratios": False, "options": {}}
     policy = gr.on("step:*", ClipByGlobalNorm(1.0))
-    attachment = Attachment(policy, compile=False, monitor=gr.Monitor(capacity=3), records="*", **settings)
+    attachment = Attachment(Settings(policy, compile=False, records="*", folder=False, options={}), gr.Monitor(3))
     net = Probe()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    attachment.attach(net, [optimizer], None)
+    attachment.attach(net, [optimizer], None, "", is_resumed=False)
 
     def figures(*errors: float) -> dict[str, float]:
         for error in errors:
