@@ -20,7 +20,7 @@ from gradrewrite.viz._dot import scene_dot
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, site_metrics
-from gradrewrite.viz._norms import SiteNorms, norms_of
+from gradrewrite.viz._norms import SiteNorms, norms_of, quiet_checks
 from gradrewrite.viz._overview import build_overview
 from gradrewrite.viz._panels import panels_of
 from gradrewrite.viz._raster import scene_to_bytes
@@ -116,6 +116,10 @@ class Drawing:
         return site_metrics(self.run, self._view) if self.run is not None else ()
 
     @cached_property
+    def _quiet(self) -> Collection[int]:
+        return quiet_checks(self.run, self._view.edits) if self.run is not None else ()
+
+    @cached_property
     def _norms(self) -> SiteNorms | None:
         return norms_of(self.run, self._view) if self.run is not None and self.run.steps else None
 
@@ -125,12 +129,12 @@ class Drawing:
 
     @cached_property
     def _ladder(self) -> LadderLayout:
-        ladder = build_ladder(self._view, self._clips, reshapes=self.reshapes, records=self.records)
+        ladder = build_ladder(self._view, self._clips, self._quiet, reshapes=self.reshapes, records=self.records)
         return LadderLayout(ladder, self._norms)
 
     @cached_property
     def _overview(self) -> LadderLayout:
-        return LadderLayout(build_overview(self._view, self._clips, self._norms), self._norms)
+        return LadderLayout(build_overview(self._view, self._clips, self._norms, self._quiet), self._norms)
 
     def _note(self, ladder: Ladder) -> str:
         parts = [self._view.summary]

@@ -93,16 +93,22 @@ class Ladder:
 class _Row:
     nodes: dict[str, list[Node]] = field(default_factory=dict)  # by key of the box
     edits: list[int] = field(default_factory=list)
-    figures: list[int] = field(default_factory=list)
+    figures: dict[int, str] = field(default_factory=dict)  # edits that only measure, with their boxes
     outputs: list[tuple[str, str]] = field(default_factory=list)  # label, node
 
 
 def build_ladder(
-    graph_view: GraphView, clips: Mapping[int, ClipHistory], *, reshapes: bool = False, records: bool = False
+    graph_view: GraphView,
+    clips: Mapping[int, ClipHistory],
+    quiet: Collection[int] = (),
+    *,
+    reshapes: bool = False,
+    records: bool = False,
 ) -> Ladder:
-    """Return the ladder of a graph, one box per op and lane and one per edit; ``clips`` are by number of the edit.
+    """Return the ladder of a graph, one box per op and lane and one per edit.
 
-    An edit that only measures is a figure on the box of its op, where there is one.
+    ``clips`` are by number of the edit, ``quiet`` the numbers of checks that found nothing. An edit that only measures
+    is a figure on the box of its op, where there is one.
     """
     hidden = hidden_nodes(graph_view, reshapes=reshapes, records=records)
     by_order: dict[int, _Row] = defaultdict(_Row)
@@ -115,11 +121,13 @@ def build_ladder(
             by_order[node.order].nodes.setdefault(key, []).append(node)
     for number, edit in enumerate(graph_view.edits):
         row = by_order[graph_view.orders[edit.site]]
-        host = f"{lane_of_site(edit.site)} {graph_view.orders[edit.site]}"
-        is_figure = only_measures(edit) and host in row.nodes
-        (row.figures if is_figure else row.edits).append(number)
-        if is_figure:
+        lanes = (lane_of_site(edit.site), "forward", "backward")
+        host = next((key for lane in lanes if (key := f"{lane} {graph_view.orders[edit.site]}") in row.nodes), "")
+        if only_measures(edit) and host:
+            row.figures[number] = host
             of_node |= {name: host for name in edit.nodes if name in of_node}
+        else:
+            row.edits.append(number)
     outputs = visible_outputs(graph_view, graph_view.returned, hidden)
     outputs = [(label, name) for label, name in outputs if name not in hidden]
     for label, name in outputs:
@@ -128,7 +136,7 @@ def build_ladder(
         by_order[order].outputs.append((label, name))
     orders = sorted(by_order)
     ops = {node.order: node for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
-    rows = [_parts(graph_view, by_order[order], clips) for order in orders]
+    rows = [_parts(graph_view, by_order[order], clips, quiet) for order in orders]
     pairs = Counter((of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden))
     pairs.update((of_node[name], f"returned {label}") for label, name in outputs)
     bands = _bands([ops.get(order) for order in orders], rows)
@@ -161,7 +169,13 @@ def kind_of_op(node: Node) -> Hashable:
     return tuple(name for name, _ in node.calls), node.op, node.source
 
 
-def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Mapping[int, ClipHistory]) -> Part:
+def edit_part(
+    graph_view: GraphView,
+    key: str,
+    numbers: Sequence[int],
+    clips: Mapping[int, ClipHistory],
+    quiet: Collection[int] = (),
+) -> Part:
     """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
     first = graph_view.edits[numbers[0]]
     times = f" x {len(numbers)}" if len(numbers) > 1 else ""
@@ -176,7 +190,7 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], clips: Ma
     nodes = tuple(name for n in numbers for name in graph_view.edits[n].nodes)
     column: Column = "forward" if lane_of_site(first.site) == "forward" else "edit"
     texts = f"{action_text(first)}{times}", " \u00b7 ".join(small)
-    never = len(known) == len(numbers) and all(clip.rate == 0 for clip in known)
+    never = all(n in quiet or (n in clips and clips[n].rate == 0) for n in numbers)
     classes = ("inserted", "idle") if never else ("inserted",)
     return Part(key, column, *texts, nodes, tuple(numbers), classes, "\n".join(lines))
 
@@ -216,9 +230,15 @@ def fold_names(names: Sequence[str]) -> str:
 
 
 def _numbers(ordered: Sequence[int]) -> str:
-    """Return ``0-3`` for a range, else ``0,2,3``."""
-    is_range = ordered[-1] - ordered[0] == len(ordered) - 1
-    return f"{ordered[0]}-{ordered[-1]}" if is_range else ",".join(map(str, ordered))
+    """Return ``0-3,5-8,10`` for numbers."""
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    least = 2 if len(runs) == 1 else 3
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) >= least else ",".join(map(str, run)) for run in runs)
 
 
 def template(name: str) -> str:
@@ -234,7 +254,7 @@ def _key(node: Node) -> str:
     return node.name if node.role == "placeholder" else f"{node.lane} {node.order}"
 
 
-def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory]) -> list[Part]:
+def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory], quiet: Collection[int]) -> list[Part]:
     parts = []
     for key, nodes in row.nodes.items():
         node, names = nodes[0], tuple(node.name for node in nodes)
@@ -250,13 +270,13 @@ def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory]) -
         text = node.op if node.role == "op" else node.target
         lines = [f"{node.module_call}/{text}, {node.lane}", *([node.source] if node.source else [])]
         lines += [f"{node.name}: {node.target} [{node.shape}] {node.dtype}" for node in nodes]
-        figures = tuple(n for n in row.figures if lane_of_site(graph_view.edits[n].site) == node.lane)
+        figures = tuple(n for n, host in row.figures.items() if host == key)
         lines += [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in figures]
         names += tuple(name for n in figures for name in graph_view.edits[n].nodes)
         title = "\n".join(lines)
         parts.append(Part(key, node.lane, text, node.module_call or "(model)", names, title=title, figures=figures))
     parts.sort(key=lambda part: COLUMNS.index(part.column))
-    parts += [edit_part(graph_view, f"edit {number}", [number], clips) for number in row.edits]
+    parts += [edit_part(graph_view, f"edit {number}", [number], clips, quiet) for number in row.edits]
     for label, name in row.outputs:
         column = "output" if graph_view.nodes[name].lane == "backward" else "input"
         parts.append(Part(f"returned {label}", column, label.removeprefix("gradient:"), title=label))

@@ -244,7 +244,9 @@ def _legend(ladder: Ladder) -> list[LegendEntry]:
             LegendEntry(INSERTED, INSERTED_EDGE, "an edit: action, site, share of steps it acted in, median factor")
         )
     if any("idle" in part.classes for part in parts):
-        found.append(LegendEntry(PAPER, INSERTED_EDGE, "a clip that never acted"))
+        found.append(
+            LegendEntry(PAPER, INSERTED_EDGE, "an edit that never acted: a clip, or a check that found nothing")
+        )
     if any("records" in part.classes for part in parts):
         found.append(LegendEntry(RECORDS, INSERTED_EDGE, "carries records out of the graph"))
     if any(edge.kind == "saved" for edge in ladder.edges):

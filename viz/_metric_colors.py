@@ -144,7 +144,8 @@ def _scaled(
     for site, steps in by_site.items():
         values = [value for step, value in steps.items() if step <= last] or [*steps.values()]
         totals[site] = next((value for value in values if not math.isfinite(value)), max(values))
-    positive = [v for values in by_site.values() for v in values.values() if 0 < v < math.inf]
+    judged = [v for steps in by_site.values() for step, v in steps.items() if step <= last]
+    positive = [v for v in judged if 0 < v < math.inf]
     weak = min([*positive, sys.float_info.max / _NARROWEST]) if positive else 1.0
     return SiteMetric(metric, name, by_site, totals, weak, max([*positive, weak * _NARROWEST]))
 

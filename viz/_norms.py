@@ -11,7 +11,8 @@ from statistics import median
 
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.growth import judged_steps
-from gradrewrite.diagnostics.run_log import Run, is_group
+from gradrewrite.diagnostics.run_log import COUNTS, Run, is_group
+from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._ladder import Ladder
@@ -120,12 +121,23 @@ def norms_of(run: Run, graph_view: GraphView) -> SiteNorms | None:
         return None
     record = max(_RECORDS, key=lambda name: len(found.get(name, ())))
     by_site = found[record]
-    values = [value for steps in by_site.values() for value in steps.values() if 0 < value < math.inf]
-    low = min(values, default=1.0)
-    bounds = {clip.site: clip.bound for clip in clips_of(run) if 0 < clip.bound < math.inf and not is_group(clip.site)}
     judged = judged_steps(run)
     start, now = run.steps[0].step, judged[-1].step
+    until = [value for steps in by_site.values() for step, value in steps.items() if step <= now]
+    values = [value for value in until if 0 < value < math.inf]
+    low = min(values, default=1.0)
+    bounds = {clip.site: clip.bound for clip in clips_of(run) if 0 < clip.bound < math.inf and not is_group(clip.site)}
     return SiteNorms(record, by_site, bounds, start, now, low, max(max(values, default=low), low * _NARROWEST))
+
+
+def quiet_checks(run: Run, edits: Sequence[Edit]) -> set[int]:
+    """Return the numbers of the edits that only count values, and found none in any step."""
+    counts = {number: [run.series.get(str(key)) for key in edit.records] for number, edit in enumerate(edits)}
+    return {
+        number
+        for number, found in counts.items()
+        if found and all(one is not None and one.record in COUNTS and not any(one.values) for one in found)
+    }
 
 
 def sites_by_order(graph_view: GraphView) -> dict[int, list[str]]:

@@ -46,7 +46,12 @@ class _Group:
 _Norms = Callable[[_Group], list[float]]
 
 
-def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory], norms: SiteNorms | None = None) -> Ladder:
+def build_overview(
+    graph_view: GraphView,
+    clips: Mapping[int, ClipHistory],
+    norms: SiteNorms | None = None,
+    quiet: Collection[int] = (),
+) -> Ladder:
     """Return at most ``MOST`` rows: modules at the deepest level that fits, with the edits of each.
 
     Of equal modules those stay apart whose norms differ from the others'.
@@ -71,7 +76,7 @@ def build_overview(graph_view: GraphView, clips: Mapping[int, ClipHistory], norm
     for number, group in enumerate(groups):
         row, rest = _with_figures(graph_view, _boxes(number, group), edits[number])
         for key, numbers in _by_action(graph_view, rest):
-            row.append(edit_part(graph_view, f"edits {number} {key}", numbers, clips))
+            row.append(edit_part(graph_view, f"edits {number} {key}", numbers, clips, quiet))
             if key == "more":
                 row[-1] = replace(row[-1], text=f"{len(numbers)} more edits")
         rows.append(row)
@@ -99,14 +104,20 @@ def _boxes(number: int, group: _Group) -> list[Part]:
 
 def _with_figures(graph_view: GraphView, row: Sequence[Part], numbers: Sequence[int]) -> tuple[list[Part], list[int]]:
     """Return the boxes with the edits that only measure them as figures, and the other edits."""
-    of = {n: lane_of_site(graph_view.edits[n].site) for n in numbers if only_measures(graph_view.edits[n])}
+    lanes = {part.column: number for number, part in enumerate(row)}
+    figures: list[list[int]] = [[] for _ in row]
+    rest = []
+    for n in numbers:
+        edit = graph_view.edits[n]
+        if only_measures(edit) and row:
+            figures[lanes.get(lane_of_site(edit.site), 0)].append(n)
+        else:
+            rest.append(n)
     found = []
-    for part in row:
-        own = tuple(n for n, lane in of.items() if lane == part.column)
+    for part, own in zip(row, figures, strict=True):
         names = tuple(name for n in own for name in graph_view.edits[n].nodes)
-        found.append(replace(part, figures=own, nodes=part.nodes + names))
-    placed = {n for part in found for n in part.figures}
-    return found, [n for n in numbers if n not in placed]
+        found.append(replace(part, figures=tuple(own), nodes=part.nodes + names))
+    return found, rest
 
 
 def _by_action(graph_view: GraphView, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:

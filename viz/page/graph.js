@@ -198,7 +198,7 @@ function cellsOf(band) {
 function normText(cells) {
   const values = cells.map(([, sites]) => normOf(sites, normStep())).filter((value) => value !== null).map(Number);
   if (!data.norms || !values.length) return "";
-  const ends = new Set([Math.min(...values), Math.max(...values)].map((value) => String(Number(value.toPrecision(3)))));
+  const ends = new Set([Math.min(...values), Math.max(...values)].map((value) => figure(Number(value.toPrecision(3)))));
   return `${data.norms.record} ${[...ends].join(" to ")}`;
 }
 /** @param {Element} group @param {Cell[]} cells @param {number} width */
@@ -455,7 +455,8 @@ function recolor() {
   const metric = data.metrics[Number(chosen.value)], legend = need("legend", HTMLSpanElement), norms = data.norms;
   legend.replaceChildren();
   /** @type {[string, string][]} */ const entries = [...(metric ? metric.legend : [])];
-  if (norms) entries.push(["var(--s8)", `bar: ${norms.record}, ${figure(norms.low)} to ${figure(norms.high)}, logarithmic; ticks: start, bound`], ["var(--no-data)", "no data"], ["var(--not-finite)", "NaN or infinite"]);
+  if (norms) entries.push(["var(--s8)", `bar: ${norms.record}, ${figure(norms.low)} to ${figure(norms.high)}, logarithmic; ticks: start, bound`], ["var(--no-data)", "no data"]);
+  if (norms && !entries.some(([fill]) => fill === "var(--not-finite)")) entries.push(["var(--not-finite)", "NaN or infinite"]);
   for (const [fill, words] of entries) {
     /** @type {HTMLElement} */ (make(legend, "i")).style.background = fill;
     make(legend, "span", {}, words);

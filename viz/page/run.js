@@ -33,7 +33,12 @@ const theme = (name) => getComputedStyle(document.documentElement).getPropertyVa
 /** @param {Value} value @returns {number} */
 const number = (value) => (value === null ? NaN : Number(value));
 /** @param {Value | undefined} value @returns {string} */
-const figure = (value) => (value === null || value === undefined ? "-" : typeof value === "string" ? value : String(Number(value.toPrecision(4))));
+const figure = (value) => {
+  if (value === null || value === undefined) return "-";
+  if (typeof value === "string" || !Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  return size >= 1e6 || (size > 0 && size < 1e-4) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+};
 
 const run = /** @type {RunData} */ (JSON.parse(need("data", HTMLScriptElement).textContent || ""));
 const STOPS = 9;
@@ -187,13 +192,13 @@ function drawHeat() {
   /** @type {Record<string, string>} */ const colors = {};
   const colored = (/** @type {string} */ name) => (colors[name] ||= theme(name));
   pen.font = '10px "DejaVu Sans", Verdana, Arial, sans-serif';
-  let family = "";
+  let labeled = -20;
   rows.forEach(([site], row) => {
     values[row].forEach((value, at) => { pen.fillStyle = colored(colorAt(value, low, top)); pen.fillRect(LABELS + at * each, row * high, Math.max(each, 1), high > 4 ? high - 1 : high); });
-    const own = site.replace(/\d+/g, "*");
     pen.fillStyle = colored(row === pointed[0] ? "--accent" : "--detail");
-    if (high >= 10 || own !== family || row === pointed[0]) pen.fillText(site.length > 38 ? `${site.slice(0, 14)}..${site.slice(-22)}` : site, 2, row * high + Math.min(high, 10), LABELS - 8);
-    family = own;
+    if (row * high - labeled < 11 && row !== pointed[0]) return;
+    pen.fillText(site.length > 38 ? `${site.slice(0, 14)}..${site.slice(-22)}` : site, 2, row * high + Math.min(high, 10), LABELS - 8);
+    labeled = row * high;
   });
   const step = stepNow(), at = step === null ? -1 : steps.indexOf(step);
   if (at >= 0) { pen.strokeStyle = colored("--ink"); pen.strokeRect(LABELS + at * each, 0.5, Math.max(each, 2), heat.height - 1); }

@@ -82,6 +82,7 @@ def test_equal_edits_of_a_row_are_one_box_with_the_strongest_figures() -> None:
         (["a.0.b", "a.1.b", "a.2.b"], "a.[0-2].b"),
         (["l.0", "l.2", "l.3"], "l.[0,2,3]"),
         (["x.0.1", "x.1.1"], "x.[0-1].1"),
+        ([f"l.{n}" for n in range(12) if n != 4], "l.[0-3,5-11]"),
         (["error:h.0.a", "error:h.1.b"], "error:h.[0-1].*"),
         (["error:a", "gradient:b"], "error:a ... gradient:b"),
         (["a.b", "a.b"], "a.b"),
