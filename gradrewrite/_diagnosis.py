@@ -20,13 +20,15 @@ import gradrewrite
 from gradrewrite import passes
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.backends.model_state import state_of
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.errors import NonFiniteError, RewriteWarning, TraceError
-from gradrewrite.module import RewrittenModule, transform
+from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.module import RewrittenModule, shown, transform
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
@@ -61,6 +63,7 @@ class Diagnosis:
         trials: With ``try_clips=True`` the losses by step, from the same start on the same batches: ``"as it is"``,
             ``"global clip"`` (of all gradients, to a norm of 1) and, where there is a policy, ``"suggested policy"``.
         health: The figures of all sites, for programs.
+        graph: The largest graph of the model, without clips, for drawing.
     """
 
     outcome: Outcome
@@ -70,6 +73,7 @@ class Diagnosis:
     policy: str
     trials: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
     health: Health | None = field(default=None, repr=False, compare=False)
+    graph: JointGraph | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """The verdict, the advice, the policy, the trials and the remarks, as plain text."""
@@ -101,7 +105,7 @@ class Diagnosis:
         from gradrewrite import viz  # which loads libraries for drawing
 
         assert self.health is not None
-        return viz.Report(self.health, "diagnosis", trials=self.trials)
+        return viz.Report(self.health, "diagnosis", trials=self.trials, graph=self.graph)
 
 
 def diagnose(
@@ -182,7 +186,8 @@ def diagnose(
                 tried["suggested policy"] = eval(policy, {**known, "gr": gradrewrite})  # our own text
             trials = {"as it is": tuple(losses)}
             trials |= {name: tuple(train(stream, [one], name)[1]) for name, one in tried.items()}
-    return Diagnosis(verdict.outcome, verdict.causes, verdict.remarks, verdict.text, policy, trials, health)
+    texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, policy
+    return Diagnosis(*texts, trials, health, train.graph)
 
 
 def _check(model: Any, optimizer: Any) -> None:
@@ -224,6 +229,7 @@ class _Trainer:
     optimizer: MakeOptimizer | torch.optim.Optimizer | None
     steps: int
     compile: bool
+    graph: JointGraph | None = None  # of the training that was observed
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
@@ -231,6 +237,10 @@ class _Trainer:
         """Train one copy with a policy; stop at the first step that is not finite."""
         model, optimizer = self._copies()
         rewritten = transform(model, policy, fullgraph=False, monitor=Monitor(self.steps))
+        state = state_of(rewritten)
+        assert state is not None
+        if policy is observe:
+            state.serve_framework()
         if self.compile:
             rewritten.compile()
         if optimizer is not None and policy is not observe:
@@ -261,6 +271,7 @@ class _Trainer:
                 progress.advance()
             if policy is observe:
                 recurrent = _recurrent(model, batch, self.loss)
+                self.graph = None if state.session.graphs.joint is None else shown(state.session.graphs.joint, model)
         sites = {str(site): site for graph in rewritten.explain().graphs for site in graph.sites}
         remarks = (*_remarks(rewritten), *([remark] if remark else []))
         return rewritten.monitor, losses, Evidence(sites, failure, sizes, optimizer is not None, recurrent, remarks)
