@@ -13,7 +13,7 @@ from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import COUNTS, Run, is_group
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.graph_view import GraphView
+from gradrewrite.ir.graph_view import GraphView, action_name
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._ladder import Ladder
 from gradrewrite.viz._scene import PAD, LegendEntry, Mark
@@ -131,13 +131,13 @@ def norms_of(run: Run, graph_view: GraphView) -> SiteNorms | None:
 
 
 def quiet_checks(run: Run, edits: Sequence[Edit]) -> set[int]:
-    """Return the numbers of the edits that only count values, and found none in any step."""
-    counts = {number: [run.series.get(str(key)) for key in edit.records] for number, edit in enumerate(edits)}
-    return {
-        number
-        for number, found in counts.items()
-        if found and all(one is not None and one.record in COUNTS and not any(one.values) for one in found)
-    }
+    """Return the numbers of the checks for finite values that found none in any step."""
+    found = set()
+    for number, edit in enumerate(edits):
+        counts = [one for name in COUNTS if (one := run.series.get(f"{name}@{edit.site}")) is not None]
+        if action_name(edit.action) == "CheckFinite" and counts and not any(any(one.values) for one in counts):
+            found.add(number)
+    return found
 
 
 def sites_by_order(graph_view: GraphView) -> dict[int, list[str]]:

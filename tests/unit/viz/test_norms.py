@@ -13,7 +13,7 @@ import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.ir.graph_view import read_graph
-from gradrewrite.passes import ClipByNorm, Observe
+from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
 from gradrewrite.viz import _norms, _overview, _theme
 from gradrewrite.viz._loops import Loop, find_loops
 from gradrewrite.viz._norms import Cell, differing
@@ -189,12 +189,15 @@ def test_a_folded_recurrence_has_a_cell_a_call() -> None:
 
 def test_an_observed_op_is_no_edit_in_the_picture_and_a_clip_that_never_acts_is_calm() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    model = gr.transform(net, [gr.on("error:0", Observe("norm")), gr.on("gradient:1.weight", ClipByNorm(1e9))])
+    clips = [ClipByNorm(1e9), CheckFinite("record")]
+    model = gr.transform(net, [gr.on("error:0", Observe("norm")), gr.on("gradient:1.weight", clips)])
     model(torch.ones(2, 3)).sum().backward()
     graph = model.trace(torch.ones(2, 3))
-    (clip,) = [box for box in viz.draw(graph, monitor=model.monitor)._scene().boxes if "inserted" in box.classes]
+    boxes = [box for box in viz.draw(graph, monitor=model.monitor)._scene().boxes if "inserted" in box.classes]
 
-    assert len(graph.edits) == 2
-    assert clip.text == "ClipByNorm(1000000000.0)"
-    assert "idle" in clip.classes
+    assert len(graph.edits) == 3
+    assert [box.text for box in boxes] == ["ClipByNorm(1000000000.0)", "CheckFinite(on_failure='record')"]
+    assert all("idle" in box.classes for box in boxes)
+    bad = [step_of(0, {"nonfinite@gradient:1.weight": 1.0})]
+    assert not [box for box in viz.draw(graph, monitor=bad)._scene().boxes if "idle" in box.classes]
     assert "Observe('norm') at error:0" in viz.draw(graph)._repr_svg_()
