@@ -281,3 +281,36 @@ class Attachment:
                 f"{clips[0][0]}: {clips[0][1]!r} clips, and {setting} clips the gradients of all parameters as "
                 "well. Leave one of the two"
             )
+
+
+class Attached:
+    """What callbacks of all frameworks show of their attachment."""
+
+    _attachment: Attachment
+
+    @property
+    def monitor(self) -> Monitor:
+        """The monitor, with the records of the backward passes."""
+        return self._attachment.monitor
+
+    @property
+    def graph(self) -> JointGraph | None:
+        """The rewritten graph of the last training, for ``viz.draw``; of several the largest, None before the first."""
+        return self._attachment.graph
+
+    @property
+    def health(self) -> Health:
+        """The verdict on the last training, or on the current one so far; ``print`` shows it."""
+        return self._attachment.health
+
+    def report(self) -> str:
+        """Write the page of the training so far, and return its path; ``""`` where none is written."""
+        return self._attachment.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the model's actions, or the last; see ``gr.state_dict``."""
+        return self._attachment.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state into the trained model, or into the next one."""
+        self._attachment.load_state_dict(state_dict)

@@ -13,9 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from gradrewrite._compat import dynamo
-from gradrewrite.diagnostics.health import Health
-from gradrewrite.integrations._attachment import Attachment, Settings
-from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.integrations._attachment import Attached, Attachment, Settings
 from gradrewrite.module import refuse_trainers
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
@@ -28,7 +26,7 @@ _OPAQUE = (
 )
 
 
-class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Lightning
+class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker skips Lightning
     """Train with a policy in Lightning's ``Trainer``.
 
     When fitting begins the LightningModule is rewritten in place and its optimizers guarded, with the GradScaler of the
@@ -97,33 +95,6 @@ class RewriteCallback(Callback):  # type: ignore[misc]  # the checker skips Ligh
         self._traces_step = "training_step" in options.get("methods", ())
         self._attachment = Attachment(Settings(policy, compile, records, folder, options, of_guards), monitor)
         self._while_fitting = contextlib.ExitStack()
-
-    @property
-    def monitor(self) -> Monitor:
-        """The monitor, with the records of the backward passes."""
-        return self._attachment.monitor
-
-    @property
-    def graph(self) -> JointGraph | None:
-        """The rewritten graph of the last training, for ``viz.draw``; of several the largest, None before the first."""
-        return self._attachment.graph
-
-    @property
-    def health(self) -> Health:
-        """The verdict on the last training, or on the current one so far; ``print`` shows it."""
-        return self._attachment.health
-
-    def report(self) -> str:
-        """Write the page of the training so far, and return its path; ``""`` where none is written."""
-        return self._attachment.report()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the actions, for a checkpoint; see ``gr.state_dict``."""
-        return self._attachment.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state from a checkpoint."""
-        self._attachment.load_state_dict(state_dict)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rewrite the module and guard its optimizers."""

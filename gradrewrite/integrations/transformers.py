@@ -17,14 +17,12 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from gradrewrite._utils.warnings import warn
-from gradrewrite.diagnostics.health import Health
-from gradrewrite.integrations._attachment import Attachment, Settings
-from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.integrations._attachment import Attached, Attachment, Settings
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
 
 
-class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Train with a policy in ``transformers.Trainer``.
 
     When training begins the model is rewritten in place and the optimizer guarded, with the GradScaler as loss scale if
@@ -87,25 +85,6 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         settings = Settings(policy, compile, records, folder, options, of_guards)
         self._attachment = Attachment(settings, monitor)
         self._trainer: Trainer | None = None  # whose training step is watched
-
-    @property
-    def monitor(self) -> Monitor:
-        """The monitor, with the records of the backward passes."""
-        return self._attachment.monitor
-
-    @property
-    def graph(self) -> JointGraph | None:
-        """The rewritten graph of the last training, for ``viz.draw``; of several the largest, None before the first."""
-        return self._attachment.graph
-
-    @property
-    def health(self) -> Health:
-        """The verdict on the last training, or on the current one so far; ``print`` shows it."""
-        return self._attachment.health
-
-    def report(self) -> str:
-        """Write the page of the training so far, and return its path; ``""`` where none is written."""
-        return self._attachment.report()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -177,14 +156,6 @@ class RewriteCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         file = _state_file(args, Path(args.output_dir, f"checkpoint-{state.global_step}"))
         if self._attachment.has_states and file.parent.is_dir():
             torch.save(self._attachment.state_dict(), file)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the model's actions, or the last; see ``gr.state_dict``."""
-        return self._attachment.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state into the trained model, or into the next one."""
-        self._attachment.load_state_dict(state)
 
     def on_log(
         self,
