@@ -173,7 +173,7 @@ def shrink(path: Path) -> None:
 
 
 def screenshots(trained: Trained, folder: Path) -> list[str]:
-    """Take pictures of the page: as it opens, after a search, with a node chosen, folded.
+    """Take pictures of the page: as it opens, after a search, with a node chosen, folded, and of its curves.
 
     Raises:
         ImportError: playwright is not installed.
@@ -224,7 +224,18 @@ def _fold(page: Page) -> None:
     page.click(".band g")
 
 
-_ACTS: Mapping[str, Callable[[Page], None]] = {"open": _open, "search": _search, "node": _choose, "folded": _fold}
+def _curves(page: Page) -> None:
+    page.click("#tab-curves")
+    page.evaluate("setStep(40)")
+
+
+_ACTS: Mapping[str, Callable[[Page], None]] = {
+    "open": _open,
+    "search": _search,
+    "node": _choose,
+    "folded": _fold,
+    "curves": _curves,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
