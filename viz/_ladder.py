@@ -165,7 +165,7 @@ def only_measures(edit: Edit) -> bool:
 
 
 def kind_of_op(node: Node) -> Hashable:
-    """Return what all runs of one op in a loop have in common: modules, op, line of code."""
+    """Return modules, op and line of code, equal for all runs of an op in a loop."""
     return tuple(name for name, _ in node.calls), node.op, node.source
 
 

@@ -130,7 +130,7 @@ def draw_ladder(
     *,
     is_page: bool = False,
 ) -> Scene:
-    """Return the scene of a ladder; without title, headings alone; for a page without norms, which its script draws."""
+    """Return the scene of a ladder; without title, headings alone; for a page without norms."""
     ladder, norms = layout.ladder, layout.norms
     top = TOP if title else HEADER + GAP
     tops, frames, height = _place(layout, top)

@@ -139,7 +139,7 @@ def _clip_strengths(run: Run, graph_view: GraphView) -> SiteMetric:
 def _scaled(
     metric: Metric, name: str, by_site: Mapping[str, Mapping[int, float]], last: float = math.inf
 ) -> SiteMetric:
-    """Return a metric whose totals are the largest values up to a step, or else of all steps."""
+    """Return a metric with the largest values up to a step, or else of all steps, as totals."""
     totals = {}  # the first non-finite value, if there is one
     for site, steps in by_site.items():
         values = [value for step, value in steps.items() if step <= last] or [*steps.values()]

@@ -168,7 +168,7 @@ def cells_of(ladder: Ladder, norms: SiteNorms) -> dict[str, list[Cell]]:
 
 
 def differing(blocks: Sequence[Sequence[float]]) -> set[int]:
-    """Return the places of blocks, in the order of the forward, through which the size changes unlike their siblings.
+    """Return the places of blocks that change the size unlike their siblings.
 
     A block is given by the norms of its errors, in the order of the forward. Two ratios are compared, each with its
     median over all blocks: of the error that leaves the block on its way back, and of the largest on the way, to the

@@ -197,7 +197,7 @@ def _folded(groups: Sequence[_Group], apart: Collection[_Key] = ()) -> list[_Gro
 
 
 def _differing_blocks(groups: Sequence[_Group], norms_in: _Norms) -> set[_Key]:
-    """Return the blocks (``blocks.4``, a call, a turn of a loop) whose norms differ from those of their siblings."""
+    """Return the blocks (``blocks.4``, a call, a turn of a loop) with norms unlike those of their siblings."""
     blocks: dict[_Key, list[_Group]] = defaultdict(list)
     for group in groups:
         blocks[_block(group)].append(group)

@@ -179,7 +179,7 @@ class Attachment:
         logger.log(level, "%s%s", health.verdict.headline, f": see {page}" if page else f". {health.verdict.text}")
 
     def examine(self, error: BaseException | None = None) -> tuple[Health, str]:
-        """Return the health of the training so far, and what made its last step not finite, if that is known."""
+        """Return the health of the training so far, and the known cause of a non-finite last step."""
         steps = self._files.steps()
         failure = error if isinstance(error, NonFiniteError) else None
         run, remark = last_run(steps), ""
@@ -247,7 +247,7 @@ class Attachment:
         return state is not None and state.config.states.is_used
 
     def figures(self) -> dict[str, float]:
-        """Return what is logged: the main figures, or else the chosen records; waits for the device.
+        """Return the main figures, or else the chosen records; waits for the device.
 
         Records have the tags of TensorBoard (``record/site``). ``rate/site`` is the share of the steps since the last
         call in which a clip acted.
@@ -284,7 +284,7 @@ class Attachment:
 
 
 class Attached:
-    """What callbacks of all frameworks show of their attachment."""
+    """Properties and methods of the callbacks of all frameworks."""
 
     _attachment: Attachment
 

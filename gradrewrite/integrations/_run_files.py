@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 28  # of records that are judged at the end of a training: ab
 
 @dataclass(eq=False)
 class RunFiles:
-    """The files of one training in a folder; what cannot be written is warned of, for training goes on without it."""
+    """The files of one training in a folder; errors of writing are warned of, and training goes on."""
 
     folder: Path | None  # None: nothing is written
     monitor: Monitor
@@ -34,7 +34,7 @@ class RunFiles:
         self.first_step = recorder_of(self.monitor).num_steps
 
     def begin(self) -> None:
-        """Begin the file of records with the first one, or append to that of the training which is resumed."""
+        """Begin the file of records with the first one, or append to that of a resumed training."""
         if self.sink is None and self._is_open and recorder_of(self.monitor).num_steps > self.first_step:
             self._is_open = self.folder is not None and _try(self.folder / "run.jsonl", self._begin)
 
@@ -58,7 +58,7 @@ class RunFiles:
         return Path(path_of_rank(self.folder / "diagnosis.txt"))
 
     def write(self) -> None:
-        """Write the steps but the last, which may still get records; they are on the host already."""
+        """Write the steps on the host but the last, for that may still get records."""
         recorder = recorder_of(self.monitor)
         with recorder.lock:
             recorder.writers.write(list(recorder.records)[:-1])

@@ -136,7 +136,10 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
 
 @contextlib.contextmanager
 def _traceable(module: LightningModule) -> Iterator[None]:
-    """Let a training step be traced: what it logs waits until it is over, and what the Trainer does is not traced."""
+    """Let a training step be traced, without what the Trainer does.
+
+    Values that it logs wait until it is over.
+    """
     plain, waiting = LightningModule.log, []
 
     @functools.wraps(plain)

@@ -186,7 +186,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
 
 @dataclass(frozen=True)
 class _WatchedStep:
-    """The training step of a Trainer, whose loss and errors are noted."""
+    """The training step of a Trainer, with its loss and errors noted."""
 
     plain: Callable[..., torch.Tensor]
     note: Callable[[torch.Tensor], None]

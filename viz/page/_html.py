@@ -42,7 +42,7 @@ _SIZES = ("norm", "total_norm", "max_abs")  # records of the heat map, of each s
 
 @dataclass(frozen=True)
 class GraphTabs:
-    """The graph for a page: both views, and what colors say."""
+    """The graph for a page: both views and the meaning of colors."""
 
     graph: JointGraph
     layout: LadderLayout
@@ -233,7 +233,7 @@ def _bands_apart(layout: LadderLayout) -> set[int]:
 
 
 def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, Any]:
-    """Return the nodes; of lines and modules, which many share, their places in ``sources`` and ``modules``."""
+    """Return the nodes, with places in ``sources`` and ``modules`` for shared texts."""
     code = {}
     for line in graph.code.splitlines():
         assigned = _ASSIGNED.match(line)
