@@ -136,7 +136,7 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
 
 @contextlib.contextmanager
 def _traceable(module: LightningModule) -> Iterator[None]:
-    """Let a training step be traced, without what the Trainer does.
+    """Let a training step be traced, without the work of the Trainer.
 
     Values that it logs wait until it is over.
     """
