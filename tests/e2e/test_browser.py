@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gradrewrite as gr
 from gradrewrite import viz
 
 from helpers import node_modules
@@ -20,7 +21,6 @@ from models.graphs import odd_names, three_layers, transformer
 MODULES = node_modules()
 pytestmark = pytest.mark.browser
 
-CHANGES = [edit for edit in three_layers().edits if not edit.text.startswith("Observe")]  # which is a figure
 LARGEST = [1.0, 10.0, 100.0, 1000.0, float("inf")]
 STEPS = [
     step_of(
@@ -34,6 +34,11 @@ STEPS = [
     )
     for n, largest in enumerate(LARGEST)
 ]
+
+
+def changes() -> list[gr.Edit]:
+    """Edits of the three layers without those that only measure, which are figures."""
+    return [edit for edit in three_layers().edits if not edit.text.startswith("Observe")]
 
 
 class Opened:
@@ -111,14 +116,14 @@ def test_it_opens_with_the_overview_and_every_box_leads_to_the_ladder(opened: Op
         nodes = opened.page.evaluate("selected.nodes")
         assert (set(nodes) & inside) or (set(opened.page.evaluate("selected.sites")) & sites)
     listed = "(all) => all.map((one) => [one.dataset.edit, one.title])"
-    wanted = [[str(edit.site), " ".join(edit.nodes) or "no nodes"] for edit in CHANGES]
+    wanted = [[str(edit.site), " ".join(edit.nodes) or "no nodes"] for edit in changes()]
     assert sorted(opened.page.eval_on_selector_all("#edits button", listed)) == sorted(wanted)
 
 
 def test_the_ladder_has_every_box_and_labels_are_large(opened: Opened) -> None:
     opened.page.click("#tab-ladder")
     assert opened.count("#graph [data-part]") == opened.page.evaluate("data.parts.length")
-    assert opened.count("#graph [data-edit]") == len(CHANGES)
+    assert opened.count("#graph [data-edit]") == len(changes())
     for tab in ("1", "2"):
         opened.page.keyboard.press(tab)
         sizes = opened.page.eval_on_selector_all(
@@ -243,7 +248,7 @@ def test_the_edges_that_an_edit_replaced_are_crossed_out_while_it_is_chosen(open
 
 
 def test_edits_jump_to_their_boxes(opened: Opened) -> None:
-    for number in (n for n, edit in enumerate(three_layers().edits) if edit in CHANGES):
+    for number in (n for n, edit in enumerate(three_layers().edits) if edit in changes()):
         opened.page.click(f'#edits [data-jump="{number}"]')
         assert opened.selected() == f"edit {number}"
         box, view = (
