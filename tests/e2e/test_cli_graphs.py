@@ -172,9 +172,9 @@ def test_sites_tree(shell: Shell) -> None:
 def test_a_model_of_twelve_blocks_fits_on_one_screen() -> None:
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     sites = gr.transform(Gpt(12, 32, 2, 32, 16), []).trace(tokens, tokens).sites
-    console = Console(file=io.StringIO(), width=200)
-    console.print(site_tree(sites), no_wrap=True, overflow="ellipsis")
-    lines = console.file.getvalue().splitlines()
+    text = io.StringIO()
+    Console(file=text, width=200).print(site_tree(sites), no_wrap=True, overflow="ellipsis")
+    lines = text.getvalue().splitlines()
 
     assert len(sites) > 600
     assert len(lines) < 40

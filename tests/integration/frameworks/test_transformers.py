@@ -243,7 +243,7 @@ def test_recorded_loss_is_the_trainers(name: str, accumulated: int, policy: str,
 
 
 def test_loss_that_somebody_logged_is_kept(tmp_path: Path) -> None:
-    class Logging(transformers.Trainer):  # type: ignore[misc, name-defined]
+    class Logging(transformers.Trainer):  # type: ignore[name-defined]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
             callback.monitor.log("loss", 7.0)
@@ -406,7 +406,7 @@ def test_diagnose_observes_only(name: str, tmp_path: Path) -> None:
 
 def test_other_names_of_policies_are_refused() -> None:
     with pytest.raises(ValueError, match=r'"diagnose", which observes, got \'diagnosis\'; give a rule'):
-        RewriteCallback("diagnosis")  # type: ignore[arg-type]
+        RewriteCallback("diagnosis")
 
 
 def test_training_twice(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.pure
 
 
 def shown(sites: list[Site]) -> list[str]:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(site_tree(sites), no_wrap=True, overflow="ellipsis", highlight=False)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    text = io.StringIO()
+    Console(file=text, width=200).print(site_tree(sites), no_wrap=True, overflow="ellipsis", highlight=False)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
 def module(kind: Kind, name: str, *shape: int, call: int = 0, source: str = "") -> Site:
