@@ -21,7 +21,7 @@ from models.clips import header_of
 from models.gpt import Gpt
 from models.shell import Shell
 
-RED = "#fa5252"
+RED = "#e03131"
 MODEL = ("m:make", "--input", "m:inputs")
 CLIPPED = (*MODEL, "--policy", "m:policy")
 
