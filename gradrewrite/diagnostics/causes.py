@@ -8,7 +8,7 @@ from typing import Literal
 
 Kind = Literal[
     "exploding", "vanishing", "non-finite op", "learning rate", "dead", "saturated", "spike", "bad batch", "one layer",
-    "underflow", "clip too low",
+    "large error", "underflow", "clip too low",
 ]  # fmt: skip
 
 Outcome = Literal["learns", "stalls", "diverges", "non-finite", "untrained", "unknown"]
@@ -38,14 +38,3 @@ class Cause:
     text: str = ""
     advice: str = ""
     rules: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """Outcome, causes and remedies of a training."""
-
-    outcome: Outcome
-    causes: tuple[Cause, ...]  # the gravest first; empty if nothing is wrong
-    remarks: tuple[str, ...]  # sentences on what is no fault
-    text: str  # the outcome and the first cause, in two or three sentences
-    rules: tuple[str, ...]  # code of the rules of all causes

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
-from statistics import median, quantiles
+from itertools import chain
+from statistics import median
 from typing import Any
 
 from typing_extensions import assert_never
 
-from gradrewrite.diagnostics.run_log import Finding, Run, Series
+from gradrewrite.diagnostics.run_log import Run, Series
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import ClipRecords
@@ -19,78 +19,6 @@ from gradrewrite.ir.reports import NormClip, ValueClip
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold
 _LISTS = ("steps", "sizes", "bounds", "acted", "factors")
-
-
-def clips_always(run: Run) -> list[Finding]:
-    """Return a finding for each clip with a high rate."""
-    found = [clip for clip in _judged_clips(run) if clip.rate > CLIPS_ALWAYS]
-    return [_always(clip) for clip in sorted(found, key=lambda clip: (-clip.rate, clip.strength))]
-
-
-def _always(clip: ClipHistory) -> Finding:
-    number, bound = len(clip.acted), clip.bound
-    figures: dict[str, float] = {"share": clip.rate, "steps": number}
-    text = f"The clip by {clip.kind} at {clip.label} acts in {sum(clip.acted)} of {number} {clip.unit}"
-    if not math.isnan(bound):
-        figures["bound"] = bound
-        text += f", with the bound {bound:.4g}"
-    if factors := _finite(clip.factors):
-        figures |= {"median_factor": clip.strength, "smallest_factor": min(factors)}
-        text += f"; the median factor is {clip.strength:.3g}"
-    advice = "Raise the threshold: a clip that always acts sets the length of every update by itself."
-    if len(sizes := _finite(clip.sizes)) > 1:
-        figures["percentile_90"] = quantiles(sizes, n=10, method="inclusive")[-1]
-        advice = (
-            f"Raise the threshold to about {figures['percentile_90']:.3g}, which 90 % of the values seen stay below, "
-            "as a first step, and again until the clip acts in about a tenth of the steps."
-        )
-    if math.isnan(bound):
-        advice = "Widen the range of this clip: one that always acts sets the values of every update by itself."
-    return Finding("clip acts always", clip.site, clip.steps[0], f"{text}.", figures, advice, str(clip.key))
-
-
-def clips_never(run: Run) -> list[Finding]:
-    """Return a finding for each idle clip by norm."""
-    by_norm = [clip for clip in _judged_clips(run) if clip.kind == "norm"]
-    found = [clip for clip in by_norm if not any(clip.acted) and 0 < clip.bound < math.inf]
-    return [_never(clip) for clip in sorted(found, key=lambda clip: max(clip.sizes) / clip.bound)]
-
-
-def _never(clip: ClipHistory) -> Finding:
-    number, largest = len(clip.acted), max(clip.sizes)
-    figures = {"largest_norm": largest, "bound": clip.bound, "steps": number}
-    text = (
-        f"The clip by norm at {clip.label}, with the bound {clip.bound:.4g}, acts in none of {number} {clip.unit}; "
-        f"the largest finite norm is {largest:.4g}."
-    )
-    advice = f"If it is to act at all, set the threshold below {largest:.3g}, the largest norm seen."
-    return Finding("clip never acts", clip.site, clip.steps[0], text, figures, advice, str(clip.key))
-
-
-def steps_of_clips(run: Run, *, by_norm: bool = False) -> Mapping[str, int]:
-    """Return the number of judged steps of each clip."""
-    clips = [clip for clip in clips_of(run) if clip.kind == "norm" or not by_norm]
-    by_norm_too = {clip.label for clip in clips if clip.kind == "norm"}
-    both = [clip.kind == "value" and clip.label in by_norm_too for clip in clips]
-    pairs = zip(clips, both, strict=True)
-    return {f"{clip.label}{' (by value)' * two}": len(_judged(clip).steps) for clip, two in pairs}
-
-
-def _judged(clip: ClipHistory) -> ClipHistory:
-    """Return a clip with its judged steps."""
-    pairs = zip(clip.sizes, clip.bounds, strict=True)
-    kept = [clip.kind == "value" or (math.isfinite(size) and math.isfinite(bound)) for size, bound in pairs]
-    lists: dict[str, Any] = {name: list(compress(getattr(clip, name), kept)) for name in _LISTS}
-    return replace(clip, **lists)
-
-
-def _judged_clips(run: Run) -> list[ClipHistory]:
-    found = [_judged(clip) for clip in clips_of_modules(run)]
-    return [clip for clip in found if len(set(clip.steps)) >= MIN_CLIP_STEPS]
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +40,6 @@ class ClipHistory:
     num_calls: int = 1  # of the module, whose lists are one behind the other
 
     @property
-    def unit(self) -> str:
-        """Unit of its lists: ``steps`` or ``calls``."""
-        return "calls" if self.num_calls > 1 else "steps"
-
-    @property
     def kind(self) -> str:
         """``norm`` or ``value``."""
         return "value" if self.record == "max_abs" else "norm"
@@ -133,22 +56,11 @@ class ClipHistory:
         return sum(self.acted) / len(self.acted)
 
     @property
-    def strength(self) -> float:
-        """Median factor of all steps; 1 if none is known."""
-        factors = _finite(self.factors)
-        return median(factors) if factors else 1.0
-
-    @property
     def median_factor(self) -> float:
         """Median factor of the clipped steps; NaN if unknown."""
         pairs = zip(self.factors, self.acted, strict=True)
         factors = [factor for factor, acted in pairs if acted and not math.isnan(factor)]
         return median(factors) if factors else math.nan if any(self.acted) else 1.0
-
-    @property
-    def label(self) -> str:
-        """The site, with its record unless that is the first."""
-        return self.site if self.key.occurrence == 1 else f"{self.site} ({self.key.name})"
 
 
 def clips_of(run: Run) -> list[ClipHistory]:

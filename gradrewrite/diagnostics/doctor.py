@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from gradrewrite.diagnostics.activations import DEAD_LIMITS, SATURATED_LIMITS, dead, saturated
-from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, clips_always, clips_never, steps_of_clips
+from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
+from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, has_counts, skips_updates
-from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Series, Step, last_run, words
+from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Series, Step, last_run, listed, words
+from gradrewrite.diagnostics.site_health import SiteHealth, clips_always, sites_of, steps_of_clips
+
+Limits = Mapping[tuple[str, str], float]  # of a share, by record and kind of site
+
+LAST_STEPS = 20  # how units behave now, not at the start
+SATURATED = 0.5  # a fresh tanh or sigmoid layer saturates at a few percent
+DEAD = 0.95  # a ReLU at rest is zero at about one half
+DEAD_ERROR = 0.999  # a model that reads one token of many leaves the errors of all others at exactly 0
+SATURATED_LIMITS = {("saturated", "activation"): SATURATED}
+DEAD_LIMITS = {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +55,29 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
     so; so is such an input with NaN. NaN beside a count of 0 or a norm of 0 is an empty tensor.
     """
     run = last_run(steps)
-    return tuple(finding for rule in _RULES for finding in rule.find(run))
+    return findings_on(run, sites_of(run))
+
+
+def findings_on(run: Run, sites: Sequence[SiteHealth]) -> tuple[Finding, ...]:
+    """Return the findings on a run, with bounds as of its sites."""
+    rules = (_non_finite, growth_over_steps, growth_over_layers, saturated, dead)
+    return (*(finding for rule in rules for finding in rule(run)), *clips_always(sites))
 
 
 def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
     """Return the rules with too few steps for some records."""
     run = last_run(steps)
+    judged = {
+        "exploding": (MIN_STEPS, _longest(measured_over_steps(run))),
+        "saturated": (MIN_STEPS, _longest(shares_of(run, SATURATED_LIMITS))),
+        "dead": (MIN_STEPS, _longest(shares_of(run, DEAD_LIMITS))),
+        "clip acts always": (MIN_CLIP_STEPS, steps_of_clips(sites_of(run))),
+    }
     found = []
-    for rule in _RULES:
-        few = {site: number for site, number in rule.judged(run).items() if number < rule.needed}
+    for kind, (needed, steps_at) in judged.items():
+        few = {site: number for site, number in steps_at.items() if number < needed}
         if few:
-            found.append(SkippedRule(rule.kind, rule.needed, max(few.values()), tuple(few)))
+            found.append(SkippedRule(kind, needed, max(few.values()), tuple(few)))
     return tuple(found)
 
 
@@ -79,7 +102,7 @@ def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[s
 def _non_finite(run: Run) -> list[Finding]:
     bad = bad_steps(run)
     if not bad:
-        faulty = _faulty_rate(run, {}, until=math.inf)
+        faulty = _faulty_rate(run, {}, until=math.inf) or _non_finite_loss(run)
         return [] if faulty is None else [faulty]
     first = bad[0]
     site, step = first.sites[0], first.step.step
@@ -122,6 +145,23 @@ def _cause(run: Run, site: str, *, recovered: bool) -> tuple[str, str, str]:
     return "non-finite", "The first value that is not finite is at", advice
 
 
+def _non_finite_loss(run: Run) -> Finding | None:
+    """Return the finding on a loss that alone is not finite."""
+    loss = loss_of(run)
+    if loss is None or loss.bad_step < 0:
+        return None
+    end = "not finite" if not math.isfinite(loss.last) else f"finite again: {words(loss.last)}{loss.of('last')}"
+    text = (
+        f"The loss ({loss.address}) is not finite, first in step {loss.bad_step}; no other recorded value shows it. At "
+        f"the end it is {end}."
+    )
+    advice = "In the loss, look at log, sqrt and divisions by zero or by an empty mask."
+    if not has_counts(run):
+        checks = 'gr.on("gradient:*", CheckFinite()) names the op and its line.'
+        advice = f"Record the backward of that step: {checks} {advice}"
+    return Finding("non-finite", "", loss.bad_step, text, {"step": loss.bad_step, "last": loss.last}, advice)
+
+
 def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Finding | None:
     """Return the finding on a negative or non-finite learning rate."""
     rates = [one for one in run.series.values() if one.record == "lr" and one.at.kind == "optimizer"]
@@ -142,15 +182,6 @@ def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Fin
     return Finding("faulty learning rate", site, step, text, known, advice)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    kind: str  # kind of its findings
-    find: Callable[[Run], Sequence[Finding]]  # returns them
-    needed: int = 1  # how many steps it needs
-    # Returns for each site that it judges in how many steps it was recorded.
-    judged: Callable[[Run], Mapping[str, int]] = lambda _: {}
-
-
 def _longest(series: Sequence[Series]) -> dict[str, int]:
     found: dict[str, int] = {}
     for one in series:
@@ -158,16 +189,42 @@ def _longest(series: Sequence[Series]) -> dict[str, int]:
     return found
 
 
-def _with_shares(limits: Mapping[tuple[str, str], float]) -> Callable[[Run], Mapping[str, int]]:
-    return lambda run: _longest([one for one in run.series.values() if (one.record, one.at.kind) in limits])
+def saturated(run: Run) -> list[Finding]:
+    """Return a finding for units at their bounds."""
+    what = "Units sit at the bounds of their tanh or sigmoid"
+    advice = "Start from smaller weights, or normalize what comes in: a saturated unit passes almost no error on."
+    return _high_shares(run, SATURATED_LIMITS, "saturated", what, advice)
 
 
-_RULES = (
-    _Rule("non-finite", _non_finite),
-    _Rule("exploding", growth_over_steps, MIN_STEPS, lambda run: _longest(measured_over_steps(run))),
-    _Rule("exploding", growth_over_layers),
-    _Rule("saturated", saturated, MIN_STEPS, _with_shares(SATURATED_LIMITS)),
-    _Rule("dead", dead, MIN_STEPS, _with_shares(DEAD_LIMITS)),
-    _Rule("clip acts always", clips_always, MIN_CLIP_STEPS, steps_of_clips),
-    _Rule("clip never acts", clips_never, MIN_CLIP_STEPS, lambda run: steps_of_clips(run, by_norm=True)),
-)
+def dead(run: Run, limits: Limits = DEAD_LIMITS) -> list[Finding]:
+    """Return a finding for zeros; limits by record and kind."""
+    advice = "Lower the learning rate, start from another bias, or use a unit that leaks (LeakyReLU, GELU)."
+    return _high_shares(run, limits, "dead", "Almost all elements are exactly 0", advice)
+
+
+def shares_of(run: Run, limits: Limits) -> list[Series]:
+    """Return the records with a limit."""
+    return [one for one in run.series.values() if (one.record, one.at.kind) in limits]
+
+
+def _high_shares(run: Run, limits: Limits, kind: str, what: str, advice: str) -> list[Finding]:
+    """Return a finding for high median shares in the end."""
+    found: dict[str, tuple[float, int, int]] = {}  # share, first step, number of steps
+    for one in shares_of(run, limits):
+        limit = limits[one.record, one.at.kind]
+        rows = [(step, v) for step, v in zip(one.steps, one.values, strict=True) if math.isfinite(v)]
+        late = [v for _, v in rows[-LAST_STEPS:]]
+        if len(late) < MIN_STEPS or median(late) <= limit:
+            continue
+        below = max((n for n, (_, v) in enumerate(rows) if v <= limit), default=-1)
+        since = rows[min(below + 1, len(rows) - 1)][0]
+        found.setdefault(one.at.site, (median(late), since, len(late)))
+    if not found:
+        return []
+    shares = sorted(((site, share) for site, (share, *_) in found.items()), key=lambda row: -row[1])
+    worst, share = shares[0]
+    _, step, steps = found[worst]
+    text = f"{what}, as the median share over the last {steps} steps: {listed(shares)}."
+    figures = {"share": share, "steps": steps, "sites": len(found)}
+    figures |= {f"share@{site}": value for site, value in shares[1:LISTED]}
+    return [Finding(kind, worst, step, text, figures, advice)]

@@ -23,6 +23,7 @@ from gradrewrite.diagnostics.run_log import (
     as_executed,
     is_group,
     listed,
+    rule_of,
 )
 
 EXPLODING = 1e3  # healthy gradients drift by a factor of 10 to 100 over a run
@@ -163,6 +164,16 @@ class Chain:
         return min(ratios), max(ratios)
 
     @property
+    def ratios(self) -> list[float]:
+        """Growth of each link; 1 behind a size of 0."""
+        return [back / front if front > 0 else 1.0 for front, back in pairwise(self.sizes)]
+
+    @property
+    def jump(self) -> int:
+        """Position of the site behind the largest growth."""
+        return self.ratios.index(max(self.ratios)) + 1
+
+    @property
     def unit(self) -> str:
         """Name of one link: ``"call"`` or ``"layer"``."""
         return "call" if self.module else "layer"
@@ -203,6 +214,13 @@ class Chain:
             if output > 0 and is_far(back / output):
                 return step.step
         return steps[0].step
+
+
+def are_neighbors(back: str, front: str) -> bool:
+    """Whether two sites are neighbors in one list of layers."""
+    (parent, _, number), (other, _, following) = (site.partition(":")[2].rpartition(".") for site in (back, front))
+    both = number.isdecimal() and following.isdecimal()
+    return parent == other and both and int(following) == int(number) + 1
 
 
 def factor_of(chain: Chain) -> float:
@@ -285,14 +303,13 @@ def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
     )
     figures = {f"growth_per_{unit}": factor, "at_output_end": low, "at_input_end": high, f"{unit}s": number}
     begin = chain.first_step(steps, lambda ratio: ratio >= EXPLODING_LAYERS)
-    advice = (
-        "Normalise between the layers or start from smaller weights; ClipByNorm on error:* holds it back until then."
-    )
     site = last.partition("#")[0]
-    if chain.module:
-        rule = f'gr.on("{site}", ClipByNorm({2 * low:.2g}))'
-        advice = f"Start from smaller weights, or clip each call: {rule}; a clip of the gradients acts too late."
-    return Finding("exploding", site, begin, text, figures, advice)
+    rules = [rule_of(name, "ClipByNorm", 2 * low) for name in ([site] if chain.module else chain.sites[::-1])]
+    advice = (
+        "Clip the error where it grows: a clip of the gradients acts when it has grown already. Or start from smaller "
+        "weights."
+    )
+    return Finding("exploding", site, begin, text, figures, "\n".join((advice, *rules)))
 
 
 def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
@@ -310,7 +327,7 @@ def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
     figures |= {"at_output_end": high, "at_input_end": low, f"{unit}s": number, f"vanished_{unit}s": len(gone)}
     figures |= {f"{chain.record}@{site}": v for site, v in gone[:LISTED]}
     begin = chain.first_step(steps, lambda ratio: ratio <= VANISHING_LAYERS)
-    advice = "Add residual connections or normalisation, or use units that do not saturate."
+    advice = "Add residual connections or normalization, or use units that do not saturate. No clip is a remedy."
     if low == 0:
         advice = (
             f"Look at what comes after {gone[0][0]}: dead units, a detach, a Zero(), or underflow in half precision."

@@ -18,6 +18,8 @@ from gradrewrite.diagnostics.run_log import (
     kind_of,
 )
 
+NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")  # kinds of findings
+
 
 @dataclass(frozen=True, slots=True)
 class BadStep:

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradrewrite.diagnostics.health import Health, examine
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, bad_steps
 from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_with_rank
-from gradrewrite.diagnostics.verdict import NON_FINITE
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -64,7 +65,7 @@ class Finding:
 
     Attributes:
         kind: ``"non-finite"``, ``"faulty input"``, ``"faulty learning rate"``, ``"faulty loss"``, ``"exploding"``,
-            ``"vanishing"``, ``"saturated"``, ``"dead"``, ``"clip acts always"`` or ``"clip never acts"``; of a fault
+            ``"vanishing"``, ``"saturated"``, ``"dead"`` or ``"clip acts always"``; of a fault
             that the judge found, the kind of a ``Cause`` or of a ``Verdict``.
         site: Where it begins, or is worst; ``""`` if nowhere.
         step: The first step concerned; -1 if none.
@@ -223,6 +224,13 @@ def words(value: float) -> str:
     if math.isfinite(value):
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def rule_of(site: str, action: str, bound: float, further: str = "") -> str:
+    """Return the code of a rule that clips one site."""
+    name = glob.escape(site)
+    literal = f'"{name}"' if repr(name) == f"'{name}'" and '"' not in name else repr(name)
+    return f"gr.on({literal}, {action}({float(f'{bound:.2g}'):g}{further}))"
 
 
 def listed(sites: Sequence[tuple[str, float]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -10,8 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import TypedDict
 
-from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS, ClipHistory, clips_of_modules
-from gradrewrite.diagnostics.run_log import Run, Series, as_executed, is_group, kind_of
+from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, ClipHistory, clips_of_modules
+from gradrewrite.diagnostics.run_log import Finding, Run, Series, as_executed, is_group, kind_of, rule_of
 
 COLUMNS = (
     "site", "clip and bound", "acted", "median factor", "worst factor", "share", "p50", "p90", "p99", "bound to try",
@@ -39,6 +38,7 @@ class SiteHealth:
     # Name of the record that the quantiles are of: ``norm``, ``total_norm`` or ``max_abs``; ``""`` if none.
     measure: str
     steps: int  # how many steps reported it
+    begin: int = -1  # the first of them, of a clip
     bound: float = math.nan  # last finite bound
     rate: float = math.nan  # share of the steps in which the clip acted
     # Median of size after the clip / size before, of the steps in which it acted; 1 if there are none.
@@ -68,6 +68,11 @@ class SiteHealth:
         return f"{self.site} x {self.num_calls}" if self.num_calls > 1 else self.site
 
     @property
+    def label(self) -> str:
+        """The name, with the clip's record unless that is the first."""
+        return f"{self.name} ({self.record})" if self.record else self.name
+
+    @property
     def family(self) -> str:
         """Name of alike rows: rule and clip, or site."""
         return f"{self.rule}, {self.action}" if self.rule and self.action else _NUMBERS.sub("*", self.site)
@@ -82,7 +87,7 @@ class SiteHealth:
             kind = "step" if self.site.startswith("step:") else "gradient"
             return f'gr.on("{kind}:*", {action}({self.suggestion:g}))'
         log = ", log=True" if action == "ClipByValue" else ""
-        return f"gr.on({quoted(glob.escape(self.site))}, {action}({self.suggestion:g}{log}))"
+        return rule_of(self.site, action, self.suggestion, log)
 
     @property
     def _named_group(self) -> str:
@@ -111,11 +116,6 @@ class SiteHealth:
             else self.code,
         )
         return tuple(text or "-" for text in texts)
-
-
-def quoted(text: str) -> str:
-    """Return a literal of Python, in double quotes if possible."""
-    return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
 
 
 def sites_of(run: Run) -> tuple[SiteHealth, ...]:
@@ -159,15 +159,56 @@ def with_baseline(sites: Sequence[SiteHealth], baseline: Run) -> tuple[SiteHealt
     return tuple(rows)
 
 
-def where_needed(sites: Sequence[SiteHealth]) -> tuple[SiteHealth, ...]:
-    """Return figures with suggestions for frequent clips alone."""
+def where_needed(sites: Sequence[SiteHealth], *, is_remedy: bool) -> tuple[SiteHealth, ...]:
+    """Return figures with suggestions for frequent clips alone.
+
+    None has one unless a higher bound is a remedy.
+    """
     rows = []
     for row in sites:
-        keep = bool(row.action) and row.rate <= RARE
-        if keep or not row.action:
-            row = replace(row, suggestion=math.nan, from_baseline=False, keep=keep)
+        rare = bool(row.action) and row.rate <= RARE
+        if rare or not row.action or not is_remedy:
+            row = replace(row, suggestion=math.nan, from_baseline=False, keep=rare and is_remedy)
         rows.append(row)
     return tuple(rows)
+
+
+def steps_of_clips(sites: Sequence[SiteHealth]) -> dict[str, int]:
+    """Return the number of steps of each clip."""
+    by_norm = {row.label for row in sites if row.action and row.measure != "max_abs"}
+    return {
+        f"{row.label}{' (by value)' * (row.measure == 'max_abs' and row.label in by_norm)}": row.steps
+        for row in sites
+        if row.action
+    }
+
+
+def clips_always(sites: Sequence[SiteHealth]) -> list[Finding]:
+    """Return a finding for each clip with a high rate."""
+    found = [row for row in sites if row.steps >= MIN_CLIP_STEPS and row.rate > CLIPS_ALWAYS]
+    by_factor = sorted(found, key=lambda row: 1.0 if math.isnan(row.median_factor) else row.median_factor)
+    return [_always(row) for row in sorted(by_factor, key=lambda row: -row.rate)]
+
+
+def _always(row: SiteHealth) -> Finding:
+    figures = {"share": row.rate, "steps": row.steps, "bound": row.bound, "percentile_90": row.p90}
+    figures |= {"median_factor": row.median_factor, "smallest_factor": row.worst_factor}
+    figures = {name: value for name, value in figures.items() if not math.isnan(value)}
+    by = "value" if row.measure == "max_abs" else "norm"
+    bound = f", with the bound {row.bound:.4g}," if "bound" in figures else ""
+    left = f", and leaves {percent(row.median_factor)} of the size (median)" if "median_factor" in figures else ""
+    text = f"The clip by {by} at {row.label}{bound} acts in {percent(row.rate)} of {row.steps} steps{left}."
+    advice = "a clip that always acts sets the size of every update by itself."
+    advice = f"Raise the bound: {advice}" if bound else f"Widen the range of this clip: {advice}"
+    if row.suggestion > 0:
+        raised = f"Raise the bound at {row.label} from {row.bound:.4g} to about {row.suggestion:g}"
+        advice = (
+            f"{raised} (from the baseline), which 90 % of the sizes there stay below."
+            if row.from_baseline
+            else f"{raised}, which 90 % of the sizes seen stay below, as a first step, and again until the clip acts "
+            "in about a tenth of the steps."
+        )
+    return Finding("clip acts always", row.site, row.begin, text, figures, advice, row.key)
 
 
 def backward_order(run: Run) -> list[str]:
@@ -195,6 +236,7 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
         clip.action,
         clip.record,
         steps,
+        clip.steps[0],
         num_calls=clip.num_calls,
         bound=clip.bound,
         rate=clip.rate,

@@ -5,26 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
 
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import Loss
-from gradrewrite.diagnostics.growth import LARGE_JUMP
-from gradrewrite.diagnostics.judge import Evidence, judge_run
+from gradrewrite.diagnostics.judge import Evidence, Judge
 from gradrewrite.diagnostics.nonfinite_steps import has_counts
 from gradrewrite.diagnostics.run_log import Finding, Run, is_group, words
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 
 _SHOW_LAYERS = '; gr.on("error:*", Observe("norm")) shows the layers'
-STRONG_CLIP = 0.2  # median factor of a clip that hides such a jump, over that of the clips of other errors
 _HEADLINES = {
-    "healthy": "Healthy",
     "no records": "Nothing to judge",
     "too short": "Nothing wrong so far",
     "clip acts always": "Clipping bound too low",
-    "clip too low": "Clipping bound too low",
     "exploding": "Exploding gradients",
     "one layer": "One layer explodes",
     "vanishing": "Vanishing gradients",
@@ -37,24 +31,24 @@ _HEADLINES = {
     "non-finite": "Values are not finite",
 }
 _SOUND = ("healthy", "no records", "too short")
-NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")
-_MILD = ("clip acts always", "clip never acts", "saturated", "dead")
+_FAULTY = ("faulty input", "faulty learning rate")  # what was wrong before the model did anything
+# Kinds of findings that say what a cause of another kind says, and as much of it, unless a replay found the op.
+_SAME = {"non-finite op": "non-finite", "clip too low": "clip acts always"}
+_ONCE = ("exploding", "vanishing", "dead", "saturated", "non-finite")  # have one finding, whatever its site
+_LATER = "Judge its bound when the fault above is mended."
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The answer to "is the backward pass healthy?"."""
 
-    # ``"healthy"``, ``"too short"``, ``"no records"``, ``"large error"``, ``"clip sets the values"`` (between bounds
-    # that are not known), ``"stalls"`` or ``"diverges"`` without a known cause, or the kind of the gravest cause, or of
-    # the gravest finding of the doctor where no loss tells the outcome.
+    # ``"healthy"``, ``"too short"`` or ``"no records"``, or the kind of the first fault: of a cause or a finding, or
+    # ``"clip sets the values"`` (between bounds that are not known), or ``"stalls"`` or ``"diverges"`` without a cause.
     kind: str
     site: str  # where it is worst; ``""`` if nowhere
     text: str  # one sentence with its figures
     advice: str  # what to change
     code: tuple[str, ...] = ()  # lines of code that do it; empty if none
-    basis: str = ""  # records that it rests on, where no finding of the doctor names them
-    mark: str = "see the verdict"  # a note for the site in the table of all sites
     outcome: Outcome = "unknown"
     causes: tuple[Cause, ...] = ()
     remarks: tuple[str, ...] = ()  # sentences on what is no fault
@@ -70,40 +64,6 @@ class Verdict:
         return self.kind in _SOUND
 
 
-def _hidden_jump(run: Run, sites: Sequence[SiteHealth]) -> Verdict | None:
-    """Return the verdict on the largest jump behind a clip.
-
-    The doctor looks for growth over many layers or steps; one layer alone shows in neither, and its clip acts always.
-    """
-    norms = [
-        one for one in run.series.values() if one.record == "norm" and one.at.kind == "error" and one.at.occurrence == 1
-    ]
-    found = []
-    for back, front in pairwise(norms):  # neighbors, in the order of the forward
-        known = dict(zip(front.steps, front.values, strict=True))
-        ratios = [
-            value / known[step]
-            for step, value in zip(back.steps, back.values, strict=True)
-            if math.isfinite(value) and 0 < known.get(step, 0.0) < math.inf
-        ]
-        if ratios:
-            found.append((median(ratios), back.at.site, front.at.site))
-    growth, site, layer = max(found, default=(0.0, "", ""))
-    judged = [row for row in sites if row.median_factor >= 0]
-    factor = min((row.median_factor for row in judged if row.site == site and row.rate >= 0.5), default=1.0)
-    others = [row.median_factor if row.rate >= 0.5 else 1.0 for row in judged if row.site.startswith("error:")]
-    if growth < LARGE_JUMP or factor > STRONG_CLIP * median(others or [1.0]):
-        return None
-    return _of_jump(site, layer, words(growth), words(median(ratio for ratio, *_ in found)), len(run.steps), factor)
-
-
-def _is_chain(back: str, front: str) -> bool:
-    """Whether two sites are neighbors in one list of layers."""  # others may be parallel branches
-    (parent, _, number), (other, _, following) = (site.partition(":")[2].rpartition(".") for site in (back, front))
-    both = number.isdecimal() and following.isdecimal()
-    return parent == other and both and int(following) == int(number) + 1
-
-
 def judge(
     run: Run,
     sites: Sequence[SiteHealth],
@@ -111,33 +71,90 @@ def judge(
     loss: Loss | None,
     baseline: Loss | None = None,
     evidence: Evidence | None = None,
-) -> Verdict:
-    """Return the verdict on a run: outcome, cause, clips.
+) -> tuple[Verdict, tuple[Finding, ...]]:
+    """Return the verdict on a run, and its faults without doubles.
 
     Of a run that learns, and ends no higher than its baseline, nothing is a fault but a bad batch or a spike: what the
-    doctor found is in the remarks.
+    doctor found is in the remarks. The faults are what the records of a value say of it, then the causes, then the
+    other findings; the first is the verdict.
     """
-    judged = judge_run(run, evidence)
-    remarks = judged.remarks
-    first = judged.causes[0] if judged.causes else None
-    jump = _hidden_jump(run, sites)
-    learns = judged.outcome == "learns" and not _ends_higher(loss, baseline)
-    if learns:
-        remarks += () if loss is None or loss.bad_step < 0 else (_of_loss(run, loss).text,)
-        remarks += () if jump is None else (jump.text,)
-        remarks += tuple(one.text for one in findings if one.kind not in ("clip acts always", "clip never acts"))
-    if first is not None and (learns or not _says_more(first, findings, jump, evidence)):
-        verdict = Verdict(first.kind, first.site, judged.text, first.advice, judged.rules)
-    elif learns:
+    evidence = evidence or Evidence()
+    judged = Judge(run, findings, sites, evidence, is_higher=_ends_higher(loss, baseline))
+    causes = judged.causes()
+    faulty = [] if judged.learns else [one for one in findings if one.kind in _FAULTY]
+    told = [cause for cause in causes if cause.kind not in _SAME]
+    told += [cause for cause in causes if cause.kind == "non-finite op" and evidence.failure and not faulty]
+    rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
+    faults = [*faulty, *(_of_cause(cause, findings) for cause in told), *([] if judged.learns else rest)]
+    if not faults and judged.outcome in ("stalls", "diverges"):
+        faults = [_unexplained(run, judged)]
+    if not faults:
         verdict = _healthy(run, sites, loss)
     else:
-        verdict = _of_findings(run, sites, findings, jump, loss, baseline)
-        if verdict.is_sound and judged.outcome in ("stalls", "diverges"):
-            text = f"{judged.text} Nothing that was recorded tells why."
-            shown = any(one.record == "norm" and one.at.kind == "error" for one in run.series.values())
-            advice = f"Look at data, loss and learning rate{'' if shown else _SHOW_LAYERS}."
-            verdict = Verdict(judged.outcome, "", text, advice)
-    return replace(verdict, outcome=judged.outcome, causes=judged.causes, remarks=remarks)
+        faults = _of_clips(faults, sites, is_needed=_diverges(loss, baseline))
+        first = faults[0]
+        advice, *code = first.suggestion.split("\n")
+        code += [rule for cause in told for rule in cause.rules if rule not in code]
+        text = f"{judged.text} {first.text}" if told and not faulty else first.text
+        verdict = Verdict(first.kind, first.site, text, advice, tuple(code))
+    remarks = (*evidence.remarks, *(judged.remarks() if judged.learns else ()))
+    return replace(verdict, outcome=judged.outcome, causes=causes, remarks=remarks), tuple(faults)
+
+
+def _unexplained(run: Run, judged: Judge) -> Finding:
+    """Return the fault of a run without a known cause."""
+    shown = any(one.record == "norm" and one.at.kind == "error" for one in run.series.values())
+    advice = f"Look at data, loss and learning rate{'' if shown else _SHOW_LAYERS}."
+    return Finding(judged.outcome, "", -1, f"{judged.text} Nothing that was recorded tells why.", {}, advice)
+
+
+def _of_cause(cause: Cause, findings: Sequence[Finding]) -> Finding:
+    """Return a cause as a finding, with its double's figures."""
+    figures = {} if math.isnan(cause.factor) else {"factor": cause.factor}
+    known = next((dict(one.figures) for one in findings if _is_told(one, cause)), figures)
+    advice = "\n".join((cause.advice, *cause.rules))
+    return Finding(cause.kind, cause.site, cause.step, cause.text, known, advice, "", cause.source, cause.factor)
+
+
+def _is_told(finding: Finding, cause: Cause) -> bool:
+    """Whether a finding repeats a cause."""
+    if finding.kind != _SAME.get(cause.kind, cause.kind):
+        return False
+    return finding.site == cause.site or (finding.kind in _ONCE and "growth_per_step" not in finding.figures)
+
+
+def _of_clips(faults: Sequence[Finding], sites: Sequence[SiteHealth], *, is_needed: bool) -> list[Finding]:
+    """Return faults with one advice for all clips.
+
+    Behind a graver fault no bound is judged. Else the worst clip comes first, with the rules of all: of those with a
+    known bound, or of none. ``is_needed``: the loss of the baseline, without them, became NaN or infinite.
+    """
+    first, clips = faults[0], [one for one in faults if one.kind == "clip acts always"]
+    if first.kind != "clip acts always":
+        rest = [one for one in faults if one not in clips or f" at {one.site} acts after that" not in first.text]
+        return [replace(one, suggestion=_LATER) if one in clips else one for one in rest]
+    low = [one for one in clips if "bound" in one.figures]
+    if not low:
+        return [replace(first, kind="clip sets the values"), *faults[1:]]
+    worst = min(low, key=lambda one: one.figures.get("median_factor", 1.0))
+    group = next((one for one in low if is_group(one.site) and one is not worst), None)
+    keys, number = {one.key for one in low}, sum(bool(row.action) for row in sites)
+    text = (
+        f"The bound is too low at {len(low)} of {number} clipped sites, and sets the size of the gradients. "
+        f"{worst.text}{'' if group is None else f' {group.text}'}"
+    )
+    caution = " Raise it little by little: without it, in the baseline, the loss became NaN or infinite."
+    advice = f"{worst.suggestion}{' Raise the others likewise.' * (len(low) > 1)}{caution * is_needed}"
+    code = [row.code for row in sites if row.key in keys and row.code]
+    lead = replace(worst, text=text, suggestion="\n".join((advice, *code)))
+    return [lead, *(one for one in faults if one is not worst)]
+
+
+def _diverges(loss: Loss | None, baseline: Loss | None) -> bool:
+    """Whether the baseline alone ends non-finite."""
+    if loss is None or baseline is None:
+        return False
+    return math.isfinite(loss.last) and not math.isfinite(baseline.last)
 
 
 def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
@@ -147,134 +164,11 @@ def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
     return not loss.last - baseline.last <= 2 * math.hypot(loss.noise, baseline.noise)
 
 
-def _says_more(cause: Cause, findings: Sequence[Finding], jump: Verdict | None, evidence: Evidence | None) -> bool:
-    """Whether a finding says more than a cause."""
-    if cause.kind == "spike":
-        return any(one.kind not in _MILD for one in findings)
-    if any(one.kind in ("faulty input", "faulty learning rate") for one in findings):
-        return True
-    if cause.kind == "non-finite op":
-        return evidence is None or evidence.failure is None
-    return (cause.kind == "one layer" and jump is not None) or (
-        cause.kind == "clip too low" and any("bound" in one.figures for one in findings)
-    )
-
-
-def _of_findings(
-    run: Run,
-    sites: Sequence[SiteHealth],
-    findings: Sequence[Finding],
-    jump: Verdict | None,
-    loss: Loss | None,
-    baseline: Loss | None,
-) -> Verdict:
-    """Return the verdict of the gravest finding."""
-    if loss is not None and loss.bad_step >= 0 and not any(one.kind in NON_FINITE for one in findings):
-        return _of_loss(run, loss)
-    if not findings and not any(row.measure for row in sites):
+def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None) -> Verdict:
+    if not any(row.measure for row in sites):
         counted = "; what was counted is finite" if has_counts(run) else ""
         text = f"The {len(run.steps)} steps of this run have no norm and no clip{counted}."
-        advice = 'Record norms: gr.on("gradient:*", Observe("norm")).'
-        return Verdict("no records", "", text, advice)
-    grave = next((one for one in findings if one.kind not in _MILD), None)
-    if jump is not None and (grave is None or grave.kind == "vanishing"):
-        return jump
-    if grave is not None:
-        return _of_finding(grave)
-    always = [one for one in findings if one.kind == "clip acts always"]
-    low = [one for one in always if "bound" in one.figures]
-    if always and not low:
-        return replace(_of_finding(always[0]), kind="clip sets the values")
-    if low:
-        verdict = _of_bound(low, sites)
-        if loss is None or baseline is None or not math.isfinite(loss.last) or math.isfinite(baseline.last):
-            return verdict
-        caution = "Raise it little by little: without this clip, in the baseline, the loss became NaN or infinite."
-        return replace(verdict, advice=f"{verdict.advice} {caution}")
-    rest = next((one for one in findings if one.kind in ("saturated", "dead")), None)
-    return _of_finding(rest) if rest is not None else _healthy(run, sites, loss)
-
-
-def _of_finding(finding: Finding) -> Verdict:
-    return Verdict(finding.kind, finding.site, finding.text, finding.suggestion)
-
-
-def _of_loss(run: Run, loss: Loss) -> Verdict:
-    end = "not finite" if not math.isfinite(loss.last) else f"finite again: {words(loss.last)}{loss.of('last')}"
-    text = (
-        f"The loss ({loss.address}) is not finite, first in step {loss.bad_step}; no other recorded value shows it. At "
-        f"the end it is {end}."
-    )
-    advice = "In the loss, look at log, sqrt and divisions by zero or by an empty mask."
-    if not has_counts(run):
-        checks = 'gr.on("gradient:*", CheckFinite()) names the op and its line.'
-        advice = f"Record the backward of that step: {checks} {advice}"
-    return Verdict("non-finite", "", text, advice)
-
-
-def _of_jump(site: str, front: str, growth: str, usual: str, steps: int, factor: float) -> Verdict:
-    basis = f"the norms of {front} and {site} before clipping, in {steps} steps, and the factors of the clip"
-    layer, name = front.partition(":")[2], site.partition(":")[2]
-    if not _is_chain(site, front):
-        text = (
-            f"One error is far larger than its neighbor: that at {site} is {growth} times that at {front} (median of "
-            f"{steps} steps; between neighbors in the records {usual} is typical), and its clip cuts it to "
-            f"{percent(factor)} of its norm."
-        )
-        advice = (
-            f"If {name} feeds {layer}, the error explodes on its way back through {layer}: start its weights smaller, "
-            "lower its learning rate, or normalize its input (LayerNorm). If they are parallel branches, look at "
-            f"what follows {name}. Until then keep the clip."
-        )
-        return Verdict("large error", site, text, advice, basis=basis)
-    text = (
-        f"One layer explodes: on its way back through {layer} the error grows {growth}-fold (median of {steps} steps; "
-        f"a typical layer multiplies it by {usual}). The error behind {layer}, at {site} (what comes back through "
-        f"{layer}), is cut by its clip to {percent(factor)} of its norm."
-    )
-    advice = (
-        f"Change {layer}, not the bound: its weights are too large. Start them smaller, lower its learning rate, or "
-        "normalize its input (LayerNorm). Until then keep the clip: it makes that error small again, so that the "
-        "layers before it can learn."
-    )
-    return Verdict("exploding", site, text, advice, basis=basis, mark=f"the error behind {layer}")
-
-
-def _of_bound(findings: Sequence[Finding], sites: Sequence[SiteHealth]) -> Verdict:
-    clips = [row for row in sites if row.action]
-    known = {one.key for one in findings}
-    found = [row for row in clips if row.key in known]
-    worst = min(found, key=lambda row: row.median_factor if row.median_factor >= 0 else 1.0)
-    where = worst.name if len(found) == 1 else f"{len(found)} of {len(clips)} clipped sites, most at {worst.name},"
-    group = next((row for row in found if is_group(row.site) and row is not worst), None)
-    also = "" if group is None else f", and that on gradients together, {group.site}, {_effect(group)}"
-    text = (
-        f"The bound is too low: at {where} the clip {_effect(worst)}{also}, so the bound, not the loss, sets the size "
-        "of the gradients."
-    )
-    raised = [row for row in (worst, group) if row is not None and row.suggestion > row.bound]
-    advice = f"Raise {'; and '.join(map(_raise, raised))}." if raised else findings[0].suggestion
-    if raised and all(row.from_baseline for row in raised):
-        advice += " 90 % of the sizes in the baseline stay below such a bound, so that the clip acts on outliers alone."
-    elif raised:
-        advice += (
-            " 90 % of the sizes seen stay below such a bound. It is a first step, for this run was shaped by its "
-            "clips: train again, and raise it again until the clip acts in about a tenth of the steps."
-        )
-    return Verdict("clip acts always", worst.site, text, advice, tuple(row.code for row in found if row.code))
-
-
-def _effect(row: SiteHealth) -> str:
-    left = f" and leaves {percent(row.median_factor)} of the size (median)" if row.median_factor >= 0 else ""
-    return f"acts in {percent(row.rate)} of {row.steps} steps{left}"
-
-
-def _raise(row: SiteHealth) -> str:
-    origin = " (from the baseline)" if row.from_baseline else ""
-    return f"the bound at {row.site} from {words(row.bound)} to about {words(row.suggestion)}{origin}"
-
-
-def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None) -> Verdict:
+        return Verdict("no records", "", text, 'Record norms: gr.on("gradient:*", Observe("norm")).')
     clips = [row for row in sites if row.action]
     parts = [f"in {len(run.steps)} steps no gradient exploded, vanished or was not finite"]
     if clips:

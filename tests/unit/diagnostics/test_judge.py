@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from gradrewrite.diagnostics.health import examine
-from gradrewrite.diagnostics.judge import Evidence, judge_run, outcome_of
-from gradrewrite.diagnostics.run_log import Run, Step, last_run
+from gradrewrite.diagnostics.judge import Evidence, outcome_of
+from gradrewrite.diagnostics.run_log import Step, last_run
+from gradrewrite.diagnostics.verdict import Verdict
 
 from models.clips import step_of
 
@@ -18,14 +19,18 @@ pytestmark = pytest.mark.pure
 NAN, INF = math.nan, math.inf
 
 
-def run_of(losses: Sequence[float], sizes: Sequence[float] = ()) -> Run:
+def run_of(losses: Sequence[float], sizes: Sequence[float] = ()) -> list[Step]:
     rows = enumerate(zip(losses, sizes or [1.0] * len(losses), strict=True))
-    return last_run([step_of(n, {"norm@gradient:w": size, "loss@run": loss}) for n, (loss, size) in rows])
+    return [step_of(n, {"norm@gradient:w": size, "loss@run": loss}) for n, (loss, size) in rows]
 
 
-def layers(sizes: dict[str, float]) -> Run:
+def layers(sizes: dict[str, float]) -> list[Step]:
     records = {f"norm@error:{name}": size for name, size in sizes.items()}
-    return last_run([step_of(n, records | {"loss@run": 2.0}) for n in range(10)])
+    return [step_of(n, records | {"loss@run": 2.0}) for n in range(10)]
+
+
+def verdict_on(steps: Sequence[Step], evidence: Evidence | None = None) -> Verdict:
+    return examine(steps, evidence=evidence).verdict
 
 
 @pytest.mark.parametrize(
@@ -48,14 +53,14 @@ def layers(sizes: dict[str, float]) -> Run:
     ],
 )
 def test_outcomes(losses: list[float], outcome: str) -> None:
-    assert outcome_of(run_of(losses)) == outcome
+    assert outcome_of(last_run(run_of(losses))) == outcome
 
 
 def test_a_batch_is_blamed_only_with_evidence() -> None:
     falling = [2.0 - 0.03 * n for n in range(50)]
 
     def causes(batches: dict[int, float], sizes: Sequence[float] = ()) -> list[tuple[str, int]]:
-        found = judge_run(run_of(falling, sizes), Evidence(batches=batches))
+        found = verdict_on(run_of(falling, sizes), Evidence(batches=batches))
         return [(cause.kind, cause.step) for cause in found.causes]
 
     usual = dict.fromkeys(range(50), 1.0)
@@ -78,31 +83,32 @@ def test_findings_come_before_a_spike_where_no_loss_is_known() -> None:
 
 
 def test_a_likelihood_that_falls_without_end_is_no_growth() -> None:
-    found = judge_run(run_of([-1.0, -10.0, -100.0, NAN]))
+    found = verdict_on(run_of([-1.0, -10.0, -100.0, NAN]))
 
     assert [cause.kind for cause in found.causes] == ["non-finite op"]
 
 
 def test_a_layer_that_is_known_by_its_second_call_alone() -> None:
-    found = judge_run(layers({"a": 300.0, "b": 300.0, "c#1": 0.1, "d": 0.1, "e": 0.1}))
+    found = verdict_on(layers({"a": 300.0, "b": 300.0, "c#1": 0.1, "d": 0.1, "e": 0.1}))
 
     assert [(cause.kind, cause.site) for cause in found.causes] == [("one layer", "error:c")]
-    assert found.rules == ('gr.on("error:b", ClipByNorm(0.2))',)
+    assert found.code == ('gr.on("error:b", ClipByNorm(0.2))',)
 
 
 def test_names_with_quotes_and_globs_are_literal_in_rules() -> None:
-    found = judge_run(layers({f"m['{n}'].x": 10.0 ** (4 - n) for n in range(5)}))
+    found = verdict_on(layers({f"m['{n}'].x": 10.0 ** (4 - n) for n in range(5)}))
 
     assert found.causes[0].kind == "exploding"
-    assert found.rules[0] == "gr.on(\"error:m[[]'0'].x\", ClipByNorm(2))"
+    assert found.code[0] == "gr.on(\"error:m[[]'0'].x\", ClipByNorm(2))"
 
 
-def test_a_clip_is_suggested_by_the_rule_that_made_it() -> None:
+def test_a_clip_that_is_too_low_has_the_rule_of_its_site() -> None:
     records = {"total_norm@group:default": 100.0, "bound@group:default": 1.0, "loss@run": 2.0}
 
-    assert judge_run(last_run([step_of(n, records) for n in range(30)])).rules == (
-        'gr.on("*", ClipByGlobalNorm(1e+02))',
-    )
+    found = verdict_on([step_of(n, records) for n in range(30)])
+    assert [cause.kind for cause in found.causes] == ["clip too low"]
+    assert found.causes[0].factor == pytest.approx(0.01)
+    assert found.causes[0].rules == found.code == ('gr.on("gradient:*", ClipByGlobalNorm(100))',)
 
 
 def test_many_calls_in_few_steps_are_no_habit() -> None:
@@ -111,6 +117,6 @@ def test_many_calls_in_few_steps_are_no_habit() -> None:
     short, long = (examine([step_of(n, records) for n in range(count)]) for count in (3, 20))
 
     assert short.findings == ()
-    assert [one.text.partition(",")[0] for one in long.findings] == [
-        "The clip by norm at error:c acts in 800 of 800 calls"
+    assert [one.text.partition(", and")[0] for one in long.findings] == [
+        "The clip by norm at error:c x 40, with the bound 1, acts in 100 % of 20 steps"
     ]
