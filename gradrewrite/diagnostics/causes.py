@@ -1,4 +1,4 @@
-"""Judgements of training runs, as values: outcome, causes, remarks."""
+"""Outcomes and causes of training runs, as values."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
 
 
 def findings_on(run: Run, sites: Sequence[SiteHealth]) -> tuple[Finding, ...]:
-    """Return the findings on a run, with bounds as of its sites."""
+    """Return the findings, with bounds as of the sites."""
     rules = (_non_finite, growth_over_steps, growth_over_layers, saturated, dead)
     return (*(finding for rule in rules for finding in rule(run)), *clips_always(sites))
 
@@ -146,7 +146,7 @@ def _cause(run: Run, site: str, *, recovered: bool) -> tuple[str, str, str]:
 
 
 def _non_finite_loss(run: Run) -> Finding | None:
-    """Return the finding on a loss that alone is not finite."""
+    """Return the finding on a non-finite loss."""
     loss = loss_of(run)
     if loss is None or loss.bad_step < 0:
         return None

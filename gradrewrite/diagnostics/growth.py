@@ -9,7 +9,7 @@ from itertools import dropwhile, pairwise
 from statistics import median
 
 from gradrewrite.diagnostics.clipping import clips_of
-from gradrewrite.diagnostics.comparison import loss_series
+from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import (
     BACKWARD,
@@ -230,11 +230,9 @@ def factor_of(chain: Chain) -> float:
 
 def judged_steps(run: Run) -> Sequence[Step]:
     """Return the steps before the first non-finite one."""
-    bad = {one.step.step for one in bad_steps(run)[:1]}
-    loss = loss_series(run)
-    if loss is not None:
-        rows = zip(loss.steps, loss.values, strict=True)
-        bad |= {step for step, value in rows if not math.isfinite(value)}
+    bad, loss = [one.step.step for one in bad_steps(run)[:1]], loss_of(run)
+    if loss is not None and loss.bad_step >= 0:
+        bad.append(loss.bad_step)
     before = [step for step in run.steps if step.step < min(bad)] if bad else run.steps
     return before or run.steps[:1]
 

@@ -87,7 +87,10 @@ class Judge:
     def __init__(
         self, run: Run, findings: Sequence[Finding], sites: Sequence[SiteHealth], evidence: Evidence, *, is_higher: bool
     ) -> None:
-        """``is_higher``: the run ends higher than its baseline, and has a fault even where it learns."""
+        """Judge a run.
+
+        ``is_higher``: it ends higher than its baseline, and has a fault even where it learns.
+        """
         self.run, self.findings, self.sites, self.evidence = run, findings, sites, evidence
         self.outcome = outcome_of(run, evidence.is_trained)
         self.learns = self.outcome == "learns" and not is_higher
@@ -119,9 +122,10 @@ class Judge:
             idle, full = dead(self.run, {("zeros", "activation"): DEAD}), saturated(self.run)
             found += self.exploding()
             found += self._found("dead", idle) or self.underflow() or self._found("saturated", full)
-            found = found or self.one_layer() or self.hidden_layer() or self.vanishing()
+            found = found or self.one_layer() or self.vanishing()
             if self.outcome == "diverges":
                 found = found or self.learning_rate()
+            found = found or self.hidden_layer()
             if self.outcome == "stalls":
                 found = found or self.low_clips()
         elif not self.learns and not is_grave:
@@ -140,7 +144,7 @@ class Judge:
         return [self._cause(kind, f.site, factor, f.step, f.text, *f.suggestion.split("\n")) for f in findings[:1]]
 
     def _bounded(self, kind: Kind, factor: float, step: int, text: str, advice: str) -> list[Cause]:
-        """Return a cause of large updates, with a bound on them.
+        """Return a cause of large updates, with a bound.
 
         It is twice the usual size, or, of a learning rate that is too high, twice the first.
         """
@@ -185,7 +189,7 @@ class Judge:
         return [self._cause("one layer", front, max(chain.ratios), self.steps[0].step, text, advice, rule)]
 
     def hidden_layer(self) -> list[Cause]:
-        """One such layer behind a clip, without which it would last.
+        """One such layer, hidden by a clip behind it.
 
         It is blamed only where the names are neighbors (``layers.2``, ``layers.3``): others may be parallel branches.
         """

@@ -69,7 +69,7 @@ class SiteHealth:
 
     @property
     def label(self) -> str:
-        """The name, with the clip's record unless that is the first."""
+        """The name, with the record of a further clip."""
         return f"{self.name} ({self.record})" if self.record else self.name
 
     @property
@@ -120,7 +120,8 @@ class SiteHealth:
 
 def sites_of(run: Run) -> tuple[SiteHealth, ...]:
     """Return the figures of all sites with a measure."""
-    clips = clips_of_modules(run)
+    known = clips_of_modules(run)
+    clips = [clip for clip in known if any(clip.acted) or not math.isinf(clip.bound)]  # an infinite bound measures
     rows = [_of_clip(run, clip) for clip in clips]
     clipped = {_module(clip.site) for clip in clips}
     measured: dict[str, dict[str, Series]] = {}  # by module and call
@@ -129,8 +130,8 @@ def sites_of(run: Run) -> tuple[SiteHealth, ...]:
             if one.record == measure and one.at.kind not in ("activation", "data", "output", "run"):
                 measured.setdefault(_module(one.at.site), {}).setdefault(one.at.site, one)
     rows += [_of_sizes(run, list(calls.values())) for name, calls in measured.items() if name not in clipped]
-    known = clipped | measured.keys()
-    shares = [one for one in run.series.values() if one.record == "norm_share" and one.at.site not in known]
+    sites = clipped | measured.keys()
+    shares = [one for one in run.series.values() if one.record == "norm_share" and one.at.site not in sites]
     rows += [SiteHealth(one.at.site, "", "", len(one.steps), norm_share=_median(one.values)) for one in shares]
     order = {_module(site): n for n, site in enumerate(backward_order(run))}
     return tuple(sorted(rows, key=lambda row: order[_module(row.site)]))
@@ -222,11 +223,6 @@ def backward_order(run: Run) -> list[str]:
 def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     share = None if clip.share is None else run.series.get(str(clip.share))
     shares = [] if share is None else [value for value in share.values if 0 <= value <= 1]
-    steps = len(set(clip.steps))
-    if math.isinf(clip.bound) and not any(clip.acted):
-        norm_share = _norm_share(run, clip.site)
-        row = SiteHealth(clip.site, "", clip.record, steps, norm_share=norm_share, **_quantiles(clip.sizes))
-        return replace(row, num_calls=clip.num_calls)
     factors = [factor for factor in clip.factors if not math.isnan(factor)]
     sizes = _quantiles(clip.sizes)
     if math.isnan(clip.bound) or clip.action not in _ACTIONS.values():
@@ -235,7 +231,7 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
         clip.site,
         clip.action,
         clip.record,
-        steps,
+        len(set(clip.steps)),
         clip.steps[0],
         num_calls=clip.num_calls,
         bound=clip.bound,

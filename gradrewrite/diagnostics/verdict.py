@@ -72,10 +72,10 @@ def judge(
     baseline: Loss | None = None,
     evidence: Evidence | None = None,
 ) -> tuple[Verdict, tuple[Finding, ...]]:
-    """Return the verdict on a run, and its faults without doubles.
+    """Return the verdict on a run, and its faults.
 
     Of a run that learns, and ends no higher than its baseline, nothing is a fault but a bad batch or a spike: what the
-    doctor found is in the remarks. The faults are what the records of a value say of it, then the causes, then the
+    doctor found is in the remarks. The faults are a faulty input or learning rate, then the causes, then the
     other findings; the first is the verdict.
     """
     evidence = evidence or Evidence()
@@ -85,7 +85,8 @@ def judge(
     told = [cause for cause in causes if cause.kind not in _SAME]
     told += [cause for cause in causes if cause.kind == "non-finite op" and evidence.failure and not faulty]
     rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
-    faults = [*faulty, *(_of_cause(cause, findings) for cause in told), *([] if judged.learns else rest)]
+    rest = [] if judged.learns else [one for one in rest if one.site or not told]  # a loss: the outcome tells of it
+    faults = [*faulty, *(_of_cause(cause, findings) for cause in told), *rest]
     if not faults and judged.outcome in ("stalls", "diverges"):
         faults = [_unexplained(run, judged)]
     if not faults:
@@ -94,8 +95,10 @@ def judge(
         faults = _of_clips(faults, sites, is_needed=_diverges(loss, baseline))
         first = faults[0]
         advice, *code = first.suggestion.split("\n")
-        code += [rule for cause in told for rule in cause.rules if rule not in code]
-        text = f"{judged.text} {first.text}" if told and not faulty else first.text
+        text = first.text
+        if told and not faulty:
+            text = text if judged.outcome == "unknown" else f"{judged.text} {text}"
+            code = list(dict.fromkeys(rule for cause in told for rule in cause.rules))
         verdict = Verdict(first.kind, first.site, text, advice, tuple(code))
     remarks = (*evidence.remarks, *(judged.remarks() if judged.learns else ()))
     return replace(verdict, outcome=judged.outcome, causes=causes, remarks=remarks), tuple(faults)
@@ -131,7 +134,8 @@ def _of_clips(faults: Sequence[Finding], sites: Sequence[SiteHealth], *, is_need
     """
     first, clips = faults[0], [one for one in faults if one.kind == "clip acts always"]
     if first.kind != "clip acts always":
-        rest = [one for one in faults if one not in clips or f" at {one.site} acts after that" not in first.text]
+        said = [one for one in clips if one.site == first.site or f" at {one.site} acts after that" in first.text]
+        rest = [one for one in faults if one not in said]
         return [replace(one, suggestion=_LATER) if one in clips else one for one in rest]
     low = [one for one in clips if "bound" in one.figures]
     if not low:
