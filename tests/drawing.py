@@ -22,7 +22,7 @@ def read_by_graphviz(source: str, form: str) -> bytes:
 
 def texts_of(scene: _scene.Scene) -> list[tuple[float, float, float, float, str]]:
     """Left, upper, right and lower edges of all texts."""
-    sizes = {"": _scene.TEXT, "note": _scene.SMALL, "head": _scene.HEAD}
+    sizes = {"": _scene.TEXT, "note": _scene.SMALL, "small": _scene.SMALL, "head": _scene.HEAD}
     found = [(n.x, n.y, n.text, sizes[n.style]) for n in _scene.texts_of(scene) if n.text]
     return [(x, y - 0.76 * size, x + _fonts.text_width(t, size), y + 0.24 * size, t) for x, y, t, size in found]
 

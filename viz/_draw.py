@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.health import examine
+from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.graph_view import GraphView, read_graph
@@ -150,13 +151,13 @@ class Drawing:
     @property
     def graph_tabs(self) -> GraphTabs:
         """The graph for a page of a run."""
-        note = self._note(self._ladder.ladder)
+        note = self._note(self._ladder.ladder).partition(", colors:")[0]  # which are chosen there
         return GraphTabs(self.graph, self._ladder, self._overview, note, self._metrics, self.color_by, self.root_cause)
 
     def _page(self) -> str:
         if self.run is None:
             return write_page(self.title, graph=self.graph_tabs)
-        text = report_tabs(examine(self.run.steps))
+        text = report_tabs(examine(self.run.steps, evidence=evidence_of(self.graph)))
         return write_page(self.title, run=self.run, panels=panels_of(self.run), report=text, graph=self.graph_tabs)
 
 
@@ -213,6 +214,11 @@ def draw(
     root_cause = _blamed(graph_view, monitor.failure()) if is_monitor(monitor) else ()
     metric = chosen.metric if chosen is not None else None
     return Drawing(graph, view, run, metric, root_cause, title or graph.name or "joint graph", reshapes, records)
+
+
+def evidence_of(graph: JointGraph) -> Evidence:
+    """Return the sites of a graph, for the lines of causes."""
+    return Evidence({str(site): site for site in graph.sites})
 
 
 def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:

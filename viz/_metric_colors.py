@@ -6,7 +6,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from gradrewrite.diagnostics.clipping import clips_by_edit
@@ -74,7 +74,11 @@ def site_metrics(run: Run, graph_view: GraphView) -> list[SiteMetric]:
     found = [
         _clip_strengths(run, graph_view),
         _scaled("largest error", *_largest(run, {str(site) for site in graph_view.sites}), last),
-        _scaled("not finite", "largest share of elements not finite", _not_finite(run, graph_view.sites)),
+        replace(
+            _scaled("not finite", "largest share of elements not finite", _not_finite(run, graph_view.sites)),
+            weak=1 / _NARROWEST,
+            strong=1.0,
+        ),
     ]
     return [one for one in found if one.by_site]
 

@@ -15,6 +15,7 @@ _POINTS = 72 / 96  # a pixel in points
 _STYLES: dict[str, dict[str, Any]] = {  # of texts, as in the style sheet
     "": {"fontsize": TEXT * _POINTS, "color": theme.INK},
     "note": {"fontsize": SMALL * _POINTS, "color": theme.DETAIL},
+    "small": {"fontsize": SMALL * _POINTS, "color": theme.INK},
     "head": {"fontsize": HEAD * _POINTS, "color": theme.INK, "weight": "bold"},
 }
 

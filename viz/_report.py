@@ -13,7 +13,7 @@ from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._curves import baselines_of, is_monitor, name_of, steps_of
-from gradrewrite.viz._draw import draw
+from gradrewrite.viz._draw import draw, evidence_of
 from gradrewrite.viz._panels import Baseline, panels_of, trials_of
 from gradrewrite.viz.page._html import write_page
 from gradrewrite.viz.page._report_tabs import report_tabs
@@ -132,7 +132,7 @@ def report(
             return _report_of_ranks(paths, baselines_of(baseline), title, graph)
     run = cast("Source", source)
     steps, others = steps_of(run), baselines_of(baseline)
-    health = examine(steps, others[0].run.steps if others else None)
+    health = examine(steps, others[0].run.steps if others else None, evidence_of(graph) if graph is not None else None)
     return Report(health, title or name_of(run, "training run"), others, _cause(run, health), graph=graph)
 
 

@@ -29,7 +29,8 @@ def _style(of: Callable[[str], str]) -> str:
     return f"""
 svg {{ font-family: "DejaVu Sans", Verdana, Arial, sans-serif; background: {of("PAPER")}; }}
 text {{ font-size: {TEXT}px; fill: {of("INK")}; white-space: pre; }}
-.head {{ font-size: {HEAD}px; font-weight: bold; }} .note {{ font-size: {SMALL}px; fill: {of("DETAIL")}; }}
+.head {{ font-size: {HEAD}px; font-weight: bold; }} .small {{ font-size: {SMALL}px; }}
+.note {{ font-size: {SMALL}px; fill: {of("DETAIL")}; }}
 .frame rect {{ fill: {of("BAND")}; fill-opacity: 0.55; stroke: {of("BORDER")}; }}
 {" ".join(boxes)}
 .inserted rect, .records rect {{ stroke-width: 2; }} .idle rect {{ stroke-width: 1; }}
@@ -116,7 +117,7 @@ class Label:
     x: float
     y: float
     text: str
-    style: str = "note"  # a class in the style sheet: "", "note" or "head"
+    style: str = "note"  # a class in the style sheet: "", "note", "small" (on a color) or "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,10 @@ def _texts(box: Box) -> list[Label]:
     height = box.text_height or box.height
     if not box.small:
         return [Label(PAD, height / 2 + 4, box.text, "")]
-    return [Label(PAD, height / 2 - 3, box.text, ""), Label(PAD, height - 6, box.small)]
+    return [
+        Label(PAD, height / 2 - 3, box.text, ""),
+        Label(PAD, height - 6, box.small, "small" if box.fill else "note"),
+    ]
 
 
 def _legend_texts(scene: Scene) -> list[Label]:

@@ -283,7 +283,7 @@ def test_the_slider_colors_by_step(opened: Opened) -> None:
             step,
         )
         colors.append(opened.page.evaluate(style))
-    assert opened.page.inner_text("#stepname") == "all steps"
+    assert opened.page.inner_text("#stepname") == "all steps (norms: step 3)"
     assert len(set(colors[:4])) == 4  # a logarithmic scale from 1 to 1000
     assert colors[4] == "fill:var(--not-finite)"
     assert colors[5] == colors[3]  # of all steps before it the largest

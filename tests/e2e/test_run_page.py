@@ -170,9 +170,12 @@ def test_the_table_shows_ten_rows_sorts_filters_and_groups_by_rule(open_page: An
     assert "error:layers.0" in rows.first.inner_text()  # its clip always acts
     assert "+ 28 of error:layers.*" in page.inner_text("#report tbody")
     page.click("text=+ 28 of error:layers.*")
-    assert rows.count() == 10
+    assert rows.count() == 35  # what was unfolded is not cut off
+    assert page.inner_text("#row-count") == "35 of 35 rows"
     page.fill("#filter", "layers.2")
     assert rows.count() == 11
+    page.fill("#filter", "nothing")
+    assert page.inner_text("#row-count") == "no row matches"
     page.fill("#filter", "")
     page.click("#all-rows")
     assert rows.count() == 35
@@ -181,6 +184,21 @@ def test_the_table_shows_ten_rows_sorts_filters_and_groups_by_rule(open_page: An
     assert page.get_attribute("#report thead th[aria-sort]", "aria-sort") == "descending"
     page.click("#report thead button >> text=p50")
     assert "error:layers.0" in rows.first.inner_text()
+
+
+def test_the_verdict_leads_to_the_box_and_the_step(open_page: Any, tmp_path: Path) -> None:
+    graph = recurrence(40)
+    sites = [str(site) for site in graph.sites if site.kind == "error" and site.name == "cell.keep"]
+    norms = {f"norm@{site}": 2.0 ** (len(sites) - n) for n, site in enumerate(sites)}
+    steps = [step_of(n, norms | {"loss@run": 4.0}) for n in range(30)]
+    page = open_page(Path(viz.report(steps, graph=graph).render(tmp_path / "r")))
+
+    assert "in step 0 " in page.inner_text("#where")
+    assert ".py:" in page.inner_text("#where code")  # the line of the forward
+    page.click("#where button")
+    assert page.get_attribute("#tab-ladder", "aria-selected") == "true"
+    assert page.inner_text("#stepname") == "step 0"
+    assert "error:cell.keep" in page.inner_text("#details")
 
 
 def test_one_run_that_diverges_does_not_stretch_the_axis(open_page: Any, tmp_path: Path) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 
 from gradrewrite._utils.formatting import html_table
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.health import Health
 from gradrewrite.diagnostics.site_health import COLUMNS
 from gradrewrite.viz._curves import figure_of, image_of
 from gradrewrite.viz._panels import Panel
 
+_GROWTH = ("exploding", "one layer", "learning rate", "spike", "bad batch")  # values overflow in the end
 _MOST_CODE = 20  # lines beside the verdict; the table has all
 
 
@@ -29,6 +33,7 @@ def report_tabs(
         note: What was found on each of several ranks.
     """
     verdict, steps = health.verdict, health.run.steps
+    first = verdict.causes[0] if verdict.causes else None
     num_more = len(verdict.code) - _MOST_CODE
     code = [*verdict.code[:_MOST_CODE], *([f"# {num_more} more in the table"] if num_more > 0 else [])]
     span = f"Steps {steps[0].step} to {steps[-1].step}" if steps else "No steps"
@@ -41,15 +46,29 @@ def report_tabs(
         "code": "\n".join(code),
         "loss": health.loss,
         "first_bad": f"{health.first_bad_text} {cause}",
+        "spread": "NaN and infinities spread through all later computation: the first one "
+        f"{'follows from' if first is not None and first.kind in _GROWTH else 'is'} the cause.",
         "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, note) if text),
         "heat": "" if any(row.measure for row in health.sites) else "gone",
     }
-    rows = [row.cells() for row in health.sites]
+    sites = [
+        replace(row, suggestion=math.nan, keep=True) if verdict.is_sound and row.action else row for row in health.sites
+    ]
+    rows = [row.cells() for row in sites]
     kept = [n for n, name in enumerate(COLUMNS) if name != "share" or any(row[n] != "-" for row in rows)]
     table = [[row[n] for n in kept] for row in rows]
     groups = [row.family for row in health.sites]
     parts = {name: html.escape(text) for name, text in texts.items()}
     parts["table"] = html_table([COLUMNS[n] for n in kept], table, "all sites", groups)
+    parts["where"] = _where(first) if first is not None and first.site else ""
     parts["image"] = image_of(figure_of(panels), f"loss and norm by step. {health.loss}") if panels else ""
     template = resources.files("gradrewrite.viz.page").joinpath("report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _where(cause: Cause) -> str:
+    """Return the site of a cause as a button that leads to its box, with its step and its line of code."""
+    site, step = html.escape(cause.site), max(cause.step, 0)
+    source = f" <code>{html.escape(cause.source)}</code>" if cause.source else ""
+    button = f'<button type="button" data-site="{site}" data-step="{step}">{site}</button>'
+    return f'<p id="where"><strong>Where:</strong> {button} in step {step}{source}</p>'

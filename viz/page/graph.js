@@ -162,7 +162,7 @@ function drawBox(/** @type {Place} */ place) {
   const text = cells.length || high > G.box ? G.box : high;
   const small = [texts[1], normText(cells)].filter(Boolean).join(" \u00b7 ");
   make(group, "text", { x: G.pad, y: small ? text / 2 - 3 : text / 2 + 4 }, fitted(texts[0], place.width, Boolean(part)));
-  if (small) make(group, "text", { x: G.pad, y: text - 6, class: "note" }, fitted(small, place.width, false));
+  if (small) make(group, "text", { x: G.pad, y: text - 6, class: fill ? "small" : "note" }, fitted(small, place.width, false));
   drawMarks(group, cells, place.width);
   for (const name of part && !part.isOpen ? part.nodes : []) make(make(group, "g", { "data-node": name }), "title", {}, name);
   if (part && part.isOpen) part.shown.forEach((name, at) => drawChip(group, part, name, high + at * G.chip, place.width));
@@ -321,7 +321,7 @@ function fitOverview() {
   const place = need("overview", HTMLDivElement), picture = place.querySelector("svg");
   if (!picture || !place.clientWidth) return;
   const [, , wide, high] = (picture.getAttribute("viewBox") || "0 0 1 1").split(" ").map(Number);
-  const by = Math.min(Math.max(Math.min(place.clientWidth / wide, place.clientHeight / high), 1), 1.8);
+  const by = Math.min(Math.max(Math.min(place.clientWidth / wide, Math.max(place.clientHeight / high, 1)), 0.75), 1.8);
   picture.setAttribute("width", String(wide * by));
   picture.setAttribute("height", String(high * by));
 }
@@ -466,7 +466,8 @@ function recolor() {
     box.querySelector("rect")?.setAttribute("style", fill ? `fill:${fill}` : "");
     for (const mark of box.querySelectorAll(".mark")) mark.remove();
     drawMarks(box, cells, width);
-    const note = box.querySelector("text.note");
+    const note = box.querySelector("text.note, text.small");
+    note?.setAttribute("class", fill ? "small" : "note");
     if (note && cells.length) note.textContent = fitted([small, normText(cells)].filter(Boolean).join(" \u00b7 "), width, false);
   });
   redraw();

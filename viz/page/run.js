@@ -83,7 +83,8 @@ slider.max = String(run.records.steps.length);
 slider.value = String(run.records.first);
 slider.addEventListener("input", () => {
   const step = stepNow();
-  need("stepname", HTMLSpanElement).textContent = step === null ? "all steps" : `step ${step}`;
+  const shown = run.norms ? ` (norms: step ${run.records.steps[run.norms.now]})` : "";
+  need("stepname", HTMLSpanElement).textContent = step === null ? `all steps${shown}` : `step ${step}`;
   document.dispatchEvent(new CustomEvent("step"));
 });
 need("steps", HTMLLabelElement).classList.toggle("gone", !run.records.steps.length);
@@ -124,7 +125,7 @@ function axisOf(lines) {
   if (whole.length && whole.length < all.length && high > 10 * most && most > 0) high = 10 * most;
   if (!all.length) return { low: 0, high: 1, isLog: false };
   const isLog = low > 0 && high / low > 30, margin = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.1 || 1;
-  return isLog ? { low: low / 1.3, high: high * 1.3, isLog } : { low: low - margin, high: high + margin, isLog };
+  return isLog ? { low: low / 1.3, high: high * 1.3, isLog } : { low: low < 0 ? low - margin : Math.max(low - margin, 0), high: high + margin, isLog };
 }
 /** @param {Element} place @param {Panel} panel @param {number} wide @param {number} high */
 function chart(place, { title, lines }, wide, high) {
@@ -164,15 +165,15 @@ function chart(place, { title, lines }, wide, high) {
   });
   document.addEventListener("step", () => { if (svg.isConnected) mark(); });
 }
-function drawCurves() {
+function drawCurves(least = 0) {
   for (const [id, panels] of /** @type {[string, Panel[]][]} */ ([["loss-chart", run.panels.slice(0, 1)], ["charts", run.panels]])) {
     const place = document.getElementById(id);
-    if (!place || !place.clientWidth) continue;
+    if (!place || !(place.clientWidth || least)) continue;
     place.replaceChildren();
     for (const panel of panels) {
       const head = make(place, "h3", {}, panel.title);
       panel.lines.forEach((line, n) => { if (panel.lines.length > 1) { make(head, "i", { class: `c${n}` }); make(head, "span", {}, line.name); } });
-      chart(place, panel, Math.max(402, place.clientWidth), panel === run.panels[0] && id === "charts" ? 260 : 170);
+      chart(place, panel, Math.max(402, place.clientWidth || least), panel === run.panels[0] && id === "charts" ? 260 : 170);
     }
   }
 }
@@ -231,7 +232,9 @@ let isWhole = false, sortedBy = -1, falling = true;
 const cellOf = (/** @type {HTMLTableRowElement} */ row, /** @type {number} */ at) => row.cells[at].textContent || "";
 const figureOf = (/** @type {string} */ text) => { const found = text.match(/-?[\d.]+(e[-+]?\d+)?/i); return found ? Number(found[0]) : NaN; };
 function compareRows(/** @type {HTMLTableRowElement} */ a, /** @type {HTMLTableRowElement} */ b) {
-  if (sortedBy < 0) return figureOf(cellOf(b, 2)) - figureOf(cellOf(a, 2)) || figureOf(cellOf(a, 3)) - figureOf(cellOf(b, 3)) || 0;
+  const isMarked = (/** @type {HTMLTableRowElement} */ row) => Number(cellOf(row, 0).includes("(see the verdict)"));
+  if (sortedBy < 0 && isMarked(a) !== isMarked(b)) return isMarked(b) - isMarked(a);
+  if (sortedBy < 0) return (figureOf(cellOf(b, 2)) || 0) - (figureOf(cellOf(a, 2)) || 0) || figureOf(cellOf(a, 3)) - figureOf(cellOf(b, 3)) || 0;
   const [x, y] = [cellOf(a, sortedBy), cellOf(b, sortedBy)], order = [0, 1, 10].includes(sortedBy) ? x.localeCompare(y) : (figureOf(x) || 0) - (figureOf(y) || 0);
   return falling ? -order : order;
 }
@@ -239,7 +242,7 @@ function arrange() {
   if (!body) return;
   const wanted = need("filter", HTMLInputElement).value.trim().toLowerCase();
   const found = allRows.filter((row) => (row.textContent || "").toLowerCase().includes(wanted));
-  const known = found.filter((row) => sortedBy >= 0 || !Number.isNaN(figureOf(cellOf(row, 2)))), rest = found.filter((row) => !known.includes(row));
+  const known = found.filter((row) => sortedBy >= 0 || cellOf(row, 0).includes("(see the verdict)") || !Number.isNaN(figureOf(cellOf(row, 2)))), rest = found.filter((row) => !known.includes(row));
   /** @type {Map<string, HTMLTableRowElement[]>} */ const groups = new Map();
   for (const row of [...known.sort(compareRows), ...rest]) {
     const name = row.dataset.group || "";
@@ -251,7 +254,8 @@ function arrange() {
     const isGroup = rows.length >= LEAST && allRows.length > FIRST, isOpen = !isGroup || openGroups.has(name) || Boolean(wanted);
     for (const [n, row] of rows.entries()) {
       row.querySelector("button")?.remove();
-      if ((n > 0 && !isOpen) || (!isWhole && !wanted && shown >= FIRST)) continue;
+      const isInOpened = n > 0 && isGroup && openGroups.has(name);
+      if ((n > 0 && !isOpen) || (!isWhole && !wanted && shown >= FIRST && !isInOpened)) continue;
       if (n === 0 && isGroup && !wanted) {
         const button = make(row.cells[0], "button", { type: "button", "aria-expanded": String(isOpen) }, isOpen ? "fold" : `+ ${rows.length - 1} of ${name}`);
         button.addEventListener("click", () => { if (isOpen) openGroups.delete(name); else openGroups.add(name); arrange(); });
@@ -260,6 +264,7 @@ function arrange() {
       shown += 1;
     }
   }
+  need("row-count", HTMLSpanElement).textContent = shown ? `${shown} of ${allRows.length} rows` : "no row matches";
   const all = need("all-rows", HTMLButtonElement);
   all.textContent = isWhole ? `show ${FIRST}` : `show all ${allRows.length}`;
   all.classList.toggle("gone", allRows.length <= FIRST || Boolean(wanted));
@@ -284,6 +289,12 @@ if (table && allRows.length > 1) {
 }
 
 document.addEventListener("step", drawHeat);
+for (const button of document.querySelectorAll("[data-site]")) button.addEventListener("click", () => {
+  const { site, step } = /** @type {HTMLElement} */ (button).dataset;
+  setStep(Number(step));
+  document.dispatchEvent(new CustomEvent("site", { detail: site }));
+});
+window.addEventListener("beforeprint", () => drawCurves(1000));
 for (const one of ["tab", "resize"]) (one === "tab" ? document : window).addEventListener(one, () => { drawCurves(); drawHeat(); });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawHeat);
 document.documentElement.dataset.script = "yes";

@@ -56,13 +56,23 @@ def test_the_verdict_comes_first(tmp_path: Path) -> None:
     assert (
         body.index("<run> & co") < body.index(report.health.verdict.headline) < body.index(report.health.verdict.text)
     )
-    assert body.index(report.health.verdict.text) < body.index("Does clipping help?")
+    assert body.index(report.health.verdict.text) < body.index("Loss and norm")
     assert 'gr.on("error:layers.1", ClipByNorm(4))' in body
     assert page.count("h1") == 1
     assert page.count("table") == page.count("caption") == 1
     (image,) = [attributes for tag, attributes in page.elements if tag == "img"]  # for readers without scripts
     assert image["alt"] == f"loss and norm by step. {report.health.loss}"
     assert [a["id"] for _, a in page.elements if a.get("role") == "tab"] == ["tab-report", "tab-curves"]
+
+
+@pytest.mark.pure
+def test_a_healthy_run_has_no_bound_to_try(tmp_path: Path) -> None:
+    falls = [step_of(s.step, s.records | {"loss@run": 4.0 - s.step / 10}) for s in STEPS]
+    page = page_of(viz.report(falls), tmp_path)
+
+    assert "Healthy" in page.texts
+    assert "keep" in page.texts
+    assert not any("gr.on(" in text for text in page.texts if not text.startswith(("gr.on(...)", '"use strict"')))
 
 
 @pytest.mark.pure
