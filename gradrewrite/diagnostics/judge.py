@@ -11,7 +11,7 @@ from statistics import median
 from gradrewrite.diagnostics import growth
 from gradrewrite.diagnostics.causes import Cause, Kind, Outcome
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS
-from gradrewrite.diagnostics.comparison import comparable_sizes, loss_series, mean_of
+from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, loss_series, mean_of
 from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
 from gradrewrite.diagnostics.growth import (
     LARGE_JUMP,
@@ -106,10 +106,9 @@ class Judge:
 
     @property
     def text(self) -> str:
-        """The outcome and the span of the loss."""
-        loss = loss_series(self.run)
-        values = [] if loss is None else loss.values
-        span = f": loss {words(values[0])} -> {words(values[-1])} in {len(values)} steps" if values else ""
+        """The outcome and the span of the loss, from means of its ends."""
+        loss = loss_of(self.run)
+        span = "" if loss is None else f": loss {words(loss.first)} -> {words(loss.last)} in {loss.steps} steps"
         return f"{_OUTCOMES[self.outcome]}{span}."
 
     def causes(self) -> tuple[Cause, ...]:
