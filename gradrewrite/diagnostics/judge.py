@@ -139,7 +139,7 @@ class Judge:
         return Cause(kind, site.partition("#")[0], source, factor, step, text, advice, rules)
 
     def _found(self, kind: Kind, findings: Sequence[Finding], factor: float = math.nan) -> list[Cause]:
-        """Return the cause of which the first finding tells."""
+        """Return the cause in the first finding."""
         return [self._cause(kind, f.site, factor, f.step, f.text, *f.suggestion.split("\n")) for f in findings[:1]]
 
     def _bounded(self, kind: Kind, factor: float, step: int, text: str, advice: str) -> list[Cause]:
