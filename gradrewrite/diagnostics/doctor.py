@@ -88,7 +88,8 @@ def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[s
     """
     groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
     for one in findings:
-        groups[(one.kind, rule_of.get(one.key, ""), *list(one.figures)[:1])].append(one)
+        key = (one.kind, rule_of.get(one.key, ""), *list(one.figures)[:1])
+        groups[key].append(one)
     found = []
     for first, *rest in groups.values():
         sites = list(dict.fromkeys(one.site for one in rest))
