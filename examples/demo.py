@@ -77,7 +77,7 @@ class Training:
 
     @property
     def shown(self) -> tuple[list[float], list[float]]:
-        """The losses of the last seed, whose records are kept."""
+        """The losses of the last seed."""
         return self.losses[max(self.losses)]
 
     @property

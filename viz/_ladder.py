@@ -315,7 +315,10 @@ def _bands(ops: Sequence[Node | None], rows: Sequence[Sequence[Part]]) -> list[B
 
 
 def _loop_bands(ops: Sequence[Node | None], known: Sequence[Band]) -> list[Band]:
-    """Return a band for each loop and each of its turns, where these cut no other band."""
+    """Return bands for loops and their turns.
+
+    A loop is left out where it would cut another band.
+    """
     inner = {row: band for band in known for row in range(band.first + 1, band.last + 1)}  # outer ones first
 
     def fits(band: Band) -> bool:

@@ -68,7 +68,10 @@ class Panel:
                 text.set_parse_math(False)
 
     def _highest(self) -> float | None:
-        """Return the upper end of the axis where a line that ends not finite would stretch it; else None."""
+        """Return the upper end of the axis, or None for all values.
+
+        Lines with values that are not finite do not stretch it beyond 10 times the others.
+        """
         finite = [[v for v in line.values() if math.isfinite(v)] for _, line in self.lines]
         whole = [max(v) for v, (_, line) in zip(finite, self.lines, strict=True) if v and len(v) == len(line)]
         most = _STRETCHED * max(whole, default=0.0)

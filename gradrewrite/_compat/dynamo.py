@@ -114,9 +114,9 @@ def outside_of_graphs(fn: _Function, reason: str) -> _Function:
 
 
 def changing_numbers() -> contextlib.AbstractContextManager[None]:
-    """Let a number of a module that changes, as one that counts steps, be an input of the graph.
+    """Let changing numbers of modules be inputs of graphs.
 
-    Otherwise each value is compiled by itself, until the recompile limit is reached.
+    A count of steps is one. Otherwise each value is compiled by itself, until the recompile limit is reached.
     """
     patch: contextlib.AbstractContextManager[None] = dynamo_config.patch(allow_unspec_int_on_nn_module=True)
     return patch

@@ -270,7 +270,7 @@ class GraphCompilation:
             )
 
     def _lacks_parameters(self) -> bool:
-        """Whether a parameter of the model that needs a gradient is no input of the graph."""
+        """Whether the graph lacks a trainable parameter of the model."""
         known = {given.name for given in self.inputs.values() if given.role == "parameter"}
         parameters = self.session.names.known_parameters()
         return any(name not in known for name, parameter in parameters.items() if parameter.requires_grad)

@@ -118,7 +118,7 @@ class CompiledGraphs:
         return self._config.in_framework and num_nodes > self._num_nodes
 
     def keep(self, joint: JointGraph, num_nodes: int) -> None:
-        """Keep a joint graph that had so many nodes before the rewrite."""
+        """Keep a joint graph, with its nodes before the rewrite counted."""
         self.joint, self._num_nodes = joint, num_nodes
 
     def forget(self) -> None:

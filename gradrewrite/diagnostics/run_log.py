@@ -227,7 +227,7 @@ def words(value: float) -> str:
 
 
 def rule_of(site: str, action: str, bound: float, further: str = "") -> str:
-    """Return the code of a rule that clips one site."""
+    """Return the code of a clip at one site."""
     name = glob.escape(site)
     literal = f'"{name}"' if repr(name) == f"'{name}'" and '"' not in name else repr(name)
     return f"gr.on({literal}, {action}({float(f'{bound:.2g}'):g}{further}))"

@@ -46,7 +46,7 @@ _LOSS = (RecordKey.of("loss", "run"),)
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a callback that are the same for all frameworks; see there."""
+    """The common arguments of the callbacks of all frameworks."""
 
     policy: Policy
     compile: bool | Mapping[str, Any] | None
@@ -148,7 +148,11 @@ class Attachment:
         self._model, self._optimizers = None, []
 
     def end(self, error: BaseException | None = None) -> None:
-        """End a training, by an error where there is one: examine it, write its page, and let the model be plain."""
+        """Judge an ended training, write its page, and detach.
+
+        Args:
+            error: The error that ended it, if any.
+        """
         if self._model is None:
             return
         self._files.end()
@@ -161,7 +165,7 @@ class Attachment:
             self.detach()
 
     def _end_at_exit(self) -> None:
-        """End a training that failed where no callback was told, when the program ends."""
+        """End a failed training at the exit of the program."""
         self.end(vars(sys).get("last_value"))
 
     def _conclude(self, error: BaseException | None) -> None:
@@ -210,11 +214,14 @@ class Attachment:
         return self.graph if state is None or joint is None else shown(joint, state.original)
 
     def add_loss(self, loss: Tensor | float) -> None:
-        """Take the loss of a micro-batch, for the record that its backward or its update makes."""
+        """Take the loss of a micro-batch, for its next record."""
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else loss)
 
     def log_loss(self) -> None:
-        """Log the mean of the losses since the last record, if there is a new one and nobody has logged its loss."""
+        """Log the mean loss since the last record.
+
+        Nothing is logged without a new record, or where the user has logged its loss.
+        """
         self._files.begin()
         recorder = recorder_of(self.monitor)
         with recorder.lock:

@@ -1,4 +1,4 @@
-"""The figures that a framework logs by default: four that say how the backward pass is."""
+"""The four figures in the logs of a framework by default."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class RunFiles:
         self.first_step = recorder_of(self.monitor).num_steps
 
     def begin(self) -> None:
-        """Begin the file of records with the first one, or append to that of a resumed training."""
+        """Begin the file of records, or append after a resume."""
         if self.sink is None and self._is_open and recorder_of(self.monitor).num_steps > self.first_step:
             self._is_open = self.folder is not None and _try(self.folder / "run.jsonl", self._begin)
 
@@ -58,7 +58,7 @@ class RunFiles:
         return Path(path_of_rank(self.folder / "diagnosis.txt"))
 
     def write(self) -> None:
-        """Write the steps on the host but the last, for that may still get records."""
+        """Write all steps on the host but the last, still incomplete one."""
         recorder = recorder_of(self.monitor)
         with recorder.lock:
             recorder.writers.write(list(recorder.records)[:-1])
@@ -73,7 +73,10 @@ class RunFiles:
                 recorder.writers.detach(self.sink)
 
     def steps(self) -> Sequence[Step]:
-        """Return the steps of the training: of its file, or those in the monitor if that is gone or huge."""
+        """Return the steps of the file, or else of the monitor.
+
+        The monitor has the last ones alone; it is read where the file is gone, or above 256 MiB.
+        """
         if self.sink is not None:
             recorder_of(self.monitor).flush()
             with contextlib.suppress(OSError, ValueError):
@@ -103,7 +106,7 @@ class RunFiles:
 
 
 def _try(path: Path, write: Callable[[], object]) -> bool:
-    """Write a file; warn where that fails, whatever the reason: training is not to end for it."""
+    """Write a file; warn of any error, for training goes on."""
     try:
         write()
     except Exception as err:

@@ -108,7 +108,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
             warn("RewriteCallback: records are not among the Trainer's logs, for its list of callbacks was not found")
 
     def _watch(self, trainer: Trainer | None) -> None:
-        """Take the loss of each training step, and end the training where one fails; None: stop that."""
+        """Watch the training steps for losses and errors; None: stop."""
         if self._trainer is not None and isinstance(watched := vars(self._trainer).get("training_step"), _WatchedStep):
             del self._trainer.training_step
             if watched.is_own:
@@ -148,7 +148,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the loss of a micro-batch, where its backward made a record."""
+        """Log the loss of a recorded micro-batch."""
         self._attachment.log_loss()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The tabs of a page that say how a run went: its report, and its curves."""
+"""The report and the curves of a run, as tabs of a page."""
 
 from __future__ import annotations
 
