@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from gradrewrite._compat.aot_autograd import CodeStore
+from gradrewrite._compat.donated_buffers import preserve_donated
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("AOTAutograd's cache can be switched off, for on a hit no pass runs"):
@@ -41,6 +42,7 @@ class CachedCode(OutputCode):
     inner: Any  # Inductor's code
     payload: Any  # the wrapper is made from it; None if this code is not to be stored
     is_backward: bool
+    donated: tuple[int, ...]  # positions of the inputs that it overwrites
     run: Run | None
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class CachedCode(OutputCode):
         inner.post_compile(example_inputs, constants, graph_kwargs)
         self.inner = inner
         restore = store.restore_backward if self.is_backward else store.restore_forward
-        self.run = restore(inner, self.payload)
+        self.run = restore(preserve_donated(inner, self.donated), self.payload)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from gradrewrite._compat.aot_autograd import CodeStore, CompilationHooks, min_cut_partition, no_autograd_cache
 from gradrewrite._compat.combined_kernels import combined_kernels, mark
+from gradrewrite._compat.donated_buffers import preserve_donated, take_donated
 from gradrewrite._compat.versions import needed_for
 
 
@@ -68,15 +69,18 @@ def compile_rewritten(
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         made: list[Any] = []
+        donated: tuple[int, ...] = ()
+        is_backward = bool(kwargs.get("is_backward", False))
 
         def compile_graph(g: fx.GraphModule, xs: Sequence[Any]) -> Any:
+            nonlocal donated
             with config.patch({} if hooks.is_cacheable else _NOT_STORED), combined_kernels(xs):
                 made.append(compile_fx_inner(g, xs, **kwargs))
-            return made[-1]
+            donated = take_donated() if is_backward else ()
+            return preserve_donated(made[-1], donated)
 
         if kwargs.get("is_inference", False):
             return compile_graph(graph, example_inputs)
-        is_backward = bool(kwargs.get("is_backward", False))
         compile_wrapped = hooks.compile_backward if is_backward else hooks.compile_forward
         run = compile_wrapped(compile_graph, graph, example_inputs)
         if store is None:
@@ -84,7 +88,7 @@ def compile_rewritten(
         from gradrewrite._compat import autograd_cache
 
         payload = store.backward_payload() if is_backward else store.forward_payload()
-        return autograd_cache.CachedCode(made[0], payload, is_backward, run)
+        return autograd_cache.CachedCode(made[0], payload, is_backward, donated, run)
 
     def asked(name: str) -> Any:
         return settings.get(name, getattr(config, name))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradrewrite._compat.donated_buffers import keeps_graph
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.ir.replay_graph import ReplayGraph
@@ -214,7 +215,7 @@ class PendingForwards:
         call = self._find(args)
         if call is None:
             return StepSnapshot(
-                self.replay_graph, missing="its forward is not known (a second backward through one graph?)"
+                self.replay_graph, missing="its forward is not known (two forwards saved nothing but inputs?)"
             )
         tangents = {name: VersionedRef(args[at], _version(args[at])) for name, at in self._tangents}
         if any([t.value.numel() * t.value.element_size() > _LARGEST_KEPT for t in tangents.values()]):
@@ -231,7 +232,7 @@ class PendingForwards:
                 call = self._calls[number]
                 known = [(key, t) for name, key in call.keys.items() if (t := self._argument(name, args)) is not None]
                 if known and all([key.is_of(t) for key, t in known]):
-                    return self._calls.pop(number)
+                    return call if keeps_graph() else self._calls.pop(number)
                 if not known:
                     unknown.append(call)
             if len(unknown) == len(self._calls) == 1:  # it saved nothing but inputs
