@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Runs the test suite on several versions of torch, each in a virtual environment of its own outside of the repository.
+# Runs the test suite on several versions of torch and Python, each in a virtual environment of its own outside of the repository.
 #
-#   tests/versions.sh                    2.11, 2.13, 2.15 and the newest torch that pip finds
-#   tests/versions.sh 2.15.0             these versions
-#   tests/versions.sh --prepare 2.15.0   make the environments, run no tests
-#   tests/versions.sh 2.15.0 -- -m slow  arguments for pytest after "--"; without any: -m "not slow"
+#   tests/versions.sh                         torch 2.11 to 2.15 on Python 3.11, and torch 2.13 on Python 3.10, 3.12 and 3.13
+#   tests/versions.sh 2.15.0 2.13.0@3.12      these versions of torch, with "@" on this Python; without it on 3.11
+#   tests/versions.sh --prepare 2.15.0        make the environments, run no tests
+#   tests/versions.sh 2.15.0 -- -m upstream   arguments for pytest after "--"; without any the default suite
 #
 # GRADREWRITE_VENVS is the folder of the environments (default: ~/.cache/gradrewrite/venvs); they are kept and reused.
-# GRADREWRITE_PYTHON is the interpreter (default: python3). CPU builds of torch are taken from PyTorch's index where it can be
-# reached; PyPI has CUDA builds, whose libraries are installed only if torch cannot be imported without them.
+# The interpreters are python3.10 to python3.13 on the PATH. CPU builds of torch are taken from PyTorch's index where it can
+# be reached; PyPI has CUDA builds, whose libraries are installed only if torch cannot be imported without them.
+# docs/compatibility.md has the results.
 set -euo pipefail
 script=$(realpath "$0")
 cd "$(dirname "$script")/.."
-python=${GRADREWRITE_PYTHON:-python3}
 venvs=${GRADREWRITE_VENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/gradrewrite/venvs}
 cpu_index=https://download.pytorch.org/whl/cpu
 
 versions=()
-arguments=(-m "not slow")
+arguments=()
 prepare_only=false
 while [ $# -gt 0 ]; do
   case $1 in
@@ -28,10 +28,6 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-
-newest() { # the newest release that pip finds for this interpreter
-  "$python" -m pip index versions torch 2> /dev/null | sed -n '1s/.*(\(.*\)).*/\1/p'
-}
 
 requirements() { # of gradrewrite and its tests, without torch and without triton, which is for one version of it
   "$1" - << 'END'
@@ -61,35 +57,32 @@ END
   "$1" -c "import torch" 2> /dev/null || "$1" -m pip install --quiet "torch==$2"
 }
 
-prepare() { # $1 the version; sets $venv
-  venv=$venvs/torch-$1
+prepare() { # $1 version of torch, $2 of Python; sets $venv
+  venv=$venvs/torch-$1-python-$2
   local own=$venv/bin/python
   if ! [ -e "$venv/complete" ]; then
     rm -rf "$venv"
     mkdir -p "$venvs"
-    "$python" -m venv "$venv"
+    "python$2" -m venv "$venv"
     install_torch "$own" "$1"
     requirements "$own" > "$venv/requirements.txt"
     "$own" -m pip install --quiet -r "$venv/requirements.txt"
     touch "$venv/complete"
   fi
   "$own" -m pip install --quiet --no-deps --no-build-isolation -e .
-  "$own" -c 'import torch; print("torch", torch.__version__)'
+  "$own" -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])'
 }
 
 if [ ${#versions[@]} = 0 ]; then
-  versions=(2.11.0 2.13.0 2.15.0)
-  latest=$(newest)
-  if [ -n "$latest" ] && [[ " ${versions[*]} " != *" $latest "* ]]; then
-    versions+=("$latest")
-  fi
+  versions=(2.11.0 2.12.1 2.13.0 2.14.1 2.15.0 2.13.0@3.10 2.13.0@3.12 2.13.0@3.13)
 fi
 
 if [ ${#versions[@]} = 1 ]; then
-  echo "== torch ${versions[0]}"
-  prepare "${versions[0]}"
+  [[ ${versions[0]} == *@* ]] || versions=("${versions[0]}@3.11")
+  echo "== torch ${versions[0]%@*}, Python ${versions[0]#*@}"
+  prepare "${versions[0]%@*}" "${versions[0]#*@}"
   if ! $prepare_only; then
-    TORCHINDUCTOR_CACHE_DIR="$venv/inductor" "$venv/bin/python" -m pytest "${arguments[@]}"
+    TORCHINDUCTOR_CACHE_DIR="$venv/inductor" "$venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"}
   fi
   exit
 fi
@@ -99,7 +92,7 @@ for version in "${versions[@]}"; do # each in a shell of its own, so that one th
   if $prepare_only; then
     "$script" --prepare "$version" || failed+=("$version")
   else
-    "$script" "$version" -- "${arguments[@]}" || failed+=("$version")
+    "$script" "$version" -- ${arguments[@]+"${arguments[@]}"} || failed+=("$version")
   fi
 done
 if [ ${#failed[@]} != 0 ]; then
