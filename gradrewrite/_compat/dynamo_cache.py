@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 import types
@@ -29,6 +30,8 @@ with needed_for("a dropped cache entry is one whose guards were replaced, and a 
     from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 with needed_for("it can be asked whether Dynamo skips a frame"):
     from torch._dynamo import trace_rules
+
+    _KNOWS_FRAME = "frame" in inspect.signature(trace_rules.check).parameters  # since torch 2.12
 with needed_for("Dynamo notes the Python stacks of compilations"):
     from torch._dynamo.utils import get_metrics_context
 
@@ -159,7 +162,8 @@ class _Frames:
         self.compiled = CompiledCode(self._backend)
 
     def __call__(self, frame: Any, *args: Any) -> Any:
-        if trace_rules.check(frame.f_code, frame=frame):  # torch's own: marked as such, for all threads and models
+        of_frame = {"frame": frame} if _KNOWS_FRAME else {}
+        if trace_rules.check(frame.f_code, **of_frame):  # torch's own: marked as such, for all threads and models
             return self._callback(frame, *args)
         with compile_lock, self._while_tracing() as unguarded:
             self.compiled.add(frame.f_code)
