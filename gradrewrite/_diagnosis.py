@@ -261,7 +261,10 @@ class _Trainer:
                 sizes |= {len(losses) - 1: max(float(t.abs().max()) for t in real)} if real else {}
                 if policy is observe:
                     if not rewritten.explain().graphs:
-                        raise TraceError("gr.diagnose: nothing of the model can be traced, so that nothing is recorded")
+                        raise TraceError(
+                            "gr.diagnose: nothing of the model can be traced, so that nothing is recorded",
+                            code="no-backward",
+                        )
                     rewritten.monitor.log("loss", losses[-1])
                 if _is_bad(rewritten.monitor, losses[-1]):
                     failure, remark = last_failure(rewritten.monitor) if policy is observe else (None, "")
@@ -305,7 +308,7 @@ class _Trainer:
                 "batch) -> scalar"
             )
         if not value.requires_grad:
-            raise TraceError("gr.diagnose: the loss depends on no parameter that needs a gradient")
+            raise TraceError("gr.diagnose: the loss depends on no parameter that needs a gradient", code="no-backward")
         return value.reshape(())
 
 

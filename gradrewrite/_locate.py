@@ -99,7 +99,10 @@ def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
         return loss
     tensors = [t for t in tensors_in(output) if t.requires_grad]
     if not tensors:
-        raise TraceError("gr.locate: no output of the model depends on a parameter or an input that needs a gradient")
+        raise TraceError(
+            "gr.locate: no output of the model depends on a parameter or an input that needs a gradient",
+            code="no-backward",
+        )
     return (
         tensors[0] if len(tensors) == 1 and tensors[0].numel() == 1 else torch.stack([t.sum() for t in tensors]).sum()
     )

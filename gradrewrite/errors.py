@@ -11,6 +11,8 @@ RewriteError
  +-- NonFiniteError               (ArithmeticError) a finite check failed
 
 RewriteWarning (UserWarning)      something differs from what the policy says, and is said once
+
+The last line of a message is ``help: troubleshooting#code``, an entry of ``docs/troubleshooting.md``.
 """
 
 from __future__ import annotations
@@ -23,19 +25,42 @@ from gradrewrite.sites import Site
 
 
 class RewriteError(Exception):
-    """Base of every error that gradrewrite raises on purpose."""
+    """Base of every error that gradrewrite raises on purpose.
+
+    Attributes:
+        code: The entry of ``docs/troubleshooting.md`` on this message, its last line: ``help: troubleshooting#code``.
+    """
+
+    code = ""
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        if code:
+            self.code = code
+
+    def __str__(self) -> str:
+        return f"{self._text()}\nhelp: troubleshooting#{self.code}"
+
+    def _text(self) -> str:
+        return super().__str__()
 
 
 class PolicyError(RewriteError):
     """An answer of a policy that is no action, or not allowed at its site."""
 
+    code = "policy-answer"
+
 
 class UnsupportedGradientError(PolicyError, TypeError):
     """An action at a gradient with an unsupported layout or dtype."""
 
+    code = "unsupported-gradient"
+
 
 class CallbackError(RewriteError):
     """A tensor function breaks its contract; ``__cause__`` is the original error, if any."""
+
+    code = "tensor-function"
 
 
 class NoSuchSiteError(RewriteError, LookupError):
@@ -46,12 +71,14 @@ class NoSuchSiteError(RewriteError, LookupError):
         known: Names of the nearest sites, the best first.
     """
 
+    code = "no-such-site"
+
     def __init__(self, pattern: str, known: Sequence[str]) -> None:
         super().__init__(pattern, tuple(known))
         self.pattern = pattern
         self.known = tuple(known)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         nearest = ", ".join(self.known) or "there are none"
         traced = "gr.transform(model, []).trace(...)"
         if self.pattern.startswith("step:"):
@@ -63,13 +90,19 @@ class NoSuchSiteError(RewriteError, LookupError):
 class GraphBreakError(RewriteError, RuntimeError):
     """The tracer cannot see the whole model, so the policy could not reach all of it."""
 
+    code = "graph-break"
+
 
 class NotRewrittenError(RewriteError, RuntimeError):
     """Torch would run the plain model where a policy was asked for."""
 
+    code = "not-rewritten"
+
 
 class TraceError(RewriteError, RuntimeError):
     """The model cannot be traced as it is called, or there is no backward graph to rewrite or to show."""
+
+    code = "not-traced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +137,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
         rank: The rank of the process that found it, where there are several; else None.
     """
 
+    code = "non-finite"
+
     def __init__(
         self,
         site: Site,
@@ -133,7 +168,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.site,), dict(self.__dict__)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         sizes = self.site.shape
         number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
         elements = f"of {number} elements" if number is not None else "of the elements"

@@ -155,7 +155,10 @@ def assert_matches_eager(
                 got = _run(changed, rewritten, held, loss_fn)
             graphs = changed.explain().graphs
             if not graphs:
-                raise TraceError("the model computes nothing that has a backward (it may return its input as it is)")
+                raise TraceError(
+                    "the model computes nothing that has a backward (it may return its input as it is)",
+                    code="no-backward",
+                )
             lost = {str(site) for graph in graphs for site in graph.out_of_reach}
             hooked = _Hooked(plain, policy, lost, [site for graph in graphs for site in graph.sites], states)
             states.note_backward(step)
@@ -311,7 +314,9 @@ def _loss(out: Any, loss_fn: Loss | None) -> Tensor:
         return loss_fn(out)
     tensors = [t for t in tensors_in(out) if t.requires_grad]
     if not tensors:
-        raise TraceError("no output of the model depends on a parameter or an input that needs a gradient")
+        raise TraceError(
+            "no output of the model depends on a parameter or an input that needs a gradient", code="no-backward"
+        )
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0].reshape(())
     return torch.stack([_weighted(t) for t in tensors]).sum()

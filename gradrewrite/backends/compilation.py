@@ -58,7 +58,7 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
             "torch.compiler.reset(), or raise torch._dynamo.config.recompile_limit",
         )
     if data_parallel.is_ddp_split(gm) and torch.is_grad_enabled() and session.config.policy not in ([], ()):
-        return _raising(GraphBreakError(_SPLIT))
+        return _raising(GraphBreakError(_SPLIT, code="ddp-optimizer"))
     if session.has_model and data_parallel.is_inside_data_parallel():
         session.warnings.warn_once("data parallel", _DATA_PARALLEL)
     try:
@@ -435,7 +435,8 @@ def refuse_compiled_autograd() -> fx.GraphModule:
     raise NotRewrittenError(
         "compiled autograd takes the backward graph apart and compiles it again: checks, guards, records and live "
         "thresholds of the policy would be lost. Switch it off for this backward: torch._dynamo.config."
-        "compiled_autograd = False, or call backward() outside of torch._dynamo.compiled_autograd's context manager"
+        "compiled_autograd = False, or call backward() outside of torch._dynamo.compiled_autograd's context manager",
+        code="compiled-autograd",
     )
 
 
@@ -474,7 +475,8 @@ def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any])
         raise TraceError(
             f"buffer {buffer!r} shares its memory with parameter {parameter!r}, and the forward writes to one of them, "
             "which torch.compile cannot differentiate. Give the buffer memory of its own "
-            f"({parameter}.detach().clone()), or write outside of the forward: before the call, or after the backward"
+            f"({parameter}.detach().clone()), or write outside of the forward: before the call, or after the backward",
+            code="shared-memory",
         ) from err
 
 

@@ -115,7 +115,8 @@ class GraphUses:
         if use is None or (region is None and len(self._uses) > 1):
             raise NotRewrittenError(
                 f"it is not known of which of the regions {', '.join(map(str, self._uses))} this backward is, so that "
-                "records and checks would have a wrong name; call the regions in the forward of the transformed model"
+                "records and checks would have a wrong name; call the regions in the forward of the transformed model",
+                code="regions",
             )
         return use
 
@@ -169,7 +170,8 @@ class GraphUses:
         if self.report.is_whole:
             return NotShared(str(region))
         return NotRewrittenError(
-            f"a graph break in the region {region} was reached when {self.region} shared its code already, and {reason}"
+            f"a graph break in the region {region} was reached when {self.region} shared its code already, and {reason}",
+            code="regions",
         )
 
 

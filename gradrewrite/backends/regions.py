@@ -159,7 +159,8 @@ class Regions:
             if not isinstance(vars(module).get("_compiled_call_impl"), _Redirection):
                 raise NotRewrittenError(
                     f"the region {name!r} was compiled by itself (module.compile()), so that its calls would run "
-                    "without the policy; compile the transformed model instead: model.compile()"
+                    "without the policy; compile the transformed model instead: model.compile()",
+                    code="regions",
                 )
         before, call = _running.call, _ModelCall(self)
         _running.call = call
@@ -232,7 +233,8 @@ class Regions:
             f"the region {name!r} was called {self._most_calls[name]} times in the forward, and an activation "
             "checkpoint around it computes it again for its backward: it is not known which of these calls that is, "
             "whose answers and names hold. Checkpoint each call by itself, checkpoint(module, x, use_reentrant=False); "
-            "or put the checkpoint inside of the region, or all calls into one region"
+            "or put the checkpoint inside of the region, or all calls into one region",
+            code="regions",
         )
 
     def _entries_for(self, region: RegionCall, module: nn.Module, *, runs_hooks: bool) -> Iterator[_Entry]:

@@ -47,7 +47,8 @@ def explained(
     if isinstance(err, dynamo.FailOnRecompileLimitHit):
         return NotRewrittenError(
             f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
-            "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)"
+            "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)",
+            code="recompile-limit",
         )
     if isinstance(err, dynamo.Unsupported | dynamo.UserError):
         return _wrong_arguments(model, method, args, kwargs) or _graph_break(

@@ -103,7 +103,8 @@ def resolve_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGro
     if not dist.is_available() or not dist.is_initialized():
         raise PolicyError(
             f"{what} needs a process group: call torch.distributed.init_process_group(...) in each process (torchrun "
-            "sets its environment) before the model is called or traced"
+            "sets its environment) before the model is called or traced",
+            code="process-group",
         )
     found = dist.group.WORLD if group is None else group
     assert isinstance(found, dist.ProcessGroup)

@@ -307,7 +307,7 @@ class _Reader:
             calls = self._calls(node)
             name = calls[-1][0] if calls else ""
         if node.target is tap and (not name or set(name) & set(":#/*?[]")):
-            raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]")
+            raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]", code="tap")
         assert isinstance(target, fx.Node)
         fake = fake_of(outer.get(target, target))
         if fake is not None:

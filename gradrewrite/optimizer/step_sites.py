@@ -172,7 +172,8 @@ class StepSites:
         if not known:
             raise TraceError(
                 "none of the optimizer's parameters that need a gradient belongs to this model, so it has no step "
-                "sites; make the optimizer from model.parameters()"
+                "sites; make the optimizer from model.parameters()",
+                code="optimizer",
             )
         shown = [n for n in known if asked[n][1]] or known
         settings = replace(settings, exchange=self._exchange(asked, parameters, gradients, None))

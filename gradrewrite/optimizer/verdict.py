@@ -136,7 +136,7 @@ class UpdateVerdict:
         refs = [a.recorder.data_parallel for a in self._attached]
         around_model = [module for ref in refs if ref is not None and (module := ref())]
         if any(map(data_parallel.lets_ranks_join, around_model)):  # ranks that joined take no part in this exchange
-            raise PolicyError(_JOINS)
+            raise PolicyError(_JOINS, code="agreement")
         device = parameters[0].device if self._counts is None else self._counts.device
         optimizers.check_unmixed(optimizer)
         found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
@@ -149,7 +149,7 @@ class UpdateVerdict:
             return
         averaged, agreeing = self._groups.ranks_of(around), self._groups.ranks_of(group)
         if not set(averaged).issubset(agreeing):
-            raise PolicyError(_NOT_ALL_AGREE.format(site, list(agreeing), list(averaged)))
+            raise PolicyError(_NOT_ALL_AGREE.format(site, list(agreeing), list(averaged)), code="agreement")
 
     def start(self, ballot: Ballot | None, of_step_sites: Tensor | None) -> None:
         """Start to exchange the verdicts of all ranks."""

@@ -121,11 +121,13 @@ def record(name: str, value: Tensor | float) -> None:
         tensor = torch.full((), float(tensor), dtype=torch.float64, device=recording.device)
     if tensor.numel() != 1 or tensor.is_complex():
         raise CallbackError(
-            f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}"
+            f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}",
+            code="record",
         )
     if "@" in str(name):
         raise CallbackError(
-            f"gr.record({name!r}, ...): the name of a record has no '@', which separates it from its site"
+            f"gr.record({name!r}, ...): the name of a record has no '@', which separates it from its site",
+            code="record",
         )
     figure = recording.figure(tensor.reshape(()) if tensor.dim() else tensor)
     recording.reports.append(Scalars((str(name),), (figure,)))

@@ -62,7 +62,7 @@ class Schedule:
         number = python_number(self.fn(step))
         if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number) or number < least:
             wanted = "a number" if least == -math.inf else f"a number >= {least:g}"
-            raise PolicyError(f"{self!r} returned {number!r} at step {step}, and {wanted} is wanted")
+            raise PolicyError(f"{self!r} returned {number!r} at step {step}, and {wanted} is wanted", code="schedule")
         return float(number)
 
     def __repr__(self) -> str:

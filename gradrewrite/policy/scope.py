@@ -67,6 +67,7 @@ class Limit:
     # The message; ``{action}``, ``{group}``, ``{allowed}`` (kinds of site) and the fields of ``{at}`` (the context) are
     # filled in.
     text: str
+    code: str = "action-not-allowed"  # of the error
 
 
 _SPANS = (
@@ -89,15 +90,18 @@ REFUSALS = (
         "{at.site}: {action} acts on a gradient that is spread over {at.num_ranks} ranks, and each rank would act on "
         "its part by itself: {at.needs_whole}. There may be elementwise actions and functions, CheckFinite, Observe, "
         "and ClipByGlobalNorm (in a group of its own for one gradient)",
+        "several-processes",
     ),
     Limit(
         lambda action, at: needs_examples(action) and at.tensor_type == "DTensor",
         "{at.site}: {action} needs a plain gradient, and this one is a DTensor",
+        "per-example",
     ),
     Limit(
         lambda action, at: needs_examples(action) and at.is_part,
         "{at.site}: {action} needs the whole model in one graph, and this graph is a part of it (a graph break, or "
         "regions). Remove the break (fullgraph=True finds it), and transform the model without regions",
+        "per-example",
     ),
     Limit(
         lambda action, at: group_of(action) is not None and at.is_part and at.has_states,
@@ -105,11 +109,17 @@ REFUSALS = (
         "gradients of the model: each graph would add the norm of its part to one memory. Take step sites "
         '(gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break (fullgraph=True '
         "finds it) or regions=",
+        "groups-in-parts",
     ),
-    Limit(lambda action, at: group_of(action) is not None and bool(at.elsewhere), _SPANS % "{at.elsewhere}"),
+    Limit(
+        lambda action, at: group_of(action) is not None and bool(at.elsewhere),
+        _SPANS % "{at.elsewhere}",
+        "groups-in-parts",
+    ),
     Limit(
         lambda action, at: group_of(action) is not None and bool(at.outside),
         _SPANS % "a region and {at.outside!r}, which is used outside of all regions",
+        "groups-in-parts",
     ),
     Limit(
         lambda action, at: averages(action) and bool(at.outside),
@@ -118,11 +128,13 @@ REFUSALS = (
         "inside of regions, if the others are averaged elsewhere; or compile the model as a whole, without regions; or "
         "take out the action, and let DistributedDataParallel(gr.transform(model, policy, regions=...)) average all of "
         "them",
+        "several-processes",
     ),
     Limit(
         lambda action, at: averages(action) and at.around.startswith("DistributedDataParallel"),
         "{action} inside {at.around}: gradients would be averaged twice. Take out the action and let {at.around} "
         "average them, or call the rewritten model itself, without it",
+        "several-processes",
     ),
     Limit(
         # A clip of examples acts on the gradients of a process's own examples, before any average.
@@ -134,6 +146,7 @@ REFUSALS = (
         'gr.transform(model, gr.on("step:*", {action})) and gr.guard(optimizer, model). Or reduce in the graph before '
         "the clip, without {at.around}: put gr.passes.AllReduce() at the gradient sites before it. Clips of single "
         "sites act in each process by itself and are allowed",
+        "several-processes",
     ),
 )
 
@@ -163,7 +176,9 @@ def refuse(action: Any, context: Context) -> None:
     for limit in REFUSALS:
         if limit.holds(action, context):
             allowed, group = ", ".join(sorted(kinds_of(action))), getattr(action, "group", None)
-            raise PolicyError(limit.text.format(action=describe(action), group=group, allowed=allowed, at=context))
+            raise PolicyError(
+                limit.text.format(action=describe(action), group=group, allowed=allowed, at=context), code=limit.code
+            )
 
 
 def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: int) -> None:

@@ -103,7 +103,8 @@ class State:
             shape = tuple(getattr(value, "shape", ()))
             raise CallbackError(
                 f"gr.State.set: got shape {shape}, and the state has {tuple(old.shape)}; give State the shape of what "
-                "is written"
+                "is written",
+                code="state",
             ) from err
         recording = current_recording()
         if recording is not None and recording.states is not None:
@@ -138,7 +139,9 @@ class State:
 
 
 def _in_place(name: str) -> CallbackError:
-    return CallbackError(f"gr.State: {name} would write in place; write the new value with state.set(...)")
+    return CallbackError(
+        f"gr.State: {name} would write in place; write the new value with state.set(...)", code="state"
+    )
 
 
 def _refused(name: str) -> Callable[..., Any]:

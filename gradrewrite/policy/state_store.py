@@ -112,7 +112,8 @@ class StateStore:
         if known is not None and (known.shape != state.shape or known.dtype != state.dtype):
             raise PolicyError(
                 f"{key}: the state is {tuple(state.shape)}, {state.dtype}, and what is there or was loaded is "
-                f"{tuple(known.shape)}, {known.dtype}; was the policy another one when it was saved?"
+                f"{tuple(known.shape)}, {known.dtype}; was the policy another one when it was saved?",
+                code="state",
             )
         if key in self._tensors and known is not None and known.device == device:
             return known

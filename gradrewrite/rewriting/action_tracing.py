@@ -189,7 +189,11 @@ def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError, Ca
         f"{start} takes a tensor out of torch (numpy, DLPack, .tolist(), a pointer); what runs there cannot become "
         "part of the graph. Compute with torch operations"
     )
-    return CallbackError(changing), CallbackError(leaving), CallbackError(_READS.format(site, describe(action)))
+    return (
+        CallbackError(changing),
+        CallbackError(leaving),
+        CallbackError(_READS.format(site, describe(action)), code="reads-a-value"),
+    )
 
 
 def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:
@@ -248,7 +252,8 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
         if operators.is_random(node):
             raise CallbackError(
                 f"{site}: {describe(action)} calls the random op {node.target}; random numbers in the backward would "
-                "change those of the forward. Draw them outside and let the function close over the tensor"
+                "change those of the forward. Draw them outside and let the function close over the tensor",
+                code="random-op",
             )
         if node.target is torch.ops.aten._local_scalar_dense.default:  # read by an operator, as the value of torch.full
             raise CallbackError(_READS.format(site, describe(action)))
@@ -259,7 +264,8 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
             raise CallbackError(
                 f"{site}: {describe(action)} writes in place ({operators.name_of(node)}) into {lost}, which is lost or "
                 "seen too late. Write a gr.State with state.set(...), report figures with gr.record, and compute new "
-                "tensors (torch.where, torch.cat) instead of changing others"
+                "tensors (torch.where, torch.cat) instead of changing others",
+                code="in-place-write",
             )
 
 

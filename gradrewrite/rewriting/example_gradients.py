@@ -148,10 +148,12 @@ class ExampleGradients:
             try:
                 return find_tail(node, found.analysis.layouts, found.analysis.splits)
             except MixesExamplesError as err:
-                raise PolicyError(f"{start}: {err}. {_WAY_OUT}") from None
+                raise PolicyError(f"{start}: {err}. {_WAY_OUT}", code="per-example") from None
         if not isinstance(layout, Mixed):
-            raise PolicyError(f"{start}, and this one does not depend on the examples of the batch")
-        raise PolicyError(f"{start}: {layout.reason} ({layout.node}{self._source(layout.node)}). {_WAY_OUT}")
+            raise PolicyError(f"{start}, and this one does not depend on the examples of the batch", code="per-example")
+        raise PolicyError(
+            f"{start}: {layout.reason} ({layout.node}{self._source(layout.node)}). {_WAY_OUT}", code="per-example"
+        )
 
     def _examples(self, point: InsertionPoint, action: Asked) -> _Found:
         dim = action.batch_dim
@@ -162,7 +164,8 @@ class ExampleGradients:
             raise PolicyError(
                 f"{point.site}: {describe(action)}: the batch has no examples (dimension {dim} of input "
                 f"{found.name!r} is 0), and a mean over none is not defined. Leave out empty batches, or let the loss "
-                'be a sum over examples and say so (loss_reduction="sum"): that of none is 0'
+                'be a sum over examples and say so (loss_reduction="sum"): that of none is 0',
+                code="per-example",
             )
         return found
 
@@ -177,16 +180,19 @@ class ExampleGradients:
                 if value.dim() > action.batch_dim:
                     batched[node] = given.name
                 elif value.dim():
-                    raise PolicyError(f"{start}: input {given.name!r} has no dimension {action.batch_dim}")
+                    raise PolicyError(
+                        f"{start}: input {given.name!r} has no dimension {action.batch_dim}", code="per-example"
+                    )
         if not batched:
-            raise PolicyError(f"{start}: no input of the model is a tensor with a batch")
+            raise PolicyError(f"{start}: no input of the model is a tensor with a batch", code="per-example")
         (first, *others), dim = batched, action.batch_dim
         size = fake_tensors.as_number(value_of(first).shape[dim])
         for node in others:
             if not fake_tensors.equal_or_guarded(size, value_of(node).shape[dim]):
                 raise PolicyError(
                     f"{start}: dimension {dim} of every input is the batch, and it is {size} in {batched[first]!r} and "
-                    f"{value_of(node).shape[dim]} in {batched[node]!r}. Make what has no batch a buffer of the model"
+                    f"{value_of(node).shape[dim]} in {batched[node]!r}. Make what has no batch a buffer of the model",
+                    code="per-example",
                 )
         if isinstance(size, int) and size <= 1:
             return _Found(batched[first], size, None)

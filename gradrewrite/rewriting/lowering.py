@@ -185,7 +185,8 @@ def _check_names(groups: Iterable[Hashable]) -> None:
         if other != group:
             raise PolicyError(
                 f"the groups {other!r} and {group!r} are two, and their records and states would have one name, "
-                f"group:{group}; give one of them another name"
+                f"group:{group}; give one of them another name",
+                code="groups",
             )
 
 
@@ -193,5 +194,6 @@ def _check_same(first: tuple[InsertionPoint, GroupAction], other: tuple[Insertio
     if action_key(first[1]) != action_key(other[1]):
         raise PolicyError(
             f"{other[0].site}: {other[1]!r} and {first[1]!r} at {first[0].site} are in one group {first[1].group!r}, "
-            "which has one bound, one norm type and one log; give one of them another group"
+            "which has one bound, one norm type and one log; give one of them another group",
+            code="groups",
         )

@@ -82,7 +82,9 @@ class RecordPacking:
                     self.kept_as.append(what)
                 case StateUpdate(key, state, number):
                     if key in self.states:
-                        raise CallbackError(f"{key}: two actions set this state; give each a state of its own")
+                        raise CallbackError(
+                            f"{key}: two actions set this state; give each a state of its own", code="state"
+                        )
                     self.states[key] = state, outputs[number]
                 case Scalars() | NormClip() | ValueClip() | Check():
                     figures.append(report)

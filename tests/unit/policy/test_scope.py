@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
     "kind": (
         AVERAGE,
         Context(site("error")),
-        r"error:w: AllReduce\(\) does not apply to this kind of site; it applies to gradient$",
+        r"error:w: AllReduce\(\) does not apply to this kind of site; it applies to gradient\n",
         Context(site()),
     ),
     "tensor_type": (

@@ -1,0 +1,62 @@
+"""Every error leads to an entry of ``docs/troubleshooting.md``."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+
+import pytest
+
+import gradrewrite as gr
+
+from helpers import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+ERRORS = (
+    gr.CallbackError,
+    gr.GraphBreakError,
+    gr.NotRewrittenError,
+    gr.PolicyError,
+    gr.TraceError,
+    gr.UnsupportedGradientError,
+)
+pytestmark = pytest.mark.pure
+
+
+def codes_in_sources() -> set[str]:
+    """Codes of classes, ``code = "..."``, and of single errors, ``code="..."``, or a row of the table of refusals."""
+    found = set()
+    for folder in ("gradrewrite", "passes", "viz"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            found |= set(re.findall(r'\bcode(?:: str)? ?= ?"([a-z-]+)"', text))
+            if path.name == "scope.py":
+                found |= set(re.findall(r'^        "([a-z]+-[a-z-]+)",$', text, re.M))
+                found |= set(re.findall(r'% .*, "([a-z-]+)"\),$', text, re.M))
+    return found
+
+
+def test_each_code_has_one_entry_and_each_entry_a_code() -> None:
+    entries = Counter(re.findall(r"^### .* \{#([a-z-]+)\}$", PAGE.read_text(), re.M))
+
+    assert set(entries.values()) == {1}
+    assert set(entries) == codes_in_sources()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
+def test_last_line_names_the_entry(error: type[gr.RewriteError]) -> None:
+    err = error("what is wrong")
+
+    assert str(err) == f"what is wrong\nhelp: troubleshooting#{error.code}"
+    assert error.code in codes_in_sources()
+
+
+def test_code_of_one_error_survives_pickling() -> None:
+    err = pickle.loads(pickle.dumps(gr.PolicyError("two bounds", code="groups")))
+
+    assert (err.args, str(err)) == (("two bounds",), "two bounds\nhelp: troubleshooting#groups")
+
+
+def test_errors_with_fields_end_with_their_entry() -> None:
+    assert str(gr.NoSuchSiteError("error:x", ["error:y"])).splitlines()[-1] == "help: troubleshooting#no-such-site"
