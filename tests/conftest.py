@@ -19,6 +19,7 @@ from gpu.session import GPU, reason_to_skip  # registers the simulated GPU, befo
 # isort: split
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import compilation_time_metrics
 
 from models.shell import NUMBERS, SOURCE, Shell
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gpu.log import SimulatedGpu
     from gpu.shim import Mode
 
+dynamo_config.issue_3_13_0_warning = False  # on Python 3.13.0 alone, of slower guards; tests count warnings
 TESTS = Path(__file__).parent
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
 SAMPLED = 3  # of so many further cases of a slow test one is in .ci/run, the others in tests/nightly.sh

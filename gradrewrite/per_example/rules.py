@@ -53,7 +53,7 @@ def _rule(*names: str, namespace: str = "aten") -> Callable[[Rule], Rule]:
 @_rule(
     *("hardswish", "where", "masked_fill", "bernoulli", "_to_copy", "to", "lift_fresh_copy", "detach", "alias"),
     *("clone", "rsub", "expand", "hardswish_backward"),
-    *("hardtanh_backward", "elu_backward", "softplus_backward", "leaky_relu_backward"),
+    *("hardtanh_backward", "elu_backward", "softplus_backward", "leaky_relu", "leaky_relu_backward"),
     *("hardsigmoid_backward", "mish_backward", "softshrink_backward", "hardshrink_backward", "log_sigmoid_forward"),
     *("log_sigmoid_backward", "native_dropout", "_prelu_kernel", "_prelu_kernel_backward"),
     *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"),

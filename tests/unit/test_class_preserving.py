@@ -346,7 +346,7 @@ def test_slots_of_the_class() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
 def test_refused_modules(net: Net, make: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         gr.transform(make(net), [])

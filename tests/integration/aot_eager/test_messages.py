@@ -172,7 +172,7 @@ BROKEN: list[tuple[type[nn.Module], type[Exception], str, str, str]] = [
 @pytest.mark.parametrize(
     ("kind", "error", "what", "line", "way_out"), BROKEN, ids=[case[0].__name__ for case in BROKEN]
 )
-def test_three_lines(
+def test_four_lines(
     kind: type[nn.Module], error: type[Exception], what: str, line: str, way_out: str, compiled: bool
 ) -> None:
     model = gr.transform(kind(), DOUBLE)
@@ -181,11 +181,12 @@ def test_three_lines(
     with pytest.raises(error) as caught:
         model(torch.ones(3, 1, 4) if kind is Recurrent else torch.ones(3, 4))
 
-    first, second, third = str(caught.value).splitlines()
+    first, second, third, last = str(caught.value).splitlines()
     assert what in first
     assert second.startswith("  test_messages.py:")
     assert line in second
     assert way_out in third
+    assert last == f"help: troubleshooting#{caught.value.code}"
     assert caught.value.__cause__ is not None
     assert len(str(caught.value)) < 600
 

@@ -975,6 +975,7 @@ def test_the_step_graph_of_a_policy_without_actions_at_steps(policy: gr.Policy, 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.inductor, pytest.mark.slow])])
 @pytest.mark.parametrize("kind", ["gradient", "step"])
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch.compile runs code of the old size, of a plain model too")
 def test_parameters_that_are_pruned(kind: str, compiled: bool) -> None:
     """Fewer rows, with the strides that there were; an action reads the size, and another one the parameter."""
     torch.manual_seed(0)
