@@ -11,14 +11,14 @@ from typing import Any
 
 from typing_extensions import assert_never
 
-from gradrewrite.diagnostics.run_log import Run, Series
+from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.ir.reports import NormClip, ValueClip
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold
-_LISTS = ("steps", "sizes", "bounds", "acted", "factors")
+_LISTS = ("steps", "sizes", "bounds", "acted", "factors")  # of a history
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,9 @@ def _history_of(run: Run, clip: ClipRecords) -> ClipHistory | None:
         return None
 
     def values(of: RecordKey | None) -> list[float]:
-        return _aligned(None if of is None else run.series.get(str(of)), of_key.steps)
+        series = run.series.get(str(of))
+        known = {} if series is None else series.by_step
+        return [known.get(step, math.nan) for step in of_key.steps]
 
     factors = values(clip.factor)
     acted = [factor != 1 and not math.isnan(factor) for factor in factors]
@@ -110,8 +112,3 @@ def _history_of(run: Run, clip: ClipRecords) -> ClipHistory | None:
     action = clip.action.partition("(")[0]
     sizes, bounds = values(size), values(bound)
     return ClipHistory(clip.site, record, of_key.steps, sizes, bounds, acted, factors, key, action, clip.rule, share)
-
-
-def _aligned(series: Series | None, steps: Sequence[int]) -> list[float]:
-    known = {} if series is None else dict(zip(series.steps, series.values, strict=True))
-    return [known.get(step, math.nan) for step in steps]

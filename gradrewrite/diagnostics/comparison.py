@@ -46,23 +46,19 @@ class Loss:
 
 def loss_series(run: Run) -> Series | None:
     """Return the loss: ``loss``, or ``max`` at ``activation:loss``."""
-    found = [one for one in run.series.values() if one.record == "loss"]
-    found += [one for one in run.series.values() if one.record == "max" and one.at.site == "activation:loss"]
-    return found[0] if found else None
+    return next((one for one in run.series.values() if one.record == "loss"), run.series.get("max@activation:loss"))
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
     """Return the loss of a run between two steps; None without one."""
     series = loss_series(run)
-    if series is None:
+    by_step = {} if series is None else {step: v for step, v in series.by_step.items() if begin <= step <= end}
+    if series is None or not by_step:
         return None
-    rows = [row for row in zip(series.steps, series.values, strict=True) if begin <= row[0] <= end]
-    if not rows:
-        return None
-    steps, values = [step for step, _ in rows], [value for _, value in rows]
+    steps, values = [*by_step], [*by_step.values()]
     count = max(1, min(MAX_LOSSES, len(values) // 10))
     finite = [value for value in values if math.isfinite(value)]
-    bad = next((step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)), -1)
+    bad = next((step for step, value in by_step.items() if not math.isfinite(value)), -1)
     last = values[-count:]
     noise = stdev(last) / math.sqrt(count) if count > 1 and all(map(math.isfinite, last)) else 0.0
     peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
@@ -153,12 +149,11 @@ def _sizes_by_kind(run: Run) -> dict[str, dict[int, float]]:
     for name, kinds, record in _SIZES:
         join = max if record == "max_abs" else math.hypot
         by_step: dict[int, float] = {}
-        for one in run.series.values():
-            if one.record == record and one.at.kind in kinds and one.at.occurrence == 1:
-                for step, value in zip(one.steps, one.values, strict=True):
-                    is_broken = not math.isfinite(value) and is_bad(record, one.at.site, value, rows[step])
-                    size = math.inf if is_broken else 0.0 if math.isnan(value) else abs(value)
-                    by_step[step] = join(by_step.get(step, 0.0), size)
+        for one in (one for one in run.select((record,), kinds) if one.at.occurrence == 1):
+            for step, value in one.by_step.items():
+                is_broken = not math.isfinite(value) and is_bad(record, one.at.site, value, rows[step])
+                size = math.inf if is_broken else 0.0 if math.isnan(value) else abs(value)
+                by_step[step] = join(by_step.get(step, 0.0), size)
         if by_step:
             found[name] = dict(sorted(by_step.items()))
     return found

@@ -12,7 +12,18 @@ from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, has_counts, skips_updates
-from gradrewrite.diagnostics.run_log import LISTED, MIN_STEPS, Finding, Run, Series, Step, last_run, listed, words
+from gradrewrite.diagnostics.run_log import (
+    LISTED,
+    MIN_STEPS,
+    Finding,
+    Run,
+    Series,
+    Step,
+    last_run,
+    listed,
+    listed_values,
+    words,
+)
 from gradrewrite.diagnostics.site_health import SiteHealth, clips_always, sites_of, steps_of_clips
 
 Limits = Mapping[tuple[str, str], float]  # of a share, by record and kind of site
@@ -35,9 +46,7 @@ class SkippedRule:
     sites: tuple[str, ...]  # sites that it did not judge, in the order of the records
 
     def __str__(self) -> str:
-        more = f" and {len(self.sites) - LISTED} more" if len(self.sites) > LISTED else ""
-        sites = ", ".join(self.sites[:LISTED])
-        return f"{self.kind}: needs {self.needed} steps, at most {self.steps} were recorded at {sites}{more}"
+        return f"{self.kind}: needs {self.needed} steps, at most {self.steps} were recorded at {listed(self.sites)}"
 
     def to_json(self) -> dict[str, object]:
         """As a finding of the kind ``"not judged"``."""
@@ -92,9 +101,7 @@ def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[s
         groups[key].append(one)
     found = []
     for first, *rest in groups.values():
-        sites = list(dict.fromkeys(one.site for one in rest))
-        more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
-        also = f" So also at {', '.join(sites[:LISTED])}{more}." if sites else ""
+        also = f" So also at {listed([*dict.fromkeys(one.site for one in rest)])}." if rest else ""
         advice = first.suggestion.partition("\n")[0]  # the rules behind it are in the policy of all causes
         found.append(f"{first.kind}: {first.text} {advice}{also}")
     return found
@@ -165,16 +172,11 @@ def _non_finite_loss(run: Run) -> Finding | None:
 
 def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Finding | None:
     """Return the finding on a negative or non-finite learning rate."""
-    rates = [one for one in run.series.values() if one.record == "lr" and one.at.kind == "optimizer"]
-    faulty = [
-        (step, one.at.site, rate)
-        for one in rates
-        for step, rate in zip(one.steps, one.values, strict=True)
-        if step <= until and not 0 <= rate < math.inf
-    ]
+    rates = [(*row, one.at.site) for one in run.select(("lr",), ("optimizer",)) for row in one.by_step.items()]
+    faulty = [row for row in rates if row[0] <= until and not 0 <= row[1] < math.inf]
     if not faulty:
         return None
-    step, site, rate = min(faulty, key=lambda row: row[0])
+    step, rate, site = min(faulty, key=lambda row: row[0])
     after = f", and step {figures['step']} is the first that is not finite" if figures else ""
     text = f"The learning rate of {site} is {words(rate)} in step {step}{after}."
     known = {"learning_rate": rate, "learning_rate_step": step}
@@ -213,7 +215,7 @@ def _high_shares(run: Run, limits: Limits, kind: str, what: str, advice: str) ->
     found: dict[str, tuple[float, int, int]] = {}  # share, first step, number of steps
     for one in shares_of(run, limits):
         limit = limits[one.record, one.at.kind]
-        rows = [(step, v) for step, v in zip(one.steps, one.values, strict=True) if math.isfinite(v)]
+        rows = [(step, v) for step, v in one.by_step.items() if math.isfinite(v)]
         late = [v for _, v in rows[-LAST_STEPS:]]
         if len(late) < MIN_STEPS or median(late) <= limit:
             continue
@@ -225,7 +227,7 @@ def _high_shares(run: Run, limits: Limits, kind: str, what: str, advice: str) ->
     shares = sorted(((site, share) for site, (share, *_) in found.items()), key=lambda row: -row[1])
     worst, share = shares[0]
     _, step, steps = found[worst]
-    text = f"{what}, as the median share over the last {steps} steps: {listed(shares)}."
+    text = f"{what}, as the median share over the last {steps} steps: {listed_values(shares)}."
     figures = {"share": share, "steps": steps, "sites": len(found)}
     figures |= {f"share@{site}": value for site, value in shares[1:LISTED]}
     return [Finding(kind, worst, step, text, figures, advice)]

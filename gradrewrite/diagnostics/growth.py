@@ -22,7 +22,7 @@ from gradrewrite.diagnostics.run_log import (
     Step,
     as_executed,
     is_group,
-    listed,
+    listed_values,
     rule_of,
 )
 
@@ -67,15 +67,11 @@ def growth_over_steps(run: Run) -> list[Finding]:
 
 def measured_over_steps(run: Run) -> list[Series]:
     """Return the records of errors and gradients over the steps."""
-    return [
-        one
-        for one in run.series.values()
-        if one.record in MAGNITUDES and one.at.kind in BACKWARD and one.at.kind != "outside"
-    ]
+    return run.select(MAGNITUDES, BACKWARD - {"outside"})
 
 
 def _growth(series: Series, *, is_clipped: bool) -> Finding | None:
-    pairs = [(s, math.log(v)) for s, v in zip(series.steps, series.values, strict=True) if 0 < v < math.inf]
+    pairs = [(step, math.log(v)) for step, v in series.by_step.items() if 0 < v < math.inf]
     if len(pairs) < MIN_STEPS:
         return None
     logs = [log for _, log in pairs]
@@ -179,11 +175,6 @@ class Chain:
         return "call" if self.module else "layer"
 
     @property
-    def link(self) -> str:
-        """One link, as text."""
-        return f"call of {self.module}" if self.module else "layer"
-
-    @property
     def is_steady(self) -> bool:
         """Whether no single link makes most of the ratio."""
         smooth = _smooth([log for log in self.logs if log > -math.inf])
@@ -281,6 +272,15 @@ def _chain_of_calls(record: str, name: str, sites: Sequence[str], sizes: Mapping
     return None
 
 
+def _described(chain: Chain) -> tuple[str, str, dict[str, float]]:
+    """Return growth and ends of a chain as text, and as figures."""
+    (first, *_, last), (at_first, *_, at_last), factor = chain.sizes, chain.sites, factor_of(chain)
+    growth = f"by a factor of {factor:.4g} per {f'call of {chain.module}' if chain.module else 'layer'}"
+    ends = f"median {chain.record} is {first:.4g} at {at_first} and {last:.4g} at {at_last}"
+    figures = {f"growth_per_{chain.unit}": factor, "at_output_end": first, "at_input_end": last}
+    return growth, f"{ends}, over {len(chain.sites)} {chain.unit}s", figures | {f"{chain.unit}s": len(chain.sites)}
+
+
 def growth_over_layers(run: Run) -> list[Finding]:
     """Return a finding for steady growth or decay per layer."""
     steps = judged_steps(run) if run.steps else ()
@@ -293,16 +293,12 @@ def growth_over_layers(run: Run) -> list[Finding]:
 
 def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
     """Return the finding for an exploding chain."""
-    (first, last), (low, high) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
-    number, factor, unit = len(chain.sites), factor_of(chain), chain.unit
-    text = (
-        f"Errors grow by a factor of {factor:.4g} per {chain.link} on the way back: median {chain.record} is {low:.4g} "
-        f"at {first} and {high:.4g} at {last}, over {number} {unit}s."
-    )
-    figures = {f"growth_per_{unit}": factor, "at_output_end": low, "at_input_end": high, f"{unit}s": number}
+    growth, ends, figures = _described(chain)
+    text = f"Errors grow {growth} on the way back: {ends}."
     begin = chain.first_step(steps, lambda ratio: ratio >= EXPLODING_LAYERS)
-    site = last.partition("#")[0]
-    rules = [rule_of(name, "ClipByNorm", 2 * low) for name in ([site] if chain.module else chain.sites[::-1])]
+    site = chain.sites[-1].partition("#")[0]
+    clipped = [site] if chain.module else chain.sites[::-1]
+    rules = [rule_of(name, "ClipByNorm", 2 * chain.sizes[0]) for name in clipped]
     advice = (
         "Clip the error where it grows: a clip of the gradients acts when it has grown already. Or start from smaller "
         "weights."
@@ -312,21 +308,19 @@ def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
 
 def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
     """Return the finding for a vanishing chain."""
-    (first, last), (high, low) = (chain.sites[0], chain.sites[-1]), (chain.sizes[0], chain.sizes[-1])
-    number, factor, unit = len(chain.sites), factor_of(chain), chain.unit
-    gone = [(site, v) for site, v in zip(chain.sites, chain.sizes, strict=True) if v <= VANISHING_LAYERS * high]
-    how, figures = f", by a factor of {factor:.4g} per {chain.link}", {f"growth_per_{unit}": factor}
-    if low == 0 and factor > MAX_LAYER_SHARE:
-        how, figures = "", {}  # zeros at once, not little by little
-    text = (
-        f"Errors vanish on the way back{how}: median {chain.record} is {high:.4g} at {first} and {low:.4g} at "
-        f"{last}, over {number} {unit}s; gone at {listed(gone)}."
-    )
-    figures |= {"at_output_end": high, "at_input_end": low, f"{unit}s": number, f"vanished_{unit}s": len(gone)}
-    figures |= {f"{chain.record}@{site}": v for site, v in gone[:LISTED]}
+    sizes = list(zip(chain.sites, chain.sizes, strict=True))
+    gone = [(site, size) for site, size in sizes if size <= VANISHING_LAYERS * chain.sizes[0]]
+    growth, ends, figures = _described(chain)
+    is_zero, how = chain.sizes[-1] == 0, f", {growth}"
+    if is_zero and factor_of(chain) > MAX_LAYER_SHARE:
+        how = ""  # zeros at once, not little by little
+        del figures[f"growth_per_{chain.unit}"]
+    text = f"Errors vanish on the way back{how}: {ends}; gone at {listed_values(gone)}."
+    figures[f"vanished_{chain.unit}s"] = len(gone)
+    figures |= {f"{chain.record}@{site}": size for site, size in gone[:LISTED]}
     begin = chain.first_step(steps, lambda ratio: ratio <= VANISHING_LAYERS)
     advice = "Add residual connections or normalization, or use units that do not saturate. No clip is a remedy."
-    if low == 0:
+    if is_zero:
         advice = (
             f"Look at what comes after {gone[0][0]}: dead units, a detach, a Zero(), or underflow in half precision."
         )

@@ -13,14 +13,7 @@ from gradrewrite.diagnostics.causes import Cause, Kind, Outcome
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, loss_series, mean_of
 from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
-from gradrewrite.diagnostics.growth import (
-    LARGE_JUMP,
-    Chain,
-    are_neighbors,
-    chains_of,
-    factor_of,
-    judged_steps,
-)
+from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, are_neighbors, chains_of, factor_of, judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, bad_steps, skips_updates
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, is_group, rule_of, words
 from gradrewrite.diagnostics.site_health import SiteHealth, percent

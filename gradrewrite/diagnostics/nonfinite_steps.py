@@ -7,16 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradrewrite.diagnostics.run_log import (
-    BACKWARD,
-    COUNTS,
-    MAGNITUDES,
-    MIN_STEPS,
-    Run,
-    Step,
-    as_executed,
-    kind_of,
-)
+from gradrewrite.diagnostics.run_log import BACKWARD, COUNTS, MAGNITUDES, MIN_STEPS, Run, Step, as_executed, kind_of
 
 NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")  # kinds of findings
 

@@ -112,6 +112,11 @@ class Series:
     steps: list[int]  # numbers of the steps that have it
     values: list[float]  # its value in each of them
 
+    @property
+    def by_step(self) -> dict[int, float]:
+        """Values by number of the step."""
+        return dict(zip(self.steps, self.values, strict=True))
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
@@ -121,6 +126,10 @@ class Run:
     series: Mapping[str, Series]  # its records by the text of their keys, in the order of their first appearance
     # Records of each clip of its steps; of clips with the same records the last one.
     clips: tuple[ClipRecords, ...] = ()
+
+    def select(self, records: Collection[str], kinds: Collection[str]) -> list[Series]:
+        """Return the records of some names at sites of some kinds."""
+        return [one for one in self.series.values() if one.record in records and one.at.kind in kinds]
 
     def __repr__(self) -> str:
         return f"Run({self._extent()})"
@@ -186,17 +195,12 @@ def last_run(steps: Sequence[Step]) -> Run:
         for address, value in step.records.items():
             if address not in series:
                 key = RecordKey.parse(address)
-                series[address] = Series(key, record_of(key, known), [], [])
+                is_numbered = str(RecordKey.of(key.record, key.site)) in known
+                series[address] = Series(key, key.record if is_numbered else key.name, [], [])
             series[address].steps.append(step.step)
             series[address].values.append(value)
     clips = {clip.factor: clip for clip in chain.from_iterable(sets)}
     return Run(last, series, tuple(clips.values()))
-
-
-def record_of(key: RecordKey, known: Collection[str]) -> str:
-    """Return the name of a record among others; see ``Series``."""
-    is_numbered = key.occurrence > 1 and str(RecordKey.of(key.record, key.site)) in known
-    return key.record if is_numbered else key.name
 
 
 def kind_of(site: str) -> str:
@@ -233,10 +237,15 @@ def rule_of(site: str, action: str, bound: float, further: str = "") -> str:
     return f"gr.on({literal}, {action}({float(f'{bound:.2g}'):g}{further}))"
 
 
-def listed(sites: Sequence[tuple[str, float]]) -> str:
-    """The first sites with values, and the number of others."""
+def listed(sites: Sequence[str]) -> str:
+    """The first sites, and the number of others."""
     more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
-    return ", ".join(f"{site} ({value:.4g})" for site, value in sites[:LISTED]) + more
+    return ", ".join(sites[:LISTED]) + more
+
+
+def listed_values(sites: Sequence[tuple[str, float]]) -> str:
+    """The first sites with values, and the number of others."""
+    return listed([f"{site} ({value:.4g})" for site, value in sites])
 
 
 def _refuse(constant: str) -> float:
@@ -251,22 +260,18 @@ def clip_to_json(clip: ClipRecords) -> dict[str, object]:
     return {**{name: getattr(clip, name) for name in names}, "report": report, "factor": str(clip.factor)}
 
 
-def clip_of_json(data: object) -> ClipRecords:
+def clip_of_json(data: Any) -> ClipRecords:
     """Return the records of a clip from JSON; ValueError otherwise."""
     try:
-        return _clip(data)
+        given = dict(data["report"])
+        form, log = _CLIPS[given.pop("by")], given["log"]
+        given["log"] = None if log is None else LogFigures(**log)
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        report: Clip[str] = form(**given)
+        keys = report.map(lambda _, text: RecordKey.parse(text))
+        return ClipRecords(**{**data, "report": keys, "factor": RecordKey.parse(data["factor"])})
     except (TypeError, KeyError, AttributeError) as err:
         raise ValueError(f"wanted the records of a clip, got {data!r:.60} ({type(err).__name__}: {err})") from err
-
-
-def _clip(data: Any) -> ClipRecords:
-    given = dict(data["report"])
-    form, log = _CLIPS[given.pop("by")], given["log"]
-    given["log"] = None if log is None else LogFigures(**log)
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    report: Clip[str] = form(**given)
-    keys = report.map(lambda _, text: RecordKey.parse(text))
-    return ClipRecords(**{**data, "report": keys, "factor": RecordKey.parse(data["factor"])})
 
 
 def _step(data: object, clips: Mapping[int, tuple[ClipRecords, ...]]) -> Step:
@@ -289,8 +294,6 @@ def _whole(data: Mapping[str, object], name: str) -> int:
 
 
 def _number(address: str, value: object) -> float:
-    if "@" not in address:
-        raise ValueError(f"wanted record@site as the name of a record, got {address!r}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
