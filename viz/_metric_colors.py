@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from gradrewrite.diagnostics.clipping import clips_by_edit
 from gradrewrite.diagnostics.growth import judged_steps
-from gradrewrite.diagnostics.run_log import COUNTS, Run, Series
+from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.sites import Site
 from gradrewrite.viz._ladder import Ladder
+from gradrewrite.viz._norms import values_by_site
+from gradrewrite.viz._scale import NARROWEST, LogScale
 from gradrewrite.viz._scene import ColorSample, LegendEntry
-from gradrewrite.viz._theme import LINE, NOT_FINITE, PAPER, STOPS, palette
+from gradrewrite.viz._theme import LINE, NOT_FINITE, PAPER
 
 Metric = Literal["clip strength", "largest error", "not finite"]
-_NARROWEST = 10.0  # strongest over weakest value, at least, so that 5 % more is no other color
 _STRONGEST = 0.01  # factor
 
 
@@ -32,25 +32,16 @@ class SiteMetric:
     # By site the values of the steps that have one, by number of the step; of clips by ``edit_key``.
     by_site: Mapping[str, Mapping[int, float]]
     totals: Mapping[str, float]  # by site its value over the whole run: the median factor, or the largest
-    weak: float  # value at the beginning of the scale
-    strong: float  # value at its end; less than ``weak`` for factors
+    scale: LogScale
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether zero has no color: of sizes, not of factors."""
+        return self.scale.weak < self.scale.strong
 
     def color(self, value: float) -> str:
         """Return the color of one value."""
-        if not math.isfinite(value):
-            return NOT_FINITE
-        if value == 0 and self.weak < self.strong:
-            return PAPER
-        return palette()[round(self.position(value) * (STOPS - 1))]
-
-    def position(self, value: float) -> float:
-        """Return the place on the scale, 2 if not finite."""
-        if not math.isfinite(value):
-            return 2.0
-        if value <= 0:
-            return float(self.strong < self.weak)
-        place = (math.log(value) - math.log(self.weak)) / (math.log(self.strong) - math.log(self.weak))
-        return min(max(place, 0.0), 1.0)
+        return PAPER if value == 0 and self.has_zero else self.scale.color(value)
 
     def describe(self, value: float) -> str:
         """Return one value as text."""
@@ -59,10 +50,10 @@ class SiteMetric:
     def legend(self) -> list[LegendEntry]:
         """Return the legend of the color scale."""
         values = [*self.totals.values(), *(v for steps in self.by_site.values() for v in steps.values())]
-        found = [LegendEntry(PAPER, LINE, self.describe(0.0))] if 0 in values and self.weak < self.strong else []
-        found.append(LegendEntry(self.color(self.weak), LINE, self.describe(self.weak)))
-        strong = f"{self.describe(self.strong)} (logarithmic between)"
-        found.append(LegendEntry(self.color(self.strong), LINE, strong))
+        found = [LegendEntry(PAPER, LINE, self.describe(0.0))] if 0 in values and self.has_zero else []
+        weak, strong = self.scale.weak, self.scale.strong
+        found.append(LegendEntry(self.color(weak), LINE, self.describe(weak)))
+        found.append(LegendEntry(self.color(strong), LINE, f"{self.describe(strong)} (logarithmic between)"))
         if not all(map(math.isfinite, values)):
             found.append(LegendEntry(NOT_FINITE, NOT_FINITE, "NaN or infinite"))
         return found
@@ -71,14 +62,11 @@ class SiteMetric:
 def site_metrics(run: Run, graph_view: GraphView) -> list[SiteMetric]:
     """Return the metrics that a run has records for."""
     last = judged_steps(run)[-1].step if run.steps else 0
+    shares = _scaled("not finite", "largest share of elements not finite", _not_finite(run, graph_view.sites))
     found = [
         _clip_strengths(run, graph_view),
-        _scaled("largest error", *_largest(run, {str(site) for site in graph_view.sites}), last),
-        replace(
-            _scaled("not finite", "largest share of elements not finite", _not_finite(run, graph_view.sites)),
-            weak=1 / _NARROWEST,
-            strong=1.0,
-        ),
+        _scaled("largest error", *_largest(run, graph_view), last),
+        replace(shares, scale=LogScale(1 / NARROWEST, 1.0)),
     ]
     return [one for one in found if one.by_site]
 
@@ -125,7 +113,7 @@ def box_colors(ladder: Ladder, metric: SiteMetric) -> dict[str, ColorSample]:
     for key, sites in sites_of(ladder).items():
         known = [(site, metric.totals[site]) for site in sites if site in metric.totals]
         if known:
-            site, value = max(known, key=lambda one: metric.position(one[1]))
+            site, value = max(known, key=lambda one: (not math.isfinite(one[1]), metric.scale.position(one[1])))
             where = f"{site}: " if ":" in site else ""
             found[key] = ColorSample(metric.color(value), f"{where}{metric.describe(value)}")
     return found
@@ -136,8 +124,8 @@ def _clip_strengths(run: Run, graph_view: GraphView) -> SiteMetric:
     totals = {key: clip.median_factor for key, clip in clips.items() if not math.isnan(clip.median_factor)}
     rows = {key: zip(clips[key].steps, clips[key].factors, strict=True) for key in totals}
     by_site = {key: {n: factor for n, factor in pairs if not math.isnan(factor)} for key, pairs in rows.items()}
-    strong = max(min([1 / _NARROWEST, *totals.values()]), _STRONGEST)
-    return SiteMetric("clip strength", "median factor", by_site, totals, 1.0, strong)
+    strong = max(min([1 / NARROWEST, *totals.values()]), _STRONGEST)
+    return SiteMetric("clip strength", "median factor", by_site, totals, LogScale(1.0, strong))
 
 
 def _scaled(
@@ -148,21 +136,16 @@ def _scaled(
     for site, steps in by_site.items():
         values = [value for step, value in steps.items() if step <= last] or [*steps.values()]
         totals[site] = next((value for value in values if not math.isfinite(value)), max(values))
-    judged = [v for steps in by_site.values() for step, v in steps.items() if step <= last]
-    positive = [v for v in judged if 0 < v < math.inf]
-    weak = min([*positive, sys.float_info.max / _NARROWEST]) if positive else 1.0
-    return SiteMetric(metric, name, by_site, totals, weak, max([*positive, weak * _NARROWEST]))
+    judged = (value for steps in by_site.values() for step, value in steps.items() if step <= last)
+    return SiteMetric(metric, name, by_site, totals, LogScale.around(judged))
 
 
-def _largest(run: Run, sites: Collection[str]) -> tuple[str, dict[str, dict[int, float]]]:
-    """Return one measure for all sites and its values; of several clips at a site the first counts."""
+def _largest(run: Run, graph_view: GraphView) -> tuple[str, dict[str, dict[int, float]]]:
+    """Return one measure for all sites and its values."""
     for record, words in (("max_abs", "largest absolute value"), ("norm", "largest norm")):
-        found: dict[str, Series] = {}
-        for one in sorted(run.series.values(), key=lambda one: one.at.occurrence):
-            if one.record == record and one.at.site in sites and one.at.kind in ("error", "gradient", "input"):
-                found.setdefault(one.at.site, one)
+        found = values_by_site(run, graph_view, record)
         if found:
-            return words, {site: dict(zip(one.steps, one.values, strict=True)) for site, one in found.items()}
+            return words, found
     return "", {}
 
 
@@ -172,7 +155,7 @@ def _not_finite(run: Run, sites: Sequence[Site]) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for one in run.series.values():
         if one.record in COUNTS and one.at.site in sizes:
-            for step, count in zip(one.steps, one.values, strict=True):
+            for step, count in one.by_step.items():
                 share = min(count / sizes[one.at.site], 1.0)
                 found[one.at.site][step] = max(share, found[one.at.site].get(step, 0.0))
     return dict(found)

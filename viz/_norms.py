@@ -16,12 +16,13 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.graph_view import GraphView, action_name
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._ladder import Ladder
+from gradrewrite.viz._scale import LogScale
 from gradrewrite.viz._scene import PAD, LegendEntry, Mark
 
 HEIGHT = 9.0  # what a bar or a strip adds to a box, in pixels
 DIFFERS = 3.0  # times its siblings
 _RECORDS = ("norm", "max_abs", "mean_abs")
-_NARROWEST = 10.0  # largest over smallest value of the axis, at least
+_KINDS = ("error", "gradient", "input")
 _THICK = 5.0  # pixels
 
 
@@ -42,8 +43,7 @@ class SiteNorms:
     bounds: Mapping[str, float]  # last finite bound of the clip at a site
     start: int  # first step
     now: int  # last step before the first that is not finite
-    low: float  # ends of the axis
-    high: float
+    scale: LogScale
 
     def values(self, sites: Sequence[str], step: int) -> list[float]:
         """Return the norms of the errors among sites, else the largest of the gradients; inf if it is not finite."""
@@ -56,19 +56,9 @@ class SiteNorms:
         """Return the largest of the values; None without one."""
         return max(self.values(sites, step), default=None)
 
-    def position(self, value: float) -> float:
-        """Return the place on the axis, from 0 to 1."""
-        if not 0 < value < math.inf:
-            return float(value != 0)
-        return min(max(math.log(value / self.low) / math.log(self.high / self.low), 0.0), 1.0)
-
     def color(self, value: float | None) -> str:
         """Return the color of a norm; grey without one."""
-        if value is None:
-            return theme.NO_DATA
-        return (
-            theme.palette()[round(self.position(value) * (theme.STOPS - 1))] if value < math.inf else theme.NOT_FINITE
-        )
+        return theme.NO_DATA if value is None else self.scale.color(value)
 
     def marks(self, cells: Sequence[Cell], top: float, width: float) -> list[Mark]:
         """Return a bar (now; ticks for the start and the bound), or of several cells a strip, in a box of a width."""
@@ -83,11 +73,11 @@ class SiteNorms:
         value, begin = (self.value(cell.sites, step) for step in (self.now, self.start))
         found = [Mark(left, top, wide, _THICK, theme.NO_DATA)]
         if value is not None:
-            found.append(Mark(left, top, max(2.0, wide * self.position(value)), _THICK, self.color(value)))
+            found.append(Mark(left, top, max(2.0, wide * self.scale.position(value)), _THICK, self.color(value)))
         bound = min((self.bounds[site] for site in cell.sites if site in self.bounds), default=None)
         ticks = [(begin, theme.DETAIL, 1.0), (bound, theme.INSERTED_EDGE, 2.0)]
         found += [
-            Mark(left + wide * self.position(at) - thick / 2, top - 2, thick, _THICK + 3, color)
+            Mark(left + wide * self.scale.position(at) - thick / 2, top - 2, thick, _THICK + 3, color)
             for at, color, thick in ticks
             if at is not None
         ]
@@ -101,7 +91,7 @@ class SiteNorms:
 
     def legend(self) -> list[LegendEntry]:
         """Return the legend of bars and strips."""
-        ends = f"{self.record} from {self.low:.2g} to {self.high:.2g}, logarithmic"
+        ends = f"{self.record} from {self.scale.weak:.2g} to {self.scale.strong:.2g}, logarithmic"
         ticks = "ticks: at the start (thin), bound of the clip (thick)"
         return [
             LegendEntry(theme.STRONG, theme.LINE, f"bar: {ends}, in step {self.now}; {ticks}"),
@@ -111,23 +101,24 @@ class SiteNorms:
 
 def norms_of(run: Run, graph_view: GraphView) -> SiteNorms | None:
     """Return the norms of a run at the sites of a graph; None without any."""
-    known = {str(site) for site in graph_view.sites}
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for one in run.series.values():
-        if one.record in _RECORDS and one.at.site in known and one.at.kind in ("error", "gradient", "input"):
-            by_site = found.setdefault(one.record, {})
-            by_site.setdefault(one.at.site, dict(zip(one.steps, one.values, strict=True)))
+    found = {record: by_site for record in _RECORDS if (by_site := values_by_site(run, graph_view, record))}
     if not found:
         return None
-    record = max(_RECORDS, key=lambda name: len(found.get(name, ())))
-    by_site = found[record]
-    judged = judged_steps(run)
-    start, now = run.steps[0].step, judged[-1].step
-    until = [value for steps in by_site.values() for step, value in steps.items() if step <= now]
-    values = [value for value in until if 0 < value < math.inf]
-    low = min(values, default=1.0)
+    record, by_site = max(found.items(), key=lambda item: len(item[1]))
+    start, now = run.steps[0].step, judged_steps(run)[-1].step
+    until = (value for steps in by_site.values() for step, value in steps.items() if step <= now)
     bounds = {clip.site: clip.bound for clip in clips_of(run) if 0 < clip.bound < math.inf and not is_group(clip.site)}
-    return SiteNorms(record, by_site, bounds, start, now, low, max(max(values, default=low), low * _NARROWEST))
+    return SiteNorms(record, by_site, bounds, start, now, LogScale.around(until))
+
+
+def values_by_site(run: Run, graph_view: GraphView, record: str) -> dict[str, dict[int, float]]:
+    """Return values of errors and gradients; the first record of a site counts."""
+    known = {str(site) for site in graph_view.sites}
+    found: dict[str, dict[int, float]] = {}
+    for one in sorted(run.select((record,), _KINDS), key=lambda one: one.at.occurrence):
+        if one.at.site in known:
+            found.setdefault(one.at.site, one.by_step)
+    return found
 
 
 def quiet_checks(run: Run, edits: Sequence[Edit]) -> set[int]:
@@ -144,7 +135,7 @@ def sites_by_order(graph_view: GraphView) -> dict[int, list[str]]:
     """Return the errors and gradients of each torch-level op, by its number."""
     found: dict[int, list[str]] = defaultdict(list)
     for site, order in graph_view.orders.items():
-        if site.kind in ("error", "gradient", "input"):
+        if site.kind in _KINDS:
             found[order].append(str(site))
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from gradrewrite.diagnostics.health import Health, examine
-from gradrewrite.diagnostics.ranks import diagnose_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_ranks
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._curves import baselines_of, is_monitor, name_of, steps_of
 from gradrewrite.viz._draw import draw, evidence_of
@@ -146,7 +146,7 @@ def _report_of_ranks(
     rank = first.rank if first is not None else None
     if rank is None:
         rank = next((r for r, steps in runs.items() if not examine(steps, compared).verdict.is_sound), min(runs))
-    found = "\n".join(finding.text for finding in diagnose_ranks(runs)) or "Nothing wrong was found on any rank."
+    found = "\n".join(finding.text for finding in examine_ranks(runs).faults) or "Nothing wrong was found on any rank."
     note = f"Ranks {', '.join(map(str, runs))}:\n{found}"
     name = f"{title or name_of(paths[0], 'training run')}: rank {rank} of {len(runs)} ranks"
     cause = "" if first is None else str(first)

@@ -37,7 +37,7 @@ def count_of(records: Mapping[str, float], site: str) -> float | None:
 
 def has_counts(run: Run) -> bool:
     """Whether non-finite elements are counted, as by ``CheckFinite``."""
-    return any(one.record in COUNTS and one.at.kind in BACKWARD for one in run.series.values())
+    return bool(run.select(COUNTS, BACKWARD))
 
 
 def skips_updates(run: Run) -> bool:
@@ -47,11 +47,9 @@ def skips_updates(run: Run) -> bool:
 
 def _expected_infinities(run: Run, bad: Sequence[BadStep]) -> set[str]:
     """Return the sites of infinities in 5 harmless steps."""
-    harmless: Counter[str] = Counter()
-    for one in bad:
-        if _is_harmless(run, one):
-            harmless.update(s for s in one.sites if s.startswith("data:") or not _has_nan(one.step.records, s))
-    return {site for site, times in harmless.items() if times >= MIN_STEPS}
+    harmless = [(one.step.records, site) for one in bad if _is_harmless(run, one) for site in one.sites]
+    times = Counter(site for records, site in harmless if site.startswith("data:") or not _has_nan(records, site))
+    return {site for site, number in times.items() if number >= MIN_STEPS}
 
 
 def is_bad(record: str, site: str, value: float, records: Mapping[str, float]) -> bool:

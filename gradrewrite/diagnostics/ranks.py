@@ -54,11 +54,6 @@ def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]
     return dict(sorted(runs.items()))
 
 
-def diagnose_ranks(runs: Mapping[int, Sequence[Step]]) -> tuple[Finding, ...]:
-    """Return the faults of ``examine_ranks``."""
-    return examine_ranks(runs).faults
-
-
 def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
     """Judge the first bad rank, with the faults of all.
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
-from typing import TypedDict
 
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, ClipHistory, clips_of_modules
 from gradrewrite.diagnostics.run_log import Finding, Run, Series, as_executed, is_group, kind_of, rule_of
@@ -22,13 +21,6 @@ _MEASURES = ("norm", "total_norm", "max_abs")
 _ACTIONS = {"norm": "ClipByNorm", "total_norm": "ClipByGlobalNorm", "max_abs": "ClipByValue"}
 
 
-class _Quantiles(TypedDict, total=False):
-    p50: float
-    p90: float
-    p99: float
-    suggestion: float
-
-
 @dataclass(frozen=True, slots=True)
 class SiteHealth:
     """Figures of one site over a run; NaN if unknown."""
@@ -38,7 +30,13 @@ class SiteHealth:
     # Name of the record that the quantiles are of: ``norm``, ``total_norm`` or ``max_abs``; ``""`` if none.
     measure: str
     steps: int  # how many steps reported it
-    begin: int = -1  # the first of them, of a clip
+    p50: float = math.nan  # median of the finite sizes before the clip
+    p90: float = math.nan  # what 90 % of them stay below, interpolated linearly
+    p99: float = math.nan  # what 99 % of them stay below
+    # A bound that would act in a tenth of the steps: ``p90``, rounded to two digits; NaN with fewer than 20 finite
+    # sizes, where they were 0, the bound is not known, or a bound is no remedy. Of a baseline where ``from_baseline``.
+    suggestion: float = math.nan
+    begin: int = -1  # first step, of a clip
     bound: float = math.nan  # last finite bound
     rate: float = math.nan  # share of the steps in which the clip acted
     # Median of size after the clip / size before, of the steps in which it acted; 1 if there are none.
@@ -47,12 +45,6 @@ class SiteHealth:
     share: float = math.nan  # mean share of the elements that a clip by value changed
     # Median share of the squared total norm of the global clip that the gradient belongs to.
     norm_share: float = math.nan
-    p50: float = math.nan  # median of the finite sizes before the clip
-    p90: float = math.nan  # what 90 % of them stay below, interpolated linearly
-    p99: float = math.nan  # what 99 % of them stay below
-    # A bound that would act in a tenth of the steps: ``p90``, rounded to two digits; NaN with fewer than 20 finite
-    # sizes, where they were 0, the bound is not known, or a bound is no remedy. Of a baseline where ``from_baseline``.
-    suggestion: float = math.nan
     from_baseline: bool = False  # whether the suggestion is that of the baseline, which is larger
     keep: bool = False  # whether the bound may stay, for the clip acts rarely
     mark: str = ""  # a note on the site, where the verdict names it
@@ -97,24 +89,18 @@ class SiteHealth:
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of ``COLUMNS``; ``-`` for an unknown one."""
+        notes = ", ".join(note for note in (self.record, self.mark) if note)
+        site = f"{self.name} ({notes})" if notes else self.name
+        clip = f"{self.action}({_number(self.bound)})" if self.action else "none"
+        factors = _number(self.median_factor, "x "), _number(self.worst_factor, "x ")
         shares = [f"{percent(self.share)} of elements"] if self.share >= 0 else []
         shares += [f"{percent(self.norm_share)} of the squared total norm"] if self.norm_share >= 0 else []
-        notes = ", ".join(note for note in (self.record, self.mark) if note)
-        texts = (
-            f"{self.name} ({notes})" if notes else self.name,
-            f"{self.action}({_number(self.bound)})" if self.action else "none",
-            percent(self.rate),
-            _number(self.median_factor, "x "),
-            _number(self.worst_factor, "x "),
-            "; ".join(shares),
-            *map(_number, (self.p50, self.p90, self.p99)),
-            "keep"
-            if self.keep
-            else f"{_number(self.suggestion)}{' (from the baseline)' if self.from_baseline else ''}",
-            f"raise max_norm of group {self._named_group} to {self.suggestion:g}"
-            if self._named_group and self.suggestion > 0
-            else self.code,
-        )
+        bound = f"{_number(self.suggestion)}{' (from the baseline)' if self.from_baseline else ''}"
+        bound, code = "keep" if self.keep else bound, self.code
+        if self._named_group and self.suggestion > 0:
+            code = f"raise max_norm of group {self._named_group} to {self.suggestion:g}"
+        sizes = map(_number, (self.p50, self.p90, self.p99))
+        texts = (site, clip, percent(self.rate), *factors, "; ".join(shares), *sizes, bound, code)
         return tuple(text or "-" for text in texts)
 
 
@@ -125,10 +111,9 @@ def sites_of(run: Run) -> tuple[SiteHealth, ...]:
     rows = [_of_clip(run, clip) for clip in clips]
     clipped = {_module(clip.site) for clip in clips}
     measured: dict[str, dict[str, Series]] = {}  # by module and call
-    for measure in _MEASURES:
-        for one in run.series.values():
-            if one.record == measure and one.at.kind not in ("activation", "data", "output", "run"):
-                measured.setdefault(_module(one.at.site), {}).setdefault(one.at.site, one)
+    for one in (one for measure in _MEASURES for one in run.series.values() if one.record == measure):
+        if one.at.kind not in ("activation", "data", "output", "run"):
+            measured.setdefault(_module(one.at.site), {}).setdefault(one.at.site, one)
     rows += [_of_sizes(run, list(calls.values())) for name, calls in measured.items() if name not in clipped]
     sites = clipped | measured.keys()
     shares = [one for one in run.series.values() if one.record == "norm_share" and one.at.site not in sites]
@@ -187,8 +172,8 @@ def steps_of_clips(sites: Sequence[SiteHealth]) -> dict[str, int]:
 def clips_always(sites: Sequence[SiteHealth]) -> list[Finding]:
     """Return a finding for each clip with a high rate."""
     found = [row for row in sites if row.steps >= MIN_CLIP_STEPS and row.rate > CLIPS_ALWAYS]
-    by_factor = sorted(found, key=lambda row: 1.0 if math.isnan(row.median_factor) else row.median_factor)
-    return [_always(row) for row in sorted(by_factor, key=lambda row: -row.rate)]
+    found.sort(key=lambda row: (-row.rate, 1.0 if math.isnan(row.median_factor) else row.median_factor))
+    return [_always(row) for row in found]
 
 
 def _always(row: SiteHealth) -> Finding:
@@ -221,18 +206,20 @@ def backward_order(run: Run) -> list[str]:
 
 
 def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
-    share = None if clip.share is None else run.series.get(str(clip.share))
+    share = run.series.get(str(clip.share))
     shares = [] if share is None else [value for value in share.values if 0 <= value <= 1]
     factors = [factor for factor in clip.factors if not math.isnan(factor)]
-    sizes = _quantiles(clip.sizes)
+    *sizes, suggestion = _quantiles(clip.sizes)
     if math.isnan(clip.bound) or clip.action not in _ACTIONS.values():
-        sizes.pop("suggestion", None)  # of two bounds, or where the clip finds its bound by itself, sizes suggest none
+        suggestion = math.nan  # of two bounds, or where the clip finds its bound by itself, sizes suggest none
     return SiteHealth(
         clip.site,
         clip.action,
         clip.record,
         len(set(clip.steps)),
-        clip.steps[0],
+        *sizes,
+        suggestion=suggestion,
+        begin=clip.steps[0],
         num_calls=clip.num_calls,
         bound=clip.bound,
         rate=clip.rate,
@@ -243,7 +230,6 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
         rule=clip.rule,
         share=fmean(shares) if shares else math.nan,
         norm_share=_norm_share(run, clip.site),
-        **sizes,
     )
 
 
@@ -251,9 +237,8 @@ def _of_sizes(run: Run, calls: Sequence[Series]) -> SiteHealth:
     first = calls[0]
     site = first.at.site if len(calls) == 1 else _module(first.at.site)
     values = [value for one in calls for value in one.values]
-    share = _norm_share(run, site)
-    row = SiteHealth(site, "", first.record, len(first.steps), norm_share=share, **_quantiles(values))
-    return replace(row, num_calls=len(calls))
+    figures, share = _quantiles(values), _norm_share(run, site)
+    return SiteHealth(site, "", first.record, len(first.steps), *figures, norm_share=share, num_calls=len(calls))
 
 
 def _norm_share(run: Run, site: str) -> float:
@@ -266,15 +251,12 @@ def _median(values: Iterable[float]) -> float:
     return median(known) if known else math.nan
 
 
-def _quantiles(values: Iterable[float]) -> _Quantiles:
-    sizes = [value for value in values if math.isfinite(value)]
-    if not sizes:
-        return {}
+def _quantiles(values: Iterable[float]) -> tuple[float, float, float, float]:
+    """Return the quantiles of ``SiteHealth``, and the suggested bound."""
+    sizes = [value for value in values if math.isfinite(value)] or [math.nan]
     cuts = quantiles(sizes, n=100, method="inclusive") if len(sizes) > 1 else sizes * 99
-    known: _Quantiles = {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
-    if len(sizes) >= MIN_CLIP_STEPS and cuts[89] > 0:
-        known["suggestion"] = float(f"{cuts[89]:.2g}")
-    return known
+    suggested = float(f"{cuts[89]:.2g}") if len(sizes) >= MIN_CLIP_STEPS and cuts[89] > 0 else math.nan
+    return cuts[49], cuts[89], cuts[98], suggested
 
 
 def _number(value: float, times: str = "") -> str:

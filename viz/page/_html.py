@@ -126,7 +126,8 @@ def _graph_data(graph: GraphTabs, run: Run | None, numbers: Sequence[int]) -> di
 
 def _norms(norms: SiteNorms, numbers: Sequence[int]) -> dict[str, Any]:
     places = {"start": numbers.index(norms.start), "now": numbers.index(norms.now)}
-    return {"record": norms.record, "low": norms.low, "high": norms.high, "bounds": norms.bounds, **places}
+    ends = {"low": norms.scale.weak, "high": norms.scale.strong}
+    return {"record": norms.record, **ends, "bounds": norms.bounds, **places}
 
 
 def _overview_data(layout: LadderLayout) -> list[dict[str, Any]]:
@@ -312,8 +313,8 @@ def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
 def _metric(metric: SiteMetric, numbers: Sequence[int]) -> dict[str, Any]:
     return {
         "name": metric.metric,
-        "weak": metric.weak,
-        "strong": metric.strong,
+        "weak": metric.scale.weak,
+        "strong": metric.scale.strong,
         "legend": [[_CSS[entry.color], entry.text] for entry in metric.legend()],
         "values": {
             site: {"total": _number(metric.totals[site]), "steps": [_number(known.get(n)) for n in numbers]}

@@ -9,7 +9,7 @@ import pytest
 
 from gradrewrite import Step, viz
 from gradrewrite.cli import main
-from gradrewrite.diagnostics.ranks import diagnose_ranks, examine_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_ranks
 from gradrewrite.monitoring import writers
 from gradrewrite.monitoring.writers import JsonLines
 
@@ -40,7 +40,7 @@ def test_first_value_that_is_not_finite() -> None:
     assert first is not None
     # Errors of step 3 are made before gradients.
     assert (first.rank, first.step, first.site, first.also) == (2, 3, "error:b", (1,))
-    (finding,) = diagnose_ranks(runs)
+    (finding,) = examine_ranks(runs).faults
     assert finding.kind == "non-finite"
     assert finding.text.startswith(
         "The first value that is not finite was on rank 2 (rank 1 in the same step): error:b in step 3. "
@@ -50,13 +50,13 @@ def test_first_value_that_is_not_finite() -> None:
 
 
 def test_findings_name_their_ranks() -> None:
-    some = diagnose_ranks({0: steps(), 1: steps(grows=True), 2: steps()})
+    some = examine_ranks({0: steps(), 1: steps(grows=True), 2: steps()}).faults
     assert some
     assert all(finding.text.startswith("Rank 1: ") for finding in some)
-    every = diagnose_ranks({0: steps(grows=True), 1: steps(grows=True)})
+    every = examine_ranks({0: steps(grows=True), 1: steps(grows=True)}).faults
     assert [finding.kind for finding in every] == [finding.kind for finding in some]
     assert all(finding.text.startswith("All ranks: ") for finding in every)
-    two = diagnose_ranks({0: steps(grows=True), 1: steps(grows=True), 3: steps()})
+    two = examine_ranks({0: steps(grows=True), 1: steps(grows=True), 3: steps()}).faults
     assert all(finding.text.startswith("Ranks 0, 1: ") for finding in two)
 
 

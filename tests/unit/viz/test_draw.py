@@ -233,8 +233,8 @@ def test_scales() -> None:
     graph_view = _graph_view.read_graph(three_layers())
     (largest,) = _metric_colors.site_metrics(last_run(steps), graph_view)
 
-    assert [largest.position(v) for v in (1e-4, 1e-1, 1e2)] == pytest.approx([0.0, 0.5, 1.0])
-    assert largest.position(0.0) == 0.0
+    assert [largest.scale.position(v) for v in (1e-4, 1e-1, 1e2)] == pytest.approx([0.0, 0.5, 1.0])
+    assert largest.scale.position(0.0) == 0.0
     assert largest.color(math.nan) == largest.color(math.inf) == _theme.NOT_FINITE
     bad = _metric_colors.site_metrics(last_run([Step(0, {"max_abs@error:first": math.nan})]), graph_view)[0]
     assert bad.legend()[-1].text == "NaN or infinite"
