@@ -56,7 +56,9 @@ class Curves:
     def figure(self) -> Figure:
         """Return a new matplotlib figure; pyplot is not used."""
         bad = [one.step.step for one in bad_steps(self.run)]
-        return _figure(panels_of(self.run, self.baselines), self._heading(len(bad)), bad, _why_empty(self.run))
+        nothing = "neither a loss nor norms or largest values of gradients or errors were recorded."
+        why_empty = f"Nothing to draw: {nothing}" if self.run.steps else "No steps: nothing was recorded."
+        return figure_of(panels_of(self.run, self.baselines), self._heading(len(bad)), bad, why_empty)
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
@@ -128,12 +130,8 @@ def baselines_of(baseline: Source | Mapping[str, Source] | None) -> tuple[Baseli
     return () if baseline is None else (Baseline(last_run(steps_of(baseline)), name_of(baseline, "baseline")),)
 
 
-def figure_of(panels: Sequence[Panel]) -> Figure:
-    """Return panels as a figure without a heading."""
-    return _figure(panels, "")
-
-
-def _figure(panels: Sequence[Panel], heading: str, bad: Sequence[int] = (), why_empty: str = "") -> Figure:
+def figure_of(panels: Sequence[Panel], heading: str = "", bad: Sequence[int] = (), why_empty: str = "") -> Figure:
+    """Return panels as a figure, with the steps that are not finite in red."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -181,9 +179,8 @@ def steps_of(source: Source) -> list[Step]:
         return source.steps()
     if isinstance(source, str | os.PathLike):
         return read_jsonl(source)
-    steps = [step for step in source if isinstance(step, Step)] if isinstance(source, Sequence) else []
-    if isinstance(source, Sequence) and len(steps) == len(source):
-        return steps
+    if isinstance(source, Sequence) and all(isinstance(step, Step) for step in source):
+        return [*source]
     got = type(source).__name__
     raise TypeError(f"a run is a Monitor, the path of its JSON lines, or a sequence of Step; got {got}")
 
@@ -192,9 +189,3 @@ def is_monitor(source: Any) -> TypeGuard[Monitor]:
     """Whether an object is a ``Monitor``; where that class was never imported there is none."""
     module = sys.modules.get("gradrewrite.monitoring.monitor")
     return module is not None and isinstance(source, module.Monitor)
-
-
-def _why_empty(run: Run) -> str:
-    if not run.steps:
-        return "No steps: nothing was recorded."
-    return "Nothing to draw: neither a loss nor norms or largest values of gradients or errors were recorded."

@@ -81,8 +81,7 @@ class Panel:
 def panels_of(run: Run, baselines: Sequence[Baseline] = ()) -> list[Panel]:
     """Return the recorded panels of a run and its baselines."""
     runs = [(_OWN, run), *((one.name, one.run) for one in baselines)]
-    losses = [(label, series) for label, one in runs if (series := loss_series(one)) is not None]
-    lines = [(label, dict(zip(one.steps, one.values, strict=True))) for label, one in losses]
+    lines = [(label, series.by_step) for label, one in runs if (series := loss_series(one)) is not None]
     norm = _norm_panel(run, baselines)
     return [*([Panel("loss", "loss", lines)] if lines else []), *([norm] if norm is not None else [])]
 

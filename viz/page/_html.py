@@ -22,7 +22,7 @@ from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.viz import _layout
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import xml_safe
-from gradrewrite.viz._ladder import Band, Ladder, only_measures, template
+from gradrewrite.viz._ladder import Band, Ladder, Part, only_measures, template
 from gradrewrite.viz._layout import LadderLayout, boxes_of, draw_ladder, inset
 from gradrewrite.viz._metric_colors import SiteMetric, sites_of
 from gradrewrite.viz._norms import HEIGHT, SiteNorms, differing
@@ -134,8 +134,7 @@ def _overview_data(layout: LadderLayout) -> list[dict[str, Any]]:
     sites = sites_of(layout.ladder)
     return [
         {
-            "sites": sites[part.key],
-            "cells": [(cell.name, cell.sites) for cell in layout.cells.get(part.key, ())],
+            **_inside(layout, part, sites),
             "small": part.small,
             "width": _layout.WIDTHS[part.column],
             "isIdle": "idle" in part.classes,
@@ -145,23 +144,20 @@ def _overview_data(layout: LadderLayout) -> list[dict[str, Any]]:
     ]
 
 
+def _inside(layout: LadderLayout, part: Part, sites: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the sites of a box, and of its cells."""
+    return {"sites": sites[part.key], "cells": [(cell.name, cell.sites) for cell in layout.cells.get(part.key, ())]}
+
+
 def _geometry(layout: LadderLayout) -> dict[str, Any]:
     """Return the lengths that the page adds up; no other drawing has any of its own."""
     columns = {
         column: {"x": x, "width": _layout.WIDTHS[column], "heading": _layout.HEADINGS[column]}
         for column, x in layout.columns.items()
     }
-    lengths = {"top": 30.0, "header": _layout.HEADER, "foot": _layout.FOOT, "gap": _layout.GAP, "box": _layout.BOX}
-    insets = [inset(depth) for depth in range(7)]
-    return {
-        **lengths,
-        "bar": HEIGHT,
-        "chip": _CHIP,
-        "pad": PAD,
-        "width": layout.width,
-        "columns": columns,
-        "insets": insets,
-    }
+    heights = {"top": 30.0, "header": _layout.HEADER, "foot": _layout.FOOT, "gap": _layout.GAP, "box": _layout.BOX}
+    inside = {"bar": HEIGHT, "chip": _CHIP, "pad": PAD, "insets": [inset(depth) for depth in range(7)]}
+    return {**heights, **inside, "width": layout.width, "columns": columns}
 
 
 def _safe(value: Any) -> Any:
@@ -180,35 +176,16 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
     for number, (row, offsets) in enumerate(zip(ladder.rows, layout.offsets, strict=True)):
         for part in row:
             box = boxes[part.key]
-            parts.append(
-                {
-                    "key": part.key,
-                    "row": number,
-                    "column": part.column,
-                    "y": offsets[part.key],
-                    "height": box.height,
-                    "text": box.text,
-                    "small": box.small,
-                    "classes": " ".join(box.classes),
-                    "title": box.title,
-                    "nodes": part.nodes,
-                    "shown": [name for name in part.nodes if name not in ladder.hidden] or part.nodes,
-                    "edits": part.edits,
-                    "sites": sites[part.key],
-                    "cells": [(cell.name, cell.sites) for cell in layout.cells.get(part.key, ())],
-                }
-            )
-    at = {part.key: n for n, part in enumerate(part for row in ladder.rows for part in row)}
-    lines = [
-        [
-            at[edge.source],
-            at[edge.target],
-            edge.kind,
-            edge.tensors,
-            [[x, int(key == edge.target), share] for x, key, share in points],
-        ]
-        for edge, points in layout.routes
-    ]
+            place = {"row": number, "column": part.column, "y": offsets[part.key], "height": box.height}
+            texts = {"text": box.text, "small": box.small, "classes": " ".join(box.classes), "title": box.title}
+            shown = [name for name in part.nodes if name not in ladder.hidden] or part.nodes
+            nodes = {"nodes": part.nodes, "shown": shown, "edits": part.edits}
+            parts.append({"key": part.key, **place, **texts, **nodes, **_inside(layout, part, sites)})
+    at = {part["key"]: n for n, part in enumerate(parts)}
+    lines = []
+    for edge, points in layout.routes:
+        controls = [[x, int(key == edge.target), share] for x, key, share in points]
+        lines.append([at[edge.source], at[edge.target], edge.kind, edge.tensors, controls])
     apart = _bands_apart(layout)
     bands = [{**asdict(band), "isApart": number in apart} for number, band in enumerate(ladder.bands)]
     return {"rows": layout.heights, "parts": parts, "lines": lines, "bands": bands}
@@ -235,11 +212,8 @@ def _bands_apart(layout: LadderLayout) -> set[int]:
 
 def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, Any]:
     """Return the nodes, with places in ``sources`` and ``modules`` for shared texts."""
-    code = {}
-    for line in graph.code.splitlines():
-        assigned = _ASSIGNED.match(line)
-        if assigned is not None:
-            code[assigned[1]] = line.strip()
+    lines = graph.code.splitlines()
+    code = {assigned[1]: line.strip() for line in lines if (assigned := _ASSIGNED.match(line)) is not None}
     sources = {text: n for n, text in enumerate(dict.fromkeys(node.source for node in graph_view.nodes.values()))}
     modules = {text: n for n, text in enumerate(dict.fromkeys(node.module_call for node in graph_view.nodes.values()))}
     nodes = {
@@ -301,7 +275,7 @@ def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
     values: dict[str, dict[str, list[float | str | None]]] = defaultdict(dict)
     for address, series in run.series.items():
         name, _, site = address.partition("@")
-        known = dict(zip(series.steps, series.values, strict=True))
+        known = series.by_step
         values[site][name] = [_number(known.get(n)) for n in numbers]
     kinds = ("error", "input", "gradient", "group", "step")
     order = [site for site in backward_order(run) if site.partition(":")[0] in kinds]
