@@ -1,6 +1,6 @@
 """The notebooks of ``docs/tutorials``: they run, print what is stored, and read as the style guide asks.
 
-``python tests/e2e/test_tutorials.py`` runs all of them and stores the outputs.
+``python tests/e2e/test_tutorials.py`` runs them, or those that are named, and stores the outputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as conftest.py does, where this runs as a program
 
 from helpers import ROOT
 
@@ -181,4 +183,5 @@ def store(path: Path) -> None:
 
 if __name__ == "__main__":
     for notebook_path in NOTEBOOKS:
-        store(notebook_path)
+        if notebook_path.stem in sys.argv[1:] or len(sys.argv) == 1:
+            store(notebook_path)
