@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
-from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.run_log import Run, last_run
@@ -21,7 +20,7 @@ from gradrewrite.viz._dot import scene_dot
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, site_metrics
-from gradrewrite.viz._norms import SiteNorms, norms_of, quiet_checks
+from gradrewrite.viz._norms import SiteNorms, norms_of
 from gradrewrite.viz._overview import build_overview
 from gradrewrite.viz._panels import panels_of
 from gradrewrite.viz._raster import scene_to_bytes
@@ -109,33 +108,21 @@ class Drawing:
         return read_graph(self.graph)
 
     @cached_property
-    def _clips(self) -> Mapping[int, ClipHistory]:
-        return clips_by_edit(self.run, self._view.edits) if self.run is not None else {}
-
-    @cached_property
     def _metrics(self) -> Sequence[SiteMetric]:
         return site_metrics(self.run, self._view) if self.run is not None else ()
-
-    @cached_property
-    def _quiet(self) -> Collection[int]:
-        return quiet_checks(self.run, self._view.edits) if self.run is not None else ()
 
     @cached_property
     def _norms(self) -> SiteNorms | None:
         return norms_of(self.run, self._view) if self.run is not None and self.run.steps else None
 
     @cached_property
-    def _metric(self) -> SiteMetric | None:
-        return choose_metric(self._metrics, self.color_by)
-
-    @cached_property
     def _ladder(self) -> LadderLayout:
-        ladder = build_ladder(self._view, self._clips, self._quiet, reshapes=self.reshapes, records=self.records)
+        ladder = build_ladder(self._view, self.run, reshapes=self.reshapes, records=self.records)
         return LadderLayout(ladder, self._norms)
 
     @cached_property
     def _overview(self) -> LadderLayout:
-        return LadderLayout(build_overview(self._view, self._clips, self._norms, self._quiet), self._norms)
+        return LadderLayout(build_overview(self._view, self.run, self._norms), self._norms)
 
     def _note(self, ladder: Ladder) -> str:
         parts = [self._view.summary]
@@ -146,7 +133,8 @@ class Drawing:
 
     def _scene(self) -> Scene:
         layout = self._overview if self.view == "overview" else self._ladder
-        return draw_ladder(layout, self.title, self._note(layout.ladder), self._metric, self.root_cause)
+        metric = choose_metric(self._metrics, self.color_by)
+        return draw_ladder(layout, self.title, self._note(layout.ladder), metric, self.root_cause)
 
     @property
     def graph_tabs(self) -> GraphTabs:

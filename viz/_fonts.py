@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -55,21 +56,16 @@ def fit(text: str, width: float, size: float) -> str:
     """Shorten text to a width in pixels; the middle is cut, because the ends of names tell them apart."""
     if text_width(text, size) <= width:
         return text
-    least, most = 0, len(text)  # characters that are kept, by bisection
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if text_width(_cut(text, middle), size) <= width else (least, middle - 1)
-    return _cut(text, least)
+    num_fitting = bisect_right(range(len(text) + 1), width, key=lambda kept: text_width(_cut(text, kept), size))
+    return _cut(text, max(num_fitting - 1, 0))
 
 
 def fit_all(labels: Sequence[tuple[str, float, float]]) -> list[str]:
     """Shorten labels (text, width, size) so that they stay distinct."""
-    found = [fit(*label) for label in labels]
-    alike: dict[str, set[str]] = defaultdict(set)
-    for short, (text, *_) in zip(found, labels, strict=True):
-        alike[short].add(text)
-    pairs = zip(found, labels, strict=True)
-    return [_abbreviated(*label) if len(alike[short]) > 1 else short for short, label in pairs]
+    pairs = [(fit(*label), label) for label in labels]
+    texts = {(short, text) for short, (text, *_) in pairs}
+    times = Counter(short for short, _ in texts)
+    return [_abbreviated(*label) if times[short] > 1 else short for short, label in pairs]
 
 
 def _abbreviated(text: str, width: float, size: float) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import isnan
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from gradrewrite.diagnostics.clipping import ClipHistory
+from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
+from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.diagnostics.site_health import percent
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.graph_view import (
@@ -88,6 +89,18 @@ class Ladder:
     hidden: Collection[str]  # nodes that are left out
     is_overview: bool = False  # whether boxes are modules, of which a drawing names the first node alone
 
+    @property
+    def parts(self) -> list[Part]:
+        """All boxes, row by row."""
+        return [part for row in self.rows for part in row]
+
+
+class EditRecords(NamedTuple):
+    """Records of edits in a run, by their numbers."""
+
+    clips: Mapping[int, ClipHistory]
+    quiet: Collection[int]  # checks that found nothing
+
 
 @dataclass(slots=True)
 class _Row:
@@ -97,19 +110,24 @@ class _Row:
     outputs: list[tuple[str, str]] = field(default_factory=list)  # label, node
 
 
+def records_of(run: Run | None, edits: Sequence[Edit]) -> EditRecords:
+    """Return the records of clips and of checks for finite values."""
+    if run is None:
+        return EditRecords({}, ())
+    checks = [(n, str(edit.site)) for n, edit in enumerate(edits) if action_name(edit.action) == "CheckFinite"]
+    counts = {n: [one for name in COUNTS if (one := run.series.get(f"{name}@{site}"))] for n, site in checks}
+    quiet = {n for n, found in counts.items() if found and not any(any(one.values) for one in found)}
+    return EditRecords(clips_by_edit(run, edits), quiet)
+
+
 def build_ladder(
-    graph_view: GraphView,
-    clips: Mapping[int, ClipHistory],
-    quiet: Collection[int] = (),
-    *,
-    reshapes: bool = False,
-    records: bool = False,
+    graph_view: GraphView, run: Run | None = None, *, reshapes: bool = False, records: bool = False
 ) -> Ladder:
     """Return the ladder of a graph, one box per op and lane and one per edit.
 
-    ``clips`` are by number of the edit, ``quiet`` the numbers of checks that found nothing. An edit that only measures
-    is a figure on the box of its op, where there is one.
+    An edit that only measures is a figure on the box of its op, where there is one.
     """
+    of_edits = records_of(run, graph_view.edits)
     hidden = hidden_nodes(graph_view, reshapes=reshapes, records=records)
     by_order: dict[int, _Row] = defaultdict(_Row)
     of_node: dict[str, str] = {}
@@ -136,7 +154,7 @@ def build_ladder(
         by_order[order].outputs.append((label, name))
     orders = sorted(by_order)
     ops = {node.order: node for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
-    rows = [_parts(graph_view, by_order[order], clips, quiet) for order in orders]
+    rows = [_parts(graph_view, by_order[order], of_edits) for order in orders]
     pairs = Counter((of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden))
     pairs.update((of_node[name], f"returned {label}") for label, name in outputs)
     bands = _bands([ops.get(order) for order in orders], rows)
@@ -169,18 +187,13 @@ def kind_of_op(node: Node) -> Hashable:
     return tuple(name for name, _ in node.calls), node.op, node.source
 
 
-def edit_part(
-    graph_view: GraphView,
-    key: str,
-    numbers: Sequence[int],
-    clips: Mapping[int, ClipHistory],
-    quiet: Collection[int] = (),
-) -> Part:
+def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], records: EditRecords) -> Part:
     """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
     first = graph_view.edits[numbers[0]]
     times = f" x {len(numbers)}" if len(numbers) > 1 else ""
     small = [fold_names([str(graph_view.edits[n].site) for n in numbers])]
     lines = [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in numbers]
+    clips, quiet = records
     known = [clips[n] for n in numbers if n in clips]
     if known:
         strongest = min(known, key=lambda clip: (clip.median_factor, -clip.rate))
@@ -254,7 +267,7 @@ def _key(node: Node) -> str:
     return node.name if node.role == "placeholder" else f"{node.lane} {node.order}"
 
 
-def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory], quiet: Collection[int]) -> list[Part]:
+def _parts(graph_view: GraphView, row: _Row, records: EditRecords) -> list[Part]:
     parts = []
     for key, nodes in row.nodes.items():
         node, names = nodes[0], tuple(node.name for node in nodes)
@@ -276,7 +289,7 @@ def _parts(graph_view: GraphView, row: _Row, clips: Mapping[int, ClipHistory], q
         title = "\n".join(lines)
         parts.append(Part(key, node.lane, text, node.module_call or "(model)", names, title=title, figures=figures))
     parts.sort(key=lambda part: COLUMNS.index(part.column))
-    parts += [edit_part(graph_view, f"edit {number}", [number], clips, quiet) for number in row.edits]
+    parts += [edit_part(graph_view, f"edit {number}", [number], records) for number in row.edits]
     for label, name in row.outputs:
         column = "output" if graph_view.nodes[name].lane == "backward" else "input"
         parts.append(Part(f"returned {label}", column, label.removeprefix("gradient:"), title=label))

@@ -8,9 +8,10 @@ static drawings and of the page are here: heights add up, and a control point is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from math import log2
 
 from gradrewrite.viz._fonts import fit
@@ -33,6 +34,15 @@ BOX, PILL, GAP = 36.0, 20.0, 8.0  # heights, and the distance below
 HEADER, FOOT, TOP = 20.0, 6.0, 70.0
 _NARROWEST = 800.0  # a drawing with a title: what its note and its legend take
 REACH, BULGE = 22.0, 20.0  # of curves from column to column, and of those along a column
+_LEGEND = {  # by classes of a box
+    ("inserted",): LegendEntry(
+        INSERTED, INSERTED_EDGE, "an edit: action, site, share of steps it acted in, median factor"
+    ),
+    ("inserted", "idle"): LegendEntry(
+        PAPER, INSERTED_EDGE, "an edit that never acted: a clip, or a check that found nothing"
+    ),
+    ("records",): LegendEntry(RECORDS, INSERTED_EDGE, "carries records out of the graph"),
+}
 
 Point = tuple[float, str, float]  # x, key of a box, share of its height
 Route = tuple[Edge, tuple[Point, ...]]  # an edge with its control points
@@ -57,7 +67,7 @@ class LadderLayout:
     @cached_property
     def columns(self) -> dict[Column, float]:
         """Left edges of the columns that have boxes."""
-        used = {part.column for row in self.ladder.rows for part in row}
+        used = {part.column for part in self.ladder.parts}
         left, found = MARGIN, {}
         for column in COLUMNS:
             if column in used:
@@ -94,13 +104,9 @@ class LadderLayout:
     @cached_property
     def routes(self) -> list[Route]:
         """Edges with their control points."""
-        parts = {part.key: part for row in self.ladder.rows for part in row}
-        rank: dict[str, int] = {}
-        seen: dict[Column, int] = defaultdict(int)
-        for row in self.ladder.rows:
-            for part in row:
-                rank[part.key] = seen[part.column]
-                seen[part.column] += 1
+        parts = {part.key: part for part in self.ladder.parts}
+        ranks: dict[Column, Iterator[int]] = defaultdict(count)
+        rank = {part.key: next(ranks[part.column]) for part in self.ladder.parts}
         return [(e, self._points(parts[e.source], parts[e.target], rank)) for e in self.ladder.edges]
 
     def _points(self, a: Part, b: Part, rank: Mapping[str, int]) -> tuple[Point, ...]:
@@ -160,17 +166,15 @@ def boxes_of(
     colors = box_colors(layout.ladder, metric) if metric is not None else {}
     blamed = frozenset(root_cause)
     boxes = []
-    for row in layout.ladder.rows:
-        for part in row:
-            kind = "pill" if part.column in ("input", "output") else part.column
-            sample = colors.get(part.key)
-            classes = ("node", kind, *part.classes, *(("root_cause",) if blamed.intersection(part.nodes) else ()))
-            title = f"{part.title}\n{sample.text}" if sample is not None else part.title
-            fill = sample.color if sample is not None else ""
-            x, width, height = layout.columns[part.column], WIDTHS[part.column], layout.height_of(part)
-            data, inside = _data(layout.ladder, part)
-            box = Box(part.key, x, 0, width, height, part.text, part.small, classes, title, data, inside, fill)
-            boxes.append(_with_norms(layout, box, is_page=is_page))
+    for part in layout.ladder.parts:
+        kind = "pill" if part.column in ("input", "output") else part.column
+        classes = ("node", kind, *part.classes, *(("root_cause",) if blamed.intersection(part.nodes) else ()))
+        fill, text = colors.get(part.key, ("", ""))
+        title = f"{part.title}\n{text}" if text else part.title
+        x, width, height = layout.columns[part.column], WIDTHS[part.column], layout.height_of(part)
+        data, inside = _data(layout.ladder, part)
+        box = Box(part.key, x, 0, width, height, part.text, part.small, classes, title, data, inside, fill)
+        boxes.append(_with_norms(layout, box, is_page=is_page))
     return {box.key: box for box in fit_boxes(boxes)}
 
 
@@ -237,18 +241,8 @@ def _line(route: Route, boxes: Mapping[str, Box]) -> Line:
 
 
 def _legend(ladder: Ladder) -> list[LegendEntry]:
-    parts = [part for row in ladder.rows for part in row]
-    found = []
-    if any(part.classes == ("inserted",) for part in parts):
-        found.append(
-            LegendEntry(INSERTED, INSERTED_EDGE, "an edit: action, site, share of steps it acted in, median factor")
-        )
-    if any("idle" in part.classes for part in parts):
-        found.append(
-            LegendEntry(PAPER, INSERTED_EDGE, "an edit that never acted: a clip, or a check that found nothing")
-        )
-    if any("records" in part.classes for part in parts):
-        found.append(LegendEntry(RECORDS, INSERTED_EDGE, "carries records out of the graph"))
+    shown = {part.classes for part in ladder.parts}
+    found = [entry for classes, entry in _LEGEND.items() if classes in shown]
     if any(edge.kind == "saved" for edge in ladder.edges):
         found.append(LegendEntry(PAPER, SAVED, "dashed: a forward value saved for the backward"))
     return found

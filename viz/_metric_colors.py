@@ -101,7 +101,7 @@ def sites_of(ladder: Ladder) -> dict[str, list[str]]:
         if site not in edited:
             held[name].append(str(site))
     found = {}
-    for part in (part for row in ladder.rows for part in row):
+    for part in ladder.parts:
         sites = [key for number in part.edits for key in (edit_key(number), *view.edits[number].record_sites)]
         found[part.key] = list(dict.fromkeys(sites or [site for name in part.nodes for site in held[name]]))
     return found

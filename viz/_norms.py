@@ -11,9 +11,8 @@ from statistics import median
 
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.growth import judged_steps
-from gradrewrite.diagnostics.run_log import COUNTS, Run, is_group
-from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.graph_view import GraphView, action_name
+from gradrewrite.diagnostics.run_log import Run, is_group
+from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._ladder import Ladder
 from gradrewrite.viz._scale import LogScale
@@ -121,16 +120,6 @@ def values_by_site(run: Run, graph_view: GraphView, record: str) -> dict[str, di
     return found
 
 
-def quiet_checks(run: Run, edits: Sequence[Edit]) -> set[int]:
-    """Return the numbers of the checks for finite values that found none in any step."""
-    found = set()
-    for number, edit in enumerate(edits):
-        counts = [one for name in COUNTS if (one := run.series.get(f"{name}@{edit.site}")) is not None]
-        if action_name(edit.action) == "CheckFinite" and counts and not any(any(one.values) for one in counts):
-            found.add(number)
-    return found
-
-
 def sites_by_order(graph_view: GraphView) -> dict[int, list[str]]:
     """Return the errors and gradients of each torch-level op, by its number."""
     found: dict[int, list[str]] = defaultdict(list)
@@ -147,7 +136,7 @@ def cells_of(ladder: Ladder, norms: SiteNorms) -> dict[str, list[Cell]]:
     """
     view, of = ladder.graph_view, sites_by_order(ladder.graph_view)
     found = {}
-    for part in (part for row in ladder.rows for part in row if part.column == "backward"):
+    for part in (part for part in ladder.parts if part.column == "backward"):
         orders = [
             (name, dict.fromkeys(node.order for n in nodes if not (node := view.nodes[n]).mark))
             for name, nodes in part.cells or [(part.text, part.nodes)]

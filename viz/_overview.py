@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradrewrite.diagnostics.clipping import ClipHistory
+from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.ir.graph_view import (
     GraphView,
     Node,
@@ -17,7 +17,17 @@ from gradrewrite.ir.graph_view import (
     hidden_nodes,
     lane_of_site,
 )
-from gradrewrite.viz._ladder import Ladder, Part, edit_part, fold_names, join, kind_of_op, only_measures, template
+from gradrewrite.viz._ladder import (
+    Ladder,
+    Part,
+    edit_part,
+    fold_names,
+    join,
+    kind_of_op,
+    only_measures,
+    records_of,
+    template,
+)
 from gradrewrite.viz._loops import find_loops
 from gradrewrite.viz._norms import SiteNorms, differing, sites_by_order
 
@@ -46,12 +56,7 @@ class _Group:
 _Norms = Callable[[_Group], list[float]]
 
 
-def build_overview(
-    graph_view: GraphView,
-    clips: Mapping[int, ClipHistory],
-    norms: SiteNorms | None = None,
-    quiet: Collection[int] = (),
-) -> Ladder:
+def build_overview(graph_view: GraphView, run: Run | None = None, norms: SiteNorms | None = None) -> Ladder:
     """Return at most ``MOST`` rows: modules at the deepest level that fits, with the edits of each.
 
     Of equal modules those stay apart whose norms differ from the others'.
@@ -66,6 +71,7 @@ def build_overview(
 
     groups = _choose([n for n in nodes if n.order >= 0], norms_in) or [_Group([((), -1)])]  # a step has edits alone
     row_of = {order: number for number, group in enumerate(groups) for order in {n.order for n in group.nodes}}
+    records = records_of(run, graph_view.edits)
     edits: list[list[int]] = [[] for _ in groups]
     for number, edit in enumerate(graph_view.edits):
         order = graph_view.orders[edit.site]
@@ -76,7 +82,7 @@ def build_overview(
     for number, group in enumerate(groups):
         row, rest = _with_figures(graph_view, _boxes(number, group), edits[number])
         for key, numbers in _by_action(graph_view, rest):
-            row.append(edit_part(graph_view, f"edits {number} {key}", numbers, clips, quiet))
+            row.append(edit_part(graph_view, f"edits {number} {key}", numbers, records))
             if key == "more":
                 row[-1] = replace(row[-1], text=f"{len(numbers)} more edits")
         rows.append(row)

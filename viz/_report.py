@@ -141,16 +141,15 @@ def _report_of_ranks(
 ) -> Report:
     """Judge a run of several ranks: the page is that of the rank where it goes wrong first, or worst."""
     runs = read_ranks(paths)
-    first = first_bad_of(runs)
-    compared = others[0].run.steps if others else None
-    rank = first.rank if first is not None else None
-    if rank is None:
-        rank = next((r for r, steps in runs.items() if not examine(steps, compared).verdict.is_sound), min(runs))
+    first, compared = first_bad_of(runs), others[0].run.steps if others else None
+    by_rank = {rank: examine(steps, compared) for rank, steps in runs.items()}
+    sick = [rank for rank, health in by_rank.items() if not health.verdict.is_sound]
+    rank = first.rank if first is not None else next(iter(sick), min(runs))
     found = "\n".join(finding.text for finding in examine_ranks(runs).faults) or "Nothing wrong was found on any rank."
     note = f"Ranks {', '.join(map(str, runs))}:\n{found}"
     name = f"{title or name_of(paths[0], 'training run')}: rank {rank} of {len(runs)} ranks"
     cause = "" if first is None else str(first)
-    return Report(examine(runs[rank], compared), name, others, cause, note, graph=graph)
+    return Report(by_rank[rank], name, others, cause, note, graph=graph)
 
 
 def _cause(source: Source, health: Health) -> str:

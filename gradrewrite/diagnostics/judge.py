@@ -246,7 +246,7 @@ class Judge:
     def learning_rate(self) -> list[Cause]:
         """Loss or gradients with growth over the steps."""
         loss = loss_series(self.run)
-        losses = {} if loss is None else dict(zip(loss.steps, loss.values, strict=True))
+        losses = {} if loss is None else loss.by_step
         for what, values in (("loss", losses), ("norm of the gradients", self.sizes)):
             finite = [(step, value) for step, value in values.items() if math.isfinite(value)]
             if len(finite) > 1 and 0 < finite[0][1] * RISES < finite[-1][1]:
@@ -276,9 +276,8 @@ class Judge:
     def underflow(self) -> list[Cause]:
         """Zeros in float16, at the site nearest to the loss."""
         found: list[Cause] = []
-        for one in self.run.series.values():
-            known = self.evidence.sites.get(one.at.site)
-            share = median(one.values) if one.record == "zeros" and one.at.kind in ("error", "gradient") else 0.0
+        for one in self.run.select(("zeros",), ("error", "gradient")):
+            known, share = self.evidence.sites.get(one.at.site), median(one.values)
             if known is not None and str(known.dtype) == "torch.float16" and share > UNDERFLOW:
                 text = f"{share:.1%} of {one.at.site} are 0: it is too small for float16, which ends at 6e-8."
                 advice = "Scale the loss (torch.amp.GradScaler), or use bfloat16."

@@ -79,7 +79,8 @@ def judge(
     other findings; the first is the verdict.
     """
     evidence = evidence or Evidence()
-    judged = Judge(run, findings, sites, evidence, is_higher=_ends_higher(loss, baseline))
+    ends = (loss, baseline) if loss is not None and baseline is not None else None
+    judged = Judge(run, findings, sites, evidence, is_higher=ends is not None and _ends_higher(*ends))
     causes = judged.causes()
     faulty = [] if judged.learns else [one for one in findings if one.kind in _FAULTY]
     told = [cause for cause in causes if cause.kind not in _SAME]
@@ -92,7 +93,8 @@ def judge(
     if not faults:
         verdict = _healthy(run, sites, loss)
     else:
-        faults = _of_clips(faults, sites, is_needed=_diverges(loss, baseline))
+        alone = ends is not None and math.isfinite(ends[0].last) and not math.isfinite(ends[1].last)
+        faults = _of_clips(faults, sites, is_needed=alone)
         first = faults[0]
         advice, *code = first.suggestion.split("\n")
         text = first.text
@@ -154,18 +156,10 @@ def _of_clips(faults: Sequence[Finding], sites: Sequence[SiteHealth], *, is_need
     return [lead, *(one for one in faults if one is not worst)]
 
 
-def _diverges(loss: Loss | None, baseline: Loss | None) -> bool:
-    """Whether the baseline alone ends non-finite."""
-    if loss is None or baseline is None:
-        return False
-    return math.isfinite(loss.last) and not math.isfinite(baseline.last)
-
-
-def _ends_higher(loss: Loss | None, baseline: Loss | None) -> bool:
+def _ends_higher(loss: Loss, baseline: Loss) -> bool:
     """Whether a run ends higher than its baseline, beyond noise."""
-    if loss is None or baseline is None or not math.isfinite(baseline.last):
-        return False
-    return not loss.last - baseline.last <= 2 * math.hypot(loss.noise, baseline.noise)
+    is_alike = loss.last - baseline.last <= 2 * math.hypot(loss.noise, baseline.noise)
+    return math.isfinite(baseline.last) and not is_alike
 
 
 def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None) -> Verdict:

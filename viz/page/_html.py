@@ -139,8 +139,7 @@ def _overview_data(layout: LadderLayout) -> list[dict[str, Any]]:
             "width": _layout.WIDTHS[part.column],
             "isIdle": "idle" in part.classes,
         }
-        for row in layout.ladder.rows
-        for part in row
+        for part in layout.ladder.parts
     ]
 
 
@@ -232,7 +231,7 @@ def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, Any]:
 def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
     """Return the edits with the edges they replaced, as pairs of boxes; records replace none."""
     after, before = ladder.graph_view, read_graph(graph.before or graph)
-    at = {name: n for n, part in enumerate(p for row in ladder.rows for p in row) for name in (part.key, *part.nodes)}
+    at = {name: n for n, part in enumerate(ladder.parts) for name in (part.key, *part.nodes)}
     sources = dict(visible_outputs(before, [(str(e.site), before.anchors[e.site]) for e in after.edits], ladder.hidden))
     old, new, found = _users(before), _users(after), []
     for edit in after.edits:

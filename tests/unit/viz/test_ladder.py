@@ -34,7 +34,7 @@ def boxes_of(svg: ET.Element) -> list[ET.Element]:
 
 
 def ladder_of(graph: JointGraph) -> _ladder.Ladder:
-    return _ladder.build_ladder(_graph_view.read_graph(graph), {})
+    return _ladder.build_ladder(_graph_view.read_graph(graph))
 
 
 def scene_of(graph: JointGraph) -> _scene.Scene:

@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def overview_of(graph: JointGraph) -> _ladder.Ladder:
-    return _overview.build_overview(_graph_view.read_graph(graph), {})
+    return _overview.build_overview(_graph_view.read_graph(graph))
 
 
 def texts(ladder: _ladder.Ladder, column: str = "forward") -> list[str]:
