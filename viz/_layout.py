@@ -14,8 +14,9 @@ from functools import cached_property
 from itertools import count
 from math import log2
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.viz._fonts import fit
-from gradrewrite.viz._ladder import COLUMNS, Band, Column, Edge, Ladder, Part, describe_node
+from gradrewrite.viz._ladder import COLUMNS, Column, Edge, Ladder, Part, describe_node
 from gradrewrite.viz._metric_colors import SiteMetric, box_colors
 from gradrewrite.viz._norms import HEIGHT, Cell, SiteNorms, cells_of
 from gradrewrite.viz._scene import HEAD, SMALL, SWATCH, Box, Frame, Label, LegendEntry, Line, Scene, fit_boxes
@@ -206,19 +207,16 @@ def _data(ladder: Ladder, part: Part) -> tuple[dict[str, str], list[tuple[dict[s
 
 
 def _place(layout: LadderLayout, top: float) -> tuple[list[float], list[Frame], float]:
-    opening: dict[int, list[Band]] = defaultdict(list)
-    closing: dict[int, list[Band]] = defaultdict(list)
-    for band in layout.ladder.bands:
-        opening[band.first].append(band)
-        closing[band.last].append(band)
+    opening = grouped((band.first, band) for band in layout.ladder.bands)
+    closing = grouped((band.last, band) for band in layout.ladder.bands)
     tops, begins, frames, y = [], {}, [], top
     for row, height in enumerate(layout.heights):
-        for band in opening[row]:
+        for band in opening.get(row, ()):
             begins[band.key] = y
             y += HEADER
         tops.append(y + 2)
         y += height
-        for band in reversed(closing[row]):
+        for band in reversed(closing.get(row, ())):
             y += FOOT
             x = inset(band.depth)
             begin, width = begins[band.key], layout.width - 2 * x

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from gradrewrite._utils.grouping import grouped
+
 LEAST = 3  # repetitions
 _TRIED = 8  # periods at one place: distances to the next ops of the same kind
 
@@ -28,9 +30,7 @@ def find_loops(kinds: Sequence[Hashable]) -> list[Loop]:
 
     ``kinds`` are equal where ops are: an op, its line of code and its modules.
     """
-    places: dict[Hashable, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(place)
+    places = grouped((kind, place) for place, kind in enumerate(kinds))
     seen = dict.fromkeys(places, 0)  # how many places of a kind were passed
     found: list[Loop] = []
     end = 0

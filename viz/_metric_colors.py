@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_by_edit
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import COUNTS, Run
@@ -96,14 +97,11 @@ def sites_of(ladder: Ladder) -> dict[str, list[str]]:
     """Return the sites and the edit keys of each box."""
     view = ladder.graph_view
     edited = {edit.site for edit in view.edits}
-    held: dict[str, list[str]] = defaultdict(list)
-    for site, name in view.anchors.items():
-        if site not in edited:
-            held[name].append(str(site))
+    held = grouped((name, str(site)) for site, name in view.anchors.items() if site not in edited)
     found = {}
     for part in ladder.parts:
         sites = [key for number in part.edits for key in (edit_key(number), *view.edits[number].record_sites)]
-        found[part.key] = list(dict.fromkeys(sites or [site for name in part.nodes for site in held[name]]))
+        found[part.key] = list(dict.fromkeys(sites or [site for name in part.nodes for site in held.get(name, ())]))
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import TypeVar
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import Run, is_group
@@ -23,6 +24,9 @@ DIFFERS = 3.0  # times its siblings
 _RECORDS = ("norm", "max_abs", "mean_abs")
 _KINDS = ("error", "gradient", "input")
 _THICK = 5.0  # pixels
+
+
+Block = TypeVar("Block", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +126,7 @@ def values_by_site(run: Run, graph_view: GraphView, record: str) -> dict[str, di
 
 def sites_by_order(graph_view: GraphView) -> dict[int, list[str]]:
     """Return the errors and gradients of each torch-level op, by its number."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for site, order in graph_view.orders.items():
-        if site.kind in _KINDS:
-            found[order].append(str(site))
-    return found
+    return grouped((order, str(site)) for site, order in graph_view.orders.items() if site.kind in _KINDS)
 
 
 def cells_of(ladder: Ladder, norms: SiteNorms) -> dict[str, list[Cell]]:
@@ -141,10 +141,16 @@ def cells_of(ladder: Ladder, norms: SiteNorms) -> dict[str, list[Cell]]:
             (name, dict.fromkeys(node.order for n in nodes if not (node := view.nodes[n]).mark))
             for name, nodes in part.cells or [(part.text, part.nodes)]
         ]
-        cells = [Cell(name, tuple(site for order in own for site in of[order])) for name, own in orders]
+        cells = [Cell(name, tuple(site for order in own for site in of.get(order, ()))) for name, own in orders]
         if any(site in norms.by_site for cell in cells for site in cell.sites):
             found[part.key] = cells
     return found
+
+
+def differing_siblings(families: Iterable[Sequence[Block]], sizes: Callable[[Block], Sequence[float]]) -> set[Block]:
+    """Return the blocks unlike their siblings, of families of three or more."""
+    large = [own for own in families if len(own) > 2]
+    return {own[place] for own in large for place in differing([sizes(block) for block in own])}
 
 
 def differing(blocks: Sequence[Sequence[float]]) -> set[int]:

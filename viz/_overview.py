@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.ir.graph_view import (
     GraphView,
@@ -29,7 +30,7 @@ from gradrewrite.viz._ladder import (
     template,
 )
 from gradrewrite.viz._loops import find_loops
-from gradrewrite.viz._norms import SiteNorms, differing, sites_by_order
+from gradrewrite.viz._norms import SiteNorms, differing_siblings, sites_by_order
 
 MOST = 16  # rows
 _LOOP = 4  # stretches of a module's own ops; more are a loop
@@ -67,7 +68,7 @@ def build_overview(graph_view: GraphView, run: Run | None = None, norms: SiteNor
 
     def norms_in(group: _Group) -> list[float]:
         orders = sorted({node.order for node in group.nodes})
-        return norms.values([site for order in orders for site in of[order]], norms.now) if norms else []
+        return norms.values([site for order in orders for site in of.get(order, ())], norms.now) if norms else []
 
     groups = _choose([n for n in nodes if n.order >= 0], norms_in) or [_Group([((), -1)])]  # a step has edits alone
     row_of = {order: number for number, group in enumerate(groups) for order in {n.order for n in group.nodes}}
@@ -128,10 +129,8 @@ def _with_figures(graph_view: GraphView, row: Sequence[Part], numbers: Sequence[
 
 def _by_action(graph_view: GraphView, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
     """Return the edits of a row by action and site kind; the rest is together."""
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for number in numbers:
-        edit = graph_view.edits[number]
-        groups[action_text(edit), edit.site.kind].append(number)
+    edits = [(number, graph_view.edits[number]) for number in numbers]
+    groups = grouped(((action_text(edit), edit.site.kind), number) for number, edit in edits)
     found = [(str(n), group) for n, group in enumerate(groups.values())]
     if len(found) <= _MOST_EDITS:
         return found
@@ -204,17 +203,9 @@ def _folded(groups: Sequence[_Group], apart: Collection[_Key] = ()) -> list[_Gro
 
 def _differing_blocks(groups: Sequence[_Group], norms_in: _Norms) -> set[_Key]:
     """Return the blocks (``blocks.4``, a call, a turn of a loop) with norms unlike those of their siblings."""
-    blocks: dict[_Key, list[_Group]] = defaultdict(list)
-    for group in groups:
-        blocks[_block(group)].append(group)
-    families: dict[Hashable, list[_Key]] = defaultdict(list)
-    for block in blocks:
-        families[tuple(template(name) for name, _ in block[0]), block[1] < 0].append(block)
-    found: set[_Key] = set()
-    for own in (own for own in families.values() if len(own) > 2):
-        apart = differing([norms_in(_joined(blocks[block])) for block in own])
-        found |= {own[place] for place in apart}
-    return found
+    blocks = grouped((_block(group), group) for group in groups)
+    families = grouped(((tuple(template(name) for name, _ in block[0]), block[1] < 0), block) for block in blocks)
+    return differing_siblings(families.values(), lambda block: norms_in(_joined(blocks[block])))
 
 
 def _with_whole(groups: Sequence[_Group], blocks: Collection[_Key]) -> list[_Group]:

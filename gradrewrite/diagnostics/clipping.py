@@ -11,6 +11,7 @@ from typing import Any
 
 from typing_extensions import assert_never
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.record_key import RecordKey
@@ -71,9 +72,7 @@ def clips_of(run: Run) -> list[ClipHistory]:
 
 def clips_of_modules(run: Run) -> list[ClipHistory]:
     """Return the clips with records, one per module."""
-    alike: dict[tuple[str, str, str], list[ClipHistory]] = {}
-    for clip in clips_of(run):
-        alike.setdefault((clip.site.partition("#")[0], clip.action, clip.key.name), []).append(clip)
+    alike = grouped(((clip.site.partition("#")[0], clip.action, clip.key.name), clip) for clip in clips_of(run))
     found = []
     for (name, *_), clips in alike.items():
         joined: dict[str, Any] = {of: list(chain.from_iterable(getattr(clip, of) for clip in clips)) for of in _LISTS}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
@@ -95,10 +95,7 @@ def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[s
 
     Findings on clips have one for each rule; rules are by the keys of findings.
     """
-    groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
-    for one in findings:
-        key = (one.kind, rule_of.get(one.key, ""), *list(one.figures)[:1])
-        groups[key].append(one)
+    groups = grouped(((one.kind, rule_of.get(one.key, ""), *list(one.figures)[:1]), one) for one in findings)
     found = []
     for first, *rest in groups.values():
         also = f" So also at {listed([*dict.fromkeys(one.site for one in rest)])}." if rest else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import dropwhile, pairwise
 from statistics import median
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
@@ -233,16 +234,12 @@ def chains_of(run: Run, steps: Sequence[Step]) -> list[Chain]:
     record, sizes = max(
         (_sizes_of(steps, record) for record in ("norm", "max_abs", "mean_abs")), key=lambda s: len(s[1])
     )
-    calls: dict[str, list[str]] = {}
-    for site in sizes:
-        calls.setdefault(site.partition("#")[0], []).append(site)
+    calls = grouped((site.partition("#")[0], site) for site in sizes)
     single = [own[0] for own in calls.values() if len(own) == 1]
     modules = [site for site in single if "/" not in site]
     layers = modules if len(modules) >= MIN_LAYERS else single
-    found = [_chain(record, "", layers[::-1], sizes)]
-    for name, own in calls.items():
-        found.append(_chain_of_calls(record, name, own[::-1], sizes))
-    return [chain for chain in found if chain is not None]
+    of_calls = [_chain_of_calls(record, name, own[::-1], sizes) for name, own in calls.items()]
+    return [chain for chain in (_chain(record, "", layers[::-1], sizes), *of_calls) if chain is not None]
 
 
 def _sizes_of(steps: Sequence[Step], record: str) -> tuple[str, dict[str, float]]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, bad_steps
 from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_with_rank
@@ -66,16 +67,13 @@ def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
     health = by_rank[order[0]]
     if len(runs) == 1:
         return health
-    alike: dict[tuple[str, ...], list[tuple[int, Finding]]] = {}
-    position: dict[tuple[str, ...], int] = {}
-    for rank in order:
-        for number, fault in enumerate(by_rank[rank].faults):
-            key = (fault.kind, fault.site, fault.key) if fault.kind not in NON_FINITE else tuple[str, ...]()
-            alike.setdefault(key, []).append((rank, fault))
-            position[key] = min(number, position.get(key, number))
+    every = [(number, rank, fault) for rank in order for number, fault in enumerate(by_rank[rank].faults)]
+    alike = grouped(
+        (() if one.kind in NON_FINITE else (one.kind, one.site, one.key), (n, r, one)) for n, r, one in every
+    )
     found: list[tuple[str, Finding]] = []  # behind their ranks as text
-    for key in sorted(alike, key=position.__getitem__):
-        (rank, fault), ranks = alike[key][0], sorted(r for r, _ in alike[key])
+    for key, rows in sorted(alike.items(), key=lambda item: min(number for number, *_ in item[1])):
+        (_, rank, fault), ranks = rows[0], sorted(r for _, r, _ in rows)
         prefix = f"{_named(ranks, len(runs))}:" if key or first is None else str(first)
         figures = {**fault.figures, "rank": rank, "ranks": len(ranks)}
         found.append((prefix, replace(fault, text=f"{prefix} {fault.text}", figures=figures)))
@@ -99,6 +97,11 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
     order = {site: n for n, site in enumerate(as_executed(one.at.site for one in run.series.values()))}
     rank, site = min(there, key=lambda row: (order.get(row[1], math.inf), row[0]))
     return FirstBad(rank, step, site, tuple(other for other, _ in there if other != rank))
+
+
+def _subject(fault: Finding) -> tuple[str, ...]:
+    """Key of a fault that several ranks may find; one for all that is not finite."""
+    return () if fault.kind in NON_FINITE else (fault.kind, fault.site, fault.key)
 
 
 def _named(ranks: Sequence[int], number: int | None = None) -> str:

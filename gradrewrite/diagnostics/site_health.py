@@ -209,16 +209,15 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     share = run.series.get(str(clip.share))
     shares = [] if share is None else [value for value in share.values if 0 <= value <= 1]
     factors = [factor for factor in clip.factors if not math.isnan(factor)]
-    *sizes, suggestion = _quantiles(clip.sizes)
-    if math.isnan(clip.bound) or clip.action not in _ACTIONS.values():
-        suggestion = math.nan  # of two bounds, or where the clip finds its bound by itself, sizes suggest none
+    suggests = (
+        not math.isnan(clip.bound) and clip.action in _ACTIONS.values()
+    )  # one bound, which the clip does not find
     return SiteHealth(
         clip.site,
         clip.action,
         clip.record,
         len(set(clip.steps)),
-        *sizes,
-        suggestion=suggestion,
+        *_quantiles(clip.sizes, suggests=suggests),
         begin=clip.steps[0],
         num_calls=clip.num_calls,
         bound=clip.bound,
@@ -251,12 +250,12 @@ def _median(values: Iterable[float]) -> float:
     return median(known) if known else math.nan
 
 
-def _quantiles(values: Iterable[float]) -> tuple[float, float, float, float]:
+def _quantiles(values: Iterable[float], *, suggests: bool = True) -> tuple[float, float, float, float]:
     """Return the quantiles of ``SiteHealth``, and the suggested bound."""
     sizes = [value for value in values if math.isfinite(value)] or [math.nan]
     cuts = quantiles(sizes, n=100, method="inclusive") if len(sizes) > 1 else sizes * 99
-    suggested = float(f"{cuts[89]:.2g}") if len(sizes) >= MIN_CLIP_STEPS and cuts[89] > 0 else math.nan
-    return cuts[49], cuts[89], cuts[98], suggested
+    suggests = suggests and len(sizes) >= MIN_CLIP_STEPS and cuts[89] > 0
+    return cuts[49], cuts[89], cuts[98], float(f"{cuts[89]:.2g}") if suggests else math.nan
 
 
 def _number(value: float, times: str = "") -> str:

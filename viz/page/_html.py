@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run
@@ -22,10 +23,10 @@ from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.viz import _layout
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import xml_safe
-from gradrewrite.viz._ladder import Band, Ladder, Part, only_measures, template
+from gradrewrite.viz._ladder import Ladder, Part, only_measures, template
 from gradrewrite.viz._layout import LadderLayout, boxes_of, draw_ladder, inset
 from gradrewrite.viz._metric_colors import SiteMetric, sites_of
-from gradrewrite.viz._norms import HEIGHT, SiteNorms, differing
+from gradrewrite.viz._norms import HEIGHT, SiteNorms, differing_siblings
 from gradrewrite.viz._panels import Panel
 from gradrewrite.viz._scene import ARROW, PAD, PAGE_STYLE, to_svg
 
@@ -192,21 +193,18 @@ def _layout_data(layout: LadderLayout, root_cause: Collection[str]) -> dict[str,
 
 def _bands_apart(layout: LadderLayout) -> set[int]:
     """Return the numbers of the bands of blocks that differ from their siblings."""
-    bands, norms, found = layout.ladder.bands, layout.norms, set[int]()
+    bands, norms = layout.ladder.bands, layout.norms
     if norms is None:
-        return found
+        return set()
     cells = [[c for part in row for c in layout.cells.get(part.key, ())] for row in layout.ladder.rows]
 
-    def inside(band: Band) -> list[float]:
+    def inside(number: int) -> list[float]:
+        band = bands[number]
         sites = [site for row in cells[band.first : band.last + 1] for cell in row for site in cell.sites]
         return norms.values(sites, norms.now)
 
-    siblings: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for number, band in enumerate(bands):
-        siblings[band.depth, template(band.name.partition("#")[0])].append(number)
-    for own in (own for own in siblings.values() if len(own) > 2):
-        found |= {own[place] for place in differing([inside(bands[number]) for number in own])}
-    return found
+    names = [(band.depth, template(band.name.partition("#")[0])) for band in bands]
+    return differing_siblings(grouped((name, number) for number, name in enumerate(names)).values(), inside)
 
 
 def _nodes(graph: JointGraph, graph_view: GraphView) -> dict[str, Any]:
@@ -246,19 +244,17 @@ def _edits(graph: JointGraph, ladder: Ladder) -> list[dict[str, Any]]:
 
 
 def _users(view: GraphView) -> dict[str, list[str]]:
-    users: dict[str, list[str]] = defaultdict(list)
-    for source, reader in [*view.edges, *((name, f"returned {label}") for label, name in view.returned)]:
-        users[source].append(reader)
-    return users
+    return grouped([*view.edges, *((name, f"returned {label}") for label, name in view.returned)])
 
 
 def _readers(users: Mapping[str, Sequence[str]], name: str, hidden: Collection[str]) -> list[str]:
     """Return the visible readers of a node, through hidden ones."""
-    reached, through = dict.fromkeys(users[name]), [*users[name]]
+    through = [*users.get(name, ())]
+    reached = dict.fromkeys(through)
     for reader in through:  # grows
         if reader in hidden:
-            through += [one for one in users[reader] if one not in reached]
-            reached |= dict.fromkeys(users[reader])
+            through += [one for one in users.get(reader, ()) if one not in reached]
+            reached |= dict.fromkeys(through)
     return [reader for reader in reached if reader not in hidden]
 
 
