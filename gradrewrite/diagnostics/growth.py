@@ -142,23 +142,13 @@ class Chain:
     module: str  # the module that is called; ``""`` for layers
     sites: tuple[str, ...]  # from the output end to the input end
     sizes: tuple[float, ...]  # medians over the judged steps
+    logs: tuple[float, ...]  # logarithms of the sizes; -inf for 0
+    slope: float  # log of the growth per link; -inf without two sizes
 
     @property
-    def logs(self) -> list[float]:
-        """Logarithms of the sizes; -inf for 0."""
-        return [math.log(size) if size > 0 else -math.inf for size in self.sizes]
-
-    @property
-    def slope(self) -> float:
-        """Log of the growth per link; -inf without two sizes."""
-        points = [(n, log) for n, log in enumerate(self.logs) if log > -math.inf]
-        return _slope(points) if len(points) > 1 else -math.inf
-
-    @property
-    def ends(self) -> tuple[float, float]:
+    def ends(self) -> list[float]:
         """Logs of the fitted and the actual ratio, in order."""
-        ratios = (self.slope * (len(self.logs) - 1), self.logs[-1] - self.logs[0])
-        return min(ratios), max(ratios)
+        return sorted((self.slope * (len(self.logs) - 1), self.logs[-1] - self.logs[0]))
 
     @property
     def ratios(self) -> list[float]:
@@ -255,7 +245,12 @@ def _sizes_of(steps: Sequence[Step], record: str) -> tuple[str, dict[str, float]
 
 def _chain(record: str, module: str, sites: Sequence[str], sizes: Mapping[str, float]) -> Chain | None:
     rest = tuple(dropwhile(lambda site: sizes[site] <= 0, sites))  # what the loss does not use
-    return Chain(record, module, rest, tuple(map(sizes.__getitem__, rest))) if len(rest) >= MIN_LAYERS else None
+    if len(rest) < MIN_LAYERS:
+        return None
+    known = tuple(sizes[site] for site in rest)
+    logs = tuple(math.log(size) if size > 0 else -math.inf for size in known)
+    points = [(n, log) for n, log in enumerate(logs) if log > -math.inf]
+    return Chain(record, module, rest, known, logs, _slope(points) if len(points) > 1 else -math.inf)
 
 
 def _chain_of_calls(record: str, name: str, sites: Sequence[str], sizes: Mapping[str, float]) -> Chain | None:

@@ -68,9 +68,7 @@ def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
     if len(runs) == 1:
         return health
     every = [(number, rank, fault) for rank in order for number, fault in enumerate(by_rank[rank].faults)]
-    alike = grouped(
-        (() if one.kind in NON_FINITE else (one.kind, one.site, one.key), (n, r, one)) for n, r, one in every
-    )
+    alike = grouped((_subject(row[2]), row) for row in every)
     found: list[tuple[str, Finding]] = []  # behind their ranks as text
     for key, rows in sorted(alike.items(), key=lambda item: min(number for number, *_ in item[1])):
         (_, rank, fault), ranks = rows[0], sorted(r for _, r, _ in rows)
@@ -101,6 +99,11 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
 
 def _subject(fault: Finding) -> tuple[str, ...]:
     """Key of a fault that several ranks may find; one for all that is not finite."""
+    return () if fault.kind in NON_FINITE else (fault.kind, fault.site, fault.key)
+
+
+def _subject(fault: Finding) -> tuple[str, ...]:
+    """Key of a fault of several ranks; one for all non-finite values."""
     return () if fault.kind in NON_FINITE else (fault.kind, fault.site, fault.key)
 
 

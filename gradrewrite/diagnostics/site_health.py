@@ -209,9 +209,7 @@ def _of_clip(run: Run, clip: ClipHistory) -> SiteHealth:
     share = run.series.get(str(clip.share))
     shares = [] if share is None else [value for value in share.values if 0 <= value <= 1]
     factors = [factor for factor in clip.factors if not math.isnan(factor)]
-    suggests = (
-        not math.isnan(clip.bound) and clip.action in _ACTIONS.values()
-    )  # one bound, which the clip does not find
+    suggests = not math.isnan(clip.bound) and clip.action in _ACTIONS.values()  # a single bound, given by the user
     return SiteHealth(
         clip.site,
         clip.action,
