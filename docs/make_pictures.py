@@ -8,6 +8,7 @@ Chromium there are no pictures of the page; the rest is made.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import sys
@@ -15,9 +16,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from PIL import Image
@@ -27,11 +30,12 @@ import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.examples import character_model
 from gradrewrite.examples.regression import POLICY, ROWS, Regression
-from gradrewrite.passes import CheckFinite, ClipByValue
+from gradrewrite.passes import CheckFinite, ClipByValue, Observe
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+ROOT = Path(__file__).parent.parent
 CROP = 1150  # pixels; a longer ladder is cut off there
 SIZE = {"width": 1400, "height": 900}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -129,6 +133,44 @@ def draw(trained: Trained, folder: Path) -> list[str]:
     crop(Path(found[1]), CROP)
     shrink(Path(found[2]))
     return found
+
+
+def front_picture(folder: Path) -> str:
+    """Draw the losses of the README's example, and the errors of its first step in the graph; returns the path."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    sys.modules["readme_example"] = module = ModuleType("readme_example")  # the tracer looks there
+    example = vars(module)
+    definitions, loop = code.split("\nfor name, policy in ")
+    exec(compile(definitions, "README.md", "exec"), example)
+    policies = eval(loop.partition(".items()")[0], example)
+    torch.manual_seed(0)
+    observed = gr.transform(example["Net"](), gr.on("error:*", Observe("norm")))
+    text = example["TEXT"][:800].reshape(16, 50)
+    observed(text).backward()
+    drawing = viz.draw(observed.trace(text), "overview", monitor=observed.monitor)
+
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 4.6), layout="constrained", gridspec_kw={"width_ratios": [1, 1.4]}
+    )
+    for (name, policy), color in zip(policies.items(), ("#c0392b", "#7f7f7f", "#1f77b4"), strict=True):
+        losses = example["train"](policy)
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        left.plot(finite, color=color, label=name, linewidth=2)
+        if len(finite) < len(losses):
+            left.plot(len(finite) - 1, finite[-1], "x", color=color, markersize=12, markeredgewidth=3)
+            left.annotate("NaN", (len(finite) - 1, finite[-1]), (8, 8), textcoords="offset points", color=color)
+    left.set(title="loss (nats per character)", xlabel="training step")
+    left.legend()
+    with tempfile.TemporaryDirectory() as made:
+        with Image.open(drawing.render(str(Path(made, "overview")), format="png")) as image:
+            right.imshow(np.asarray(image.convert("RGB")), interpolation="antialiased")
+    right.set(title="errors of the first step, in the backward graph")
+    right.axis("off")
+    path = folder / "front.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    shrink(path)
+    return str(path)
 
 
 def crop(path: Path, height: float) -> None:
@@ -242,11 +284,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make the pictures; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures", help="the folder for them")
-    parser.add_argument("--only", action="append", choices=tuple(EXAMPLES), help="this model alone; again for more")
+    parser.add_argument(
+        "--only", action="append", choices=("front", *EXAMPLES), help="this model alone; again for more"
+    )
     parser.add_argument("--no-page", action="store_true", help="no pictures of the page, which need a browser")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.only or EXAMPLES:
+    for name in options.only or ("front", *EXAMPLES):
+        if name == "front":
+            print(front_picture(options.out))
+            continue
         try:
             trained = EXAMPLES[name]()
         except ImportError as err:
