@@ -60,7 +60,7 @@ def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss |
     finite = [value for value in values if math.isfinite(value)]
     bad = next((step for step, value in by_step.items() if not math.isfinite(value)), -1)
     last = values[-count:]
-    noise = _deviation(last) / math.sqrt(count) if count > 1 and all(map(math.isfinite, last)) else 0.0
+    noise = _standard_error(last) if count > 1 and all(map(math.isfinite, last)) else 0.0
     peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
     first, ends = mean_of(values[:count]), (steps[0], steps[-1])
     return Loss(len(values), count, first, mean_of(last), peak, bad, noise, address, lowest, *ends)
@@ -72,10 +72,11 @@ def mean_of(values: Sequence[float]) -> float:
     return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
 
 
-def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation; Python 3.10 overflows near the largest number, so the exponent is taken out."""
+def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; the exponent is taken out, for a deviation may be beyond the range."""
     exponent = max(math.frexp(value)[1] for value in values)
-    return math.ldexp(stdev(math.ldexp(value, -exponent) for value in values), exponent)
+    deviation = stdev(math.ldexp(value, -exponent) for value in values)
+    return math.ldexp(deviation / math.sqrt(len(values)), exponent)
 
 
 def compare_runs(run: Run, baseline: Run) -> str:
