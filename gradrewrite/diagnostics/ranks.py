@@ -98,11 +98,6 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
 
 
 def _subject(fault: Finding) -> tuple[str, ...]:
-    """Key of a fault that several ranks may find; one for all that is not finite."""
-    return () if fault.kind in NON_FINITE else (fault.kind, fault.site, fault.key)
-
-
-def _subject(fault: Finding) -> tuple[str, ...]:
     """Key of a fault of several ranks; one for all non-finite values."""
     return () if fault.kind in NON_FINITE else (fault.kind, fault.site, fault.key)
 
