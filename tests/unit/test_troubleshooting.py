@@ -30,7 +30,7 @@ def codes_in_sources() -> set[str]:
     for folder in ("gradrewrite", "passes", "viz"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            found |= set(re.findall(r'\bcode(?:: str)? ?= ?"([a-z-]+)"', text))
+            found |= set(re.findall(r'(?:^    code = |\bcode=|code: str = )"([a-z-]+)"', text, re.M))
             if path.name == "scope.py":
                 found |= set(re.findall(r'^        "([a-z]+-[a-z-]+)",$', text, re.M))
                 found |= set(re.findall(r'% .*, "([a-z-]+)"\),$', text, re.M))
