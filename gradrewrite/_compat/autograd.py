@@ -19,6 +19,7 @@ with needed_for("one Python function hands a backward to the autograd engine"):
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func (vmap, grad): it stands for others
 backward_id = torch._C._current_graph_task_id  # of this thread; -1 outside of a backward
 running_node: Callable[[], Any] = torch._C._current_autograd_node  # of this thread; None outside of a backward
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward
 
 
 def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:

@@ -1,4 +1,4 @@
-"""Backwards that keep their graph, and the saved tensors that a compiled backward overwrites."""
+"""Saved tensors that a compiled backward overwrites, where it keeps its graph."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from gradrewrite._compat.aot_autograd import boxed
+from gradrewrite._compat.autograd import keeps_graph
 from gradrewrite._compat.versions import needed_for
 
-with needed_for("torch lists the donated buffers of a backward while it is compiled, and refuses to keep them"):
-    from torch._C._autograd import _get_current_graph_task_keep_graph
+with needed_for("torch lists the donated buffers of a backward while it is compiled"):
     from torch._guards import TracingContext
-
-
-def keeps_graph() -> bool:
-    """Return whether the backward that runs on this thread was called with ``retain_graph=True``."""
-    return bool(_get_current_graph_task_keep_graph())
 
 
 def take_donated() -> tuple[int, ...]:

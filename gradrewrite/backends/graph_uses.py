@@ -170,7 +170,8 @@ class GraphUses:
         if self.report.is_whole:
             return NotShared(str(region))
         return NotRewrittenError(
-            f"a graph break in the region {region} was reached when {self.region} shared its code already, and {reason}",
+            f"a graph break in the region {region} was reached when {self.region} shared its code already, and "
+            f"{reason}",
             code="regions",
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradrewrite._compat.donated_buffers import keeps_graph
+from gradrewrite._compat.autograd import keeps_graph
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.ir.replay_graph import ReplayGraph
