@@ -138,7 +138,7 @@ def test_bars_follow_the_step(open_page: Any, path: Path) -> None:
     seen = []
     for step in (0, 39):
         page.evaluate("(step) => setStep(step)", step)
-        seen.append(page.eval_on_selector_all("#overview text.note", texts))
+        seen.append(page.eval_on_selector_all("#overview text.note, #overview text.small", texts))
     assert len(seen[0]) == len(seen[1]) > 0
     assert all(a != b for a, b in zip(*seen, strict=True))
     assert page.locator("#overview .mark").count() > 20
