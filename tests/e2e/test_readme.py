@@ -75,9 +75,11 @@ def test_readme_policies_and_pictures(example: ModuleType, tmp_path: Path, monke
 @pytest.mark.long
 def test_readme_commands(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    example.make = example.Net
-    example.batches = lambda: [example.TEXT[n : n + 40].reshape(2, 20) for n in range(4)]
-    example.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+    vars(example).update(
+        make=example.Net,
+        batches=lambda: [example.TEXT[n : n + 40].reshape(2, 20) for n in range(4)],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    )
     commands = [line.split() for block in blocks("sh") for line in block.splitlines()]
     (diagnose,) = [words[1:] for words in commands if words[:2] == ["gradrewrite", "diagnose"]]
 

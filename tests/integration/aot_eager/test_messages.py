@@ -173,7 +173,7 @@ BROKEN: list[tuple[type[nn.Module], type[Exception], str, str, str]] = [
     ("kind", "error", "what", "line", "way_out"), BROKEN, ids=[case[0].__name__ for case in BROKEN]
 )
 def test_four_lines(
-    kind: type[nn.Module], error: type[Exception], what: str, line: str, way_out: str, compiled: bool
+    kind: type[nn.Module], error: type[gr.RewriteError], what: str, line: str, way_out: str, compiled: bool
 ) -> None:
     model = gr.transform(kind(), DOUBLE)
     if compiled:
