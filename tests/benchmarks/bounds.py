@@ -41,55 +41,41 @@ class Bound:
 # Why a bound is missed, and what was tried.
 REASONS = {
     "checks in time": (
-        "Of 11 per cent 6 are reading: with a compiled function that does nothing the ratio is 1.05. 45 MB of "
-        "errors, activations and gradients are read, from the second-level cache at 50 GB/s where they are still "
-        "there, and at 11 GB/s where they are not. The rest is 60 operations a step (6 us each in a loop, more in "
-        "a step) and fusion around them. Tried, at 128 tokens, where the ratio was 1.14: batches of 2^16, 2^18, "
-        "2^19 ... 2^22 bytes gave 1.17, 1.16, 1.11, 1.12, 1.12, 1.14; one operation a site 1.19; gradients at the "
-        "end of the backward or where they are made: no difference. Tried at 256 tokens: views measured where "
-        "their base is made, and once for several sites: the reading is 0.4 per cent cheaper, and Inductor fuses "
-        "less (1.13 in all). Errors and activations traced and fused by Inductor, gradients by the compiled "
-        "function: 1.12, and it compiles longer."
+        "Of 11 per cent 6 are reading: with a compiled function that does nothing the ratio is 1.05. 45 MB are read, "
+        "at 50 GB/s from the second-level cache and at 11 GB/s where they have left it. The rest is 60 operations (6 "
+        "us each in a loop) and fusion around them. Tried: one operation a site (1.19 instead of 1.14, at 128 "
+        "tokens), views measured at their base (1.13), errors and activations traced (1.12)."
     ),
     "statistics in time": (
         "As for checks: with a compiled function that does nothing the ratio is 1.05; all statistics of a tensor "
-        "are computed in one pass. On the edge: another run of the same day had 1.149."
+        "are computed in one pass. Another run of the same day had 1.149."
     ),
     "fixed cost": (
-        "The load of the machine shows here: another run of the same day had 1.50 for checked gradients and 1.32 "
-        "for statistics. Plain torch.compile takes a third of a millisecond here; with four ways in turn instead "
-        "of fourteen, so that the caches are warmer, checked gradients are at 1.38 and statistics at 1.17. A "
-        "checked graph has one operation more in its forward (the counts of non-finite inputs and outputs, 25 us) "
-        "and notes the inputs of each forward for a replay (30 us); in the backward one operation measures and "
-        "packs. What a step does in Python costs two to three times what it costs in a loop, since the rest of "
-        "the step empties the caches. Done: measuring and packing by one operation, a verdict behind the records, "
-        "nothing at the end of steps that nothing asks for; it was 2.2 for checked gradients and 1.9 for observed "
-        "ones. Not tried: these operations in C++ (2 to 5 us each); counts at the boundary of the graph that are "
-        "only made when a check has failed."
+        "The load of the machine shows: another run of the same day had 1.50 for checked gradients and 1.32 for "
+        "statistics; four ways in turn instead of fourteen gave 1.38 and 1.17. Plain torch.compile takes a third of "
+        "a millisecond. A checked graph has one operation more in its forward (25 us) and notes the inputs of each "
+        "forward for a replay (30 us). Not tried: these operations in C++ (2 to 5 us each)."
     ),
     "launches": (
-        "First stages of reductions fuse with the kernel that makes a tensor. There is no such kernel for the "
-        "results of matrix products and for values that plain torch.compile computes inside of other kernels "
-        "only; then the first stage is a kernel by itself: about 9 of the 15 of attention. The others are second "
-        "stages: they are launched together as far as they do not depend on each other and no tensor lives longer "
-        "for it. Tried: Inductor's own `combo_kernels` (94 launches more for everything, where a plain step had "
-        "43); one stage instead of two; views measured at their base (done)."
+        "The first stage of a reduction fuses with the kernel that makes the tensor. Matrix products have none, nor "
+        "have values that plain torch.compile computes inside of other kernels only: there the first stage is a "
+        "kernel by itself (about 9 of the 15 of attention). The others are second stages, launched together where "
+        "they are independent. Tried: Inductor's own `combo_kernels` (94 launches more for everything, where a plain "
+        "step had 43)."
     ),
     "cold compile on CUDA": (
         "Processor time of Python alone, as nothing is compiled to machine code there. Each statistic is two "
-        "reductions, which Inductor lowers, fuses, schedules and writes: hundreds of nodes more than the model "
-        "has. Tried: equal actions on equal tensors traced once (done); opaque operations (no compile time, but "
-        "several eager kernels a tensor, so the bounds on launches are missed). Not tried: one Triton kernel, "
-        "written by hand, for all second stages and the pack."
+        "reductions, which Inductor lowers, fuses, schedules and writes. Equal actions on equal tensors are traced "
+        "once. Tried: opaque operations (no compile time, but several eager kernels a tensor). Not tried: one "
+        "Triton kernel, written by hand, for all second stages and the pack."
     ),
     "cold compile": (
-        "What is measured is opaque, so no kernel is added. The rest is the C++ function for statistics, built "
-        "once in a cache folder (0.6 s), the rewrite, and what the larger graph costs in AOTAutograd and "
-        "Inductor."
+        "Measuring is opaque, so no kernel is added. The rest is the C++ function for statistics, built "
+        "once in a cache folder (0.6 s), the rewrite, and the larger graph in AOTAutograd and Inductor."
     ),
     "warm start": (
-        "On a hit the policy is asked at all sites, its answers are hashed (20 ms here) and the entry, with the "
-        "graph for a replay where something is checked, is read."
+        "On a hit the policy is asked at all sites, its answers are hashed (20 ms here) and the entry is read, with "
+        "the replay graph where something is checked."
     ),
     "memory": (
         "Statistics keep tensors until a batch of 1 MiB is full (`BATCH` in `rewriting/record_packing.py`); clips "
@@ -184,4 +170,4 @@ def _launches(result: Result) -> Iterator[Bound]:
 
 
 def _short(case: str) -> str:
-    return {GPT: "GPT of 4 layers, width 256", TINY: "two 8-wide layers"}[case]
+    return {GPT: "GPT, large", TINY: "two 8-wide layers"}[case]

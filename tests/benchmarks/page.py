@@ -6,54 +6,51 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import plots
-from benchmarks.bounds import REASONS, Bound, bounds, missed, peak_ratio
+from benchmarks.bounds import LAUNCHES, REASONS, Bound, bounds, missed, peak_ratio
 from benchmarks.cases import CASES, WAYS
 from benchmarks.results import Result, Row
 
 HEAD = """\
 # Benchmarks
 
-`python -m tests.benchmarks` writes this page and its figures from JSON files in `tests/benchmarks`. Each way to train
-runs forward and backward of one model on one batch, without an optimizer. "Everywhere" is at errors and activations of
-all module outputs and at all gradients.
+The cost of a policy: time, memory, kernels and compilation. `python -m tests.benchmarks` measures it and writes this
+page. A step is forward and backward of one model on one batch, without an optimizer. "Everywhere" means errors and
+activations of all module outputs, and all gradients.
 
 | way | what it is |
 |---|---|
 """
-COLUMNS = "way|edits|records|step ms|over plain|kernels|MB|launches|peak MB|over plain|cold s|warm s"
+COLUMNS = "way|edits|records|ms|ratio|kernels|MB|launches|peak|ratio|cold|warm"
 NO_GPU = """
 ## GPU
 
-These benchmarks have not run on a GPU yet; `python -m tests.benchmarks --device cuda` is the command for one. What is
-known comes from the simulated one (`CONTRIBUTING.md`): launches, waits, and what Inductor's Python takes. No policy
-waits for the device or uploads anything while it blocks, but for those that are documented to:
-`tests/integration/cuda/test_waits.py` holds it.
+These benchmarks have not run on a GPU yet (`python -m tests.benchmarks --device cuda`). The simulated one shows
+launches, waits and Inductor's time in Python. Only policies that are documented to do so wait for the device or block
+on an upload (`tests/integration/cuda/test_waits.py`).
 """
 # A run of another program, with a text of its own.
 PER_EXAMPLE = Path(__file__).with_name("per_example_cost_cpu_202611.md")
-STEP = "ways take turns in random order in each round; the median of a round's ratios to plain, and their quartiles"
-KERNELS = "Inductor's counts for forward and backward; an opaque operation has bytes, but is no kernel"
-COLD = (
-    "processor time of the first step, compilers included, in a new process that has imported torch, with empty caches"
-)
+STEP = "ways take turns in random order in each round; median and quartiles of a round's ratios to plain"
+KERNELS = "Inductor's counts for forward and backward; opaque operations count in MB alone"
+COLD = "processor time of the first step in seconds, in a new process that has imported torch, with empty caches"
 
 
 # Of each figure: its title, and what has to be said.
 CAPTIONS = {
     "steps": (
         "Time of a step over plain torch.compile",
-        "Medians and quartiles. What is measured has to be in memory: where plain torch.compile fuses it away, as "
-        "between BatchNorm and ReLU, it is written for that.",
+        "Medians and quartiles. A measured tensor has to be in memory, also where plain torch.compile fuses it away, "
+        "as between BatchNorm and ReLU.",
     ),
     "memory": (
         "Peak memory over plain torch.compile",
-        "Statistics keep tensors until a batch of 1 MiB is full, which shows in small models.",
+        "Statistics keep tensors until a batch of 1 MiB is full.",
     ),
     "compilation": ("Processor time of the first step, cold and warm", "Eager ways have none."),
     "launches": (
         "Launches of a step",
-        "Small kernels that do not depend on each other are launched together where an inserted one is among them, so "
-        "there can be fewer than in plain torch.compile.",
+        "Small independent kernels with an inserted one among them are launched together, so there can be fewer "
+        "than in plain torch.compile.",
     ),
 }
 
@@ -97,15 +94,15 @@ def _of(result: Result, folder: str) -> Iterator[str]:
     yield f"\n## {'CPU' if is_cpu else about.hardware}\n\n"
     yield (
         f"{about.hardware}, {about.cores} cores; Python {about.python}, torch {about.torch}, gradrewrite "
-        f"{about.gradrewrite}; {about.date}, {about.seconds / 60:.0f} minutes. At the end the machine's load was "
-        f"{about.load:.1f}; at most 2 of it are this run.\n\n    {about.command}\n"
+        f"{about.gradrewrite}; {about.date}, {about.seconds / 60:.0f} minutes; load at the end "
+        f"{about.load:.1f}, of which at most 2 are this run.\n\n    {about.command}\n"
     )
     yield from _columns(is_cpu)
     yield from _figures(result, folder)
     yield from _bounds(result)
     yield "\n### All figures\n"
-    for case in result.cases():
-        yield from _table(result, case)
+    for model in dict.fromkeys(CASES[case].model for case in result.cases()):
+        yield from _table(result, model)
 
 
 def _columns(is_cpu: bool) -> Iterator[str]:
@@ -114,11 +111,11 @@ def _columns(is_cpu: bool) -> Iterator[str]:
     launches = "on a simulated H100" if is_cpu else "as torch.profiler sees them"
     memory = "sums of what the allocator reports" if is_cpu else "`torch.cuda.max_memory_allocated`"
     yield "\n| figure | how it is measured |\n|---|---|\n"
-    yield f"| step ms | {timer}; {STEP} |\n"
-    yield f"| kernels, MB | {KERNELS}; on the CPU a kernel may be a part of a loop |\n"
+    yield f"| ms | {timer}; {STEP} |\n"
+    yield f"| kernels, MB | {KERNELS} |\n"
     yield f"| launches | kernels and other operations on the device in one step, {launches} |\n"
-    yield f"| peak MB | tensors that live at one time, parameters and inputs included: {memory} |\n"
-    yield f"| cold s | {COLD} |\n| warm s | the same in another process, with the caches that the first has left |\n"
+    yield f"| peak | memory of tensors in MB, parameters and inputs included: {memory} |\n"
+    yield f"| cold | {COLD} |\n| warm | the same in another process, with the caches that the first has left |\n"
 
 
 def _figures(result: Result, folder: str) -> Iterator[str]:
@@ -132,21 +129,34 @@ def _bounds(result: Result) -> Iterator[str]:
     if not found:
         return
     late = missed(found)
-    yield "\n### Bounds and where they are missed\n\n"
+    yield "\n### Bounds\n\n"
     yield f"{len(found) - len(late)} of {len(found)} bounds are held in this run.\n"
     if late:
         yield "\nMissed:\n\n| bound | at most | measured | missed by |\n|---|---|---|---|\n"
         yield from (f"| {b.text} | {_goal(b)} | {_measured(b)} | {_excess(b)} |\n" for b in late)
-        yield "\nWhy, and what was tried:\n\n"
-        reasons: dict[str, list[Bound]] = {}
-        for bound in late:
-            reasons.setdefault(bound.reason, []).append(bound)
-        for reason, own in reasons.items():
-            yield f"- **{'; '.join(bound.text for bound in own)}.** {REASONS[reason]}\n"
-    yield "\nHeld:\n\n| bound | at most | measured |\n|---|---|---|\n"
-    yield from (f"| {b.text} | {_goal(b)} | {_measured(b)} |\n" for b in found if not b.is_missed)
+        yield "\nReasons, and what was tried:\n\n"
+        for reason in dict.fromkeys(bound.reason for bound in late):
+            yield f"- **{reason.capitalize().replace('cuda', 'CUDA')}.** {REASONS[reason]}\n"
+    yield "\nHeld, but for launches:\n\n| bound | at most | measured |\n|---|---|---|\n"
+    held = [b for b in found if not b.is_missed and b.command != LAUNCHES]
+    yield from (f"| {b.text} | {_goal(b)} | {_measured(b)} |\n" for b in held)
+    yield from _launches(result)
     yield "\nCommands:\n\n"
     yield from (f"    {command}\n" for command in dict.fromkeys(bound.command for bound in found))
+
+
+def _launches(result: Result) -> Iterator[str]:
+    """Yield a table of launches over plain: a row a model and dtype, a column a policy with its bound."""
+    if not result.launches:
+        return
+    added = {(one.model, one.dtype, one.policy): one.added for one in result.launches}
+    policies = {one.policy: one.bound for one in result.launches}
+    yield "\nLaunches over plain (at most):\n\n"
+    yield f"| model | dtype | {' | '.join(f'{name} ({bound})' for name, bound in policies.items())} |\n"
+    yield f"|---|---{'|---' * len(policies)}|\n"
+    for model, dtype in dict.fromkeys((one.model, one.dtype) for one in result.launches):
+        cells = [str(added.get((model, dtype, policy), "")) for policy in policies]
+        yield f"| {model} | {dtype} | {' | '.join(cells)} |\n"
 
 
 def _goal(bound: Bound) -> str:
@@ -165,14 +175,17 @@ def _excess(bound: Bound) -> str:
     return str(difference) if isinstance(difference, int) else f"{difference:.2f}"
 
 
-def _table(result: Result, case: str) -> Iterator[str]:
-    plain = result.row(case, "plain")
-    assert plain is not None
-    yield f"\n#### {CASES[case].model}, {CASES[case].size}: {CASES[case].text}\n\n"
+def _table(result: Result, model: str) -> Iterator[str]:
+    """Yield the table of a model: its sizes, one below the other."""
     columns = COLUMNS.split("|")
-    yield f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    for row in result.of(case):
-        yield "| " + " | ".join(_cells(row, plain)) + " |\n"
+    yield f"\n#### {model}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    for case in result.cases():
+        if CASES[case].model == model:
+            plain = result.row(case, "plain")
+            assert plain is not None
+            yield f"| **{CASES[case].size}**: {CASES[case].text} {'|  ' * (len(columns) - 1)}|\n"
+            for row in result.of(case):
+                yield "| " + " | ".join(_cells(row, plain)) + " |\n"
 
 
 def _cells(row: Row, plain: Row) -> Iterator[str]:
@@ -180,7 +193,7 @@ def _cells(row: Row, plain: Row) -> Iterator[str]:
     yield _number(row.edits)
     yield _number(row.records)
     yield _number(row.milliseconds, ".3f")
-    yield "" if row.ratio is None else f"{row.ratio[1]:.2f} ({row.ratio[0]:.2f} to {row.ratio[2]:.2f})"
+    yield "" if row.ratio is None else f"{row.ratio[1]:.2f} ({row.ratio[0]:.2f}-{row.ratio[2]:.2f})"
     yield _number(row.kernels)
     yield _number(None if row.size is None else row.size / 1e6, ".2f")
     yield _number(row.launches)

@@ -87,7 +87,7 @@ def test_bounds_that_are_missed(tmp_path: Path) -> None:
     text = page.text([result], "plots")
 
     assert [(bound.goal, bound.measured) for bound in late] == [(1.1, 1.27), (6, 8)]
-    assert "| GPT of 4 layers, width 256, checks: time over plain | 1.10 | 1.27 (1.17 to 1.37) | 0.17 |" in text
+    assert "| GPT, large, checks: time over plain | 1.10 | 1.27 (1.17 to 1.37) | 0.17 |" in text
     assert "| gpt, float32, check: launches over plain | 6 | 8 | 2 |" in text
     assert REASONS["checks in time"] in text
     assert REASONS["launches"] in text
