@@ -39,9 +39,11 @@ class RewriteError(Exception):
             self.code = code
 
     def __str__(self) -> str:
-        return f"{self._text()}\nhelp: troubleshooting#{self.code}"
+        return f"{self.text}\nhelp: troubleshooting#{self.code}"
 
-    def _text(self) -> str:
+    @property
+    def text(self) -> str:
+        """The message without its last line."""
         return super().__str__()
 
 
@@ -78,7 +80,9 @@ class NoSuchSiteError(RewriteError, LookupError):
         self.pattern = pattern
         self.known = tuple(known)
 
-    def _text(self) -> str:
+    @property
+    def text(self) -> str:
+        """See ``RewriteError``."""
         nearest = ", ".join(self.known) or "there are none"
         traced = "gr.transform(model, []).trace(...)"
         if self.pattern.startswith("step:"):
@@ -168,7 +172,9 @@ class NonFiniteError(RewriteError, ArithmeticError):
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.site,), dict(self.__dict__)
 
-    def _text(self) -> str:
+    @property
+    def text(self) -> str:
+        """See ``RewriteError``."""
         sizes = self.site.shape
         number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
         elements = f"of {number} elements" if number is not None else "of the elements"

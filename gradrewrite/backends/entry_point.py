@@ -120,9 +120,9 @@ class EntryPoint:
             try:
                 return self._run(self._compiled, model, args, kwargs)
             except GraphBreakError as err:  # its text alone is kept: it holds on to the inputs
-                self._refusal = refusal = str(err)
+                self._refusal = refusal = err.text
             except NotRewrittenError as err:
-                refusal = str(err)
+                refusal = err.text
         result = self._run(self._evaluating, model, args, kwargs)
         if self._fullgraph and makes_gradients(result, (args, kwargs)):
             raise GraphBreakError(refusal)  # the model itself has switched gradients on

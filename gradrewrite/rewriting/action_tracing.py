@@ -144,9 +144,9 @@ def trace_function(
             graph = make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
         except RewriteError as err:
             line = _line_of(err)
-            if line or str(sites[0]) not in str(err):
-                named = str(err) if str(sites[0]) in str(err) else f"{sites[0]}: {err}"
-                raise type(err)(f"{line}{named}") from err
+            if line or str(sites[0]) not in err.text:
+                named = err.text if str(sites[0]) in err.text else f"{sites[0]}: {err.text}"
+                raise type(err)(f"{line}{named}", code=err.code) from err
             raise
         except Exception as err:
             first_line, *_ = str(err).strip().splitlines() or ["no message"]

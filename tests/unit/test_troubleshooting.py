@@ -7,6 +7,7 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 
 import gradrewrite as gr
 
@@ -21,7 +22,6 @@ ERRORS = (
     gr.TraceError,
     gr.UnsupportedGradientError,
 )
-pytestmark = pytest.mark.pure
 
 
 def codes_in_sources() -> set[str]:
@@ -37,6 +37,7 @@ def codes_in_sources() -> set[str]:
     return found
 
 
+@pytest.mark.pure
 def test_each_code_has_one_entry_and_each_entry_a_code() -> None:
     entries = Counter(re.findall(r"^### .* \{#([a-z-]+)\}$", PAGE.read_text(), re.M))
 
@@ -44,6 +45,7 @@ def test_each_code_has_one_entry_and_each_entry_a_code() -> None:
     assert set(entries) == codes_in_sources()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
 def test_last_line_names_the_entry(error: type[gr.RewriteError]) -> None:
     err = error("what is wrong")
@@ -52,11 +54,22 @@ def test_last_line_names_the_entry(error: type[gr.RewriteError]) -> None:
     assert error.code in codes_in_sources()
 
 
+@pytest.mark.pure
 def test_code_of_one_error_survives_pickling() -> None:
     err = pickle.loads(pickle.dumps(gr.PolicyError("two bounds", code="groups")))
 
     assert (err.args, str(err)) == (("two bounds",), "two bounds\nhelp: troubleshooting#groups")
 
 
+@pytest.mark.pure
 def test_errors_with_fields_end_with_their_entry() -> None:
     assert str(gr.NoSuchSiteError("error:x", ["error:y"])).splitlines()[-1] == "help: troubleshooting#no-such-site"
+
+
+def test_an_error_that_is_raised_again_with_its_site_has_one_last_line() -> None:
+    model = gr.transform(torch.nn.Linear(2, 2), gr.on("gradient:weight", lambda g: gr.record("n", g) or g))
+    with pytest.raises(gr.CallbackError) as caught:
+        model.trace(torch.ones(1, 2))
+
+    assert str(caught.value).count("help: ") == 1
+    assert str(caught.value).endswith("\nhelp: troubleshooting#record")
