@@ -39,18 +39,21 @@ COLD = "processor time of the first step in seconds, in a new process that has i
 CAPTIONS = {
     "steps": (
         "Time of a step over plain torch.compile",
-        "Medians and quartiles. A measured tensor has to be in memory, also where plain torch.compile fuses it away, "
-        "as between BatchNorm and ReLU.",
+        "Medians and quartiles of a step's time. A measured tensor has to be in memory, also where plain torch.compile "
+        "fuses it away.",
     ),
     "memory": (
         "Peak memory over plain torch.compile",
-        "Statistics keep tensors until a batch of 1 MiB is full.",
+        "Peak memory: statistics keep tensors until a batch of 1 MiB is full.",
     ),
-    "compilation": ("Processor time of the first step, cold and warm", "Eager ways have none."),
+    "compilation": (
+        "Processor time of the first step, cold and warm",
+        "Processor time of the first step. Eager ways have none.",
+    ),
     "launches": (
         "Launches of a step",
-        "Small independent kernels with an inserted one among them are launched together, so there can be fewer "
-        "than in plain torch.compile.",
+        "Launches of a step. Small independent kernels with an inserted one among them are launched together, so there "
+        "can be fewer than in plain torch.compile.",
     ),
 }
 
@@ -121,7 +124,7 @@ def _columns(is_cpu: bool) -> Iterator[str]:
 def _figures(result: Result, folder: str) -> Iterator[str]:
     for name in plots.drawn(result):
         title, remark = CAPTIONS[name]
-        yield f"\n![{title}]({folder}/{name}_{result.about.device}.svg)\n\n{title}. {remark}\n"
+        yield f"\n![{title}]({folder}/{name}_{result.about.device}.svg)\n\n{remark}\n"
 
 
 def _bounds(result: Result) -> Iterator[str]:
@@ -138,11 +141,22 @@ def _bounds(result: Result) -> Iterator[str]:
         for reason in dict.fromkeys(bound.reason for bound in late):
             yield f"- **{reason.capitalize().replace('cuda', 'CUDA')}.** {REASONS[reason]}\n"
     yield "\nHeld, but for launches:\n\n| bound | at most | measured |\n|---|---|---|\n"
-    held = [b for b in found if not b.is_missed and b.command != LAUNCHES]
-    yield from (f"| {b.text} | {_goal(b)} | {_measured(b)} |\n" for b in held)
+    yield from _held([b for b in found if not b.is_missed and b.command != LAUNCHES])
     yield from _launches(result)
     yield "\nCommands:\n\n"
     yield from (f"    {command}\n" for command in dict.fromkeys(bound.command for bound in found))
+
+
+def _held(found: list[Bound]) -> Iterator[str]:
+    """Yield the rows of bounds that are held; ways with the same bound share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for bound in found:
+        name, colon, what = bound.text.partition(": ")
+        model, _, way = name.rpartition(", ")
+        key = f"{model}: {what}" if model and colon else bound.text
+        measured = f"{way} {_measured(bound)}" if model and colon else _measured(bound)
+        rows.setdefault((key, _goal(bound)), []).append(measured)
+    yield from (f"| {key} | {goal} | {'; '.join(measured)} |\n" for (key, goal), measured in rows.items())
 
 
 def _launches(result: Result) -> Iterator[str]:
