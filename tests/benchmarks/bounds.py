@@ -41,33 +41,29 @@ class Bound:
 # Why a bound is missed, and what was tried.
 REASONS = {
     "checks in time": (
-        "Of 11 per cent 6 are reading: with a compiled function that does nothing the ratio is 1.05. 45 MB are read, "
-        "at 50 GB/s from the second-level cache and at 11 GB/s where they have left it. The rest is 60 operations (6 "
-        "us each in a loop) and fusion around them. Tried: one operation a site (1.19 instead of 1.14, at 128 "
-        "tokens), views measured at their base (1.13), errors and activations traced (1.12)."
+        "Of 11 per cent 6 are reading: with a compiled function that does nothing the ratio is 1.05. The rest is 60 "
+        "operations (6 us each in a loop) and fusion around them. Tried: one operation a site (1.19 instead of 1.14, "
+        "at 128 tokens), views measured at their base (1.13), errors and activations traced (1.12)."
     ),
     "statistics in time": (
-        "As for checks: with a compiled function that does nothing the ratio is 1.05; all statistics of a tensor "
-        "are computed in one pass. Another run of the same day had 1.149."
+        "With a compiled function that does nothing the ratio is 1.05. Another run of the same day had 1.149."
     ),
     "fixed cost": (
         "The load of the machine shows: another run of the same day had 1.50 for checked gradients and 1.32 for "
         "statistics; four ways in turn instead of fourteen gave 1.38 and 1.17. Plain torch.compile takes a third of "
-        "a millisecond. A checked graph has one operation more in its forward (25 us) and notes the inputs of each "
-        "forward for a replay (30 us). Not tried: these operations in C++ (2 to 5 us each)."
+        "a millisecond; a check adds an operation in the forward (25 us) and a note of its inputs for a replay (30 "
+        "us)."
     ),
     "launches": (
         "The first stage of a reduction fuses with the kernel that makes the tensor. Matrix products have none, nor "
-        "have values that plain torch.compile computes inside of other kernels only: there the first stage is a "
-        "kernel by itself (about 9 of the 15 of attention). The others are second stages, launched together where "
-        "they are independent. Tried: Inductor's own `combo_kernels` (94 launches more for everything, where a plain "
-        "step had 43)."
+        "have values inside of other kernels: there it is a kernel by itself (about 9 of the 15 of attention). "
+        "Independent second stages are launched together. Tried: Inductor's own `combo_kernels` (94 launches more "
+        "for everything, where a plain step had 43)."
     ),
     "cold compile on CUDA": (
-        "Processor time of Python alone, as nothing is compiled to machine code there. Each statistic is two "
-        "reductions, which Inductor lowers, fuses, schedules and writes. Equal actions on equal tensors are traced "
-        "once. Tried: opaque operations (no compile time, but several eager kernels a tensor). Not tried: one "
-        "Triton kernel, written by hand, for all second stages and the pack."
+        "Processor time of Python alone. Each statistic is two reductions, which Inductor lowers, fuses, schedules "
+        "and writes. Tried: opaque operations (no compile time, but several eager kernels a tensor). Not tried: one "
+        "Triton kernel, written by hand, for all second stages."
     ),
     "cold compile": (
         "Measuring is opaque, so no kernel is added. The rest is the C++ function for statistics, built "

@@ -25,8 +25,8 @@ NO_GPU = """
 ## GPU
 
 These benchmarks have not run on a GPU yet (`python -m tests.benchmarks --device cuda`). The simulated one shows
-launches, waits and Inductor's time in Python. Only policies that are documented to do so wait for the device or block
-on an upload (`tests/integration/cuda/test_waits.py`).
+launches, waits and Inductor's time in Python. Policies wait for the device only where that is documented
+(`tests/integration/cuda/test_waits.py`).
 """
 # A run of another program, with a text of its own.
 PER_EXAMPLE = Path(__file__).with_name("per_example_cost_cpu_202611.md")

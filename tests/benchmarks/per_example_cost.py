@@ -254,7 +254,7 @@ def measure(model: str, chosen: list[str], rounds: int) -> Iterator[Row]:
 def line(row: Row) -> str:
     """A line of the table."""
     low, middle, high = row.ratio
-    times = f"{row.seconds * 1e3:.1f} | {middle:.2f} ({low:.2f} to {high:.2f})"
+    times = f"{row.seconds * 1e3:.1f} | {middle:.2f} ({low:.2f}-{high:.2f})"
     return f"| {row.model} | {row.way} | {times} | {row.peak / 1e6:.1f} | {row.peak_ratio:.2f} |"
 
 
