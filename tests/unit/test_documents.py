@@ -13,8 +13,6 @@ from helpers import ROOT
 README = ROOT / "README.md"
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))  # without docs/reference and the notebooks
 PAGES = [README, *DOCUMENTS]
-# "What works together" has to go; then this may go, too.
-ANOTHER_HEADING = pytest.mark.xfail(reason="a heading of docs/faq.md is a sentence", strict=False)
 WORDS_OF_README, WORDS_OF_DOCUMENTS, WORDS_OF_PARAGRAPH = 600, 22_000, 80
 # First words of headings that are no noun phrases.
 QUESTIONS = frozenset("are can could do does how is should what when where which who why will".split())
@@ -88,9 +86,7 @@ def test_paragraphs_are_short(page: Path) -> None:
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=ANOTHER_HEADING if page.stem == "faq" else (), id=page.name) for page in PAGES]
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_headings_are_nouns(page: Path) -> None:
     assert bad_headings(page.read_text()) == []
 
