@@ -1,4 +1,4 @@
-"""Saved tensors that a compiled backward overwrites, where it keeps its graph."""
+"""Donated buffers of compiled backwards, and retain_graph."""
 
 from __future__ import annotations
 

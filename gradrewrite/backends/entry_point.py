@@ -70,7 +70,7 @@ class EntryPoint:
         settings = {**options, "dynamic": session.config.dynamic}
         self._compiled = self._compile(backend, {**settings, "fullgraph": self._fullgraph})
         self._evaluating = self._compile(evaluating_backend, {**settings, "fullgraph": False})
-        self._refusal = ""  # why the model cannot be one graph where it has no backward
+        self._refusal = ("", "")  # text and code of the error, where the model cannot be one graph without a backward
 
     def _compile(self, backend: Compiler, settings: Mapping[str, Any]) -> dynamo_cache.CompiledFunction:
         function, shown = self._fresh_function(bool(settings["fullgraph"])), partial(calls_shown, self._module)
@@ -116,16 +116,17 @@ class EntryPoint:
     def _evaluate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model where no backward follows: there a graph break is no reason to refuse."""
         refusal = self._refusal
-        if self._fullgraph and not refusal:
+        if self._fullgraph and not any(refusal):
             try:
                 return self._run(self._compiled, model, args, kwargs)
-            except GraphBreakError as err:  # its text alone is kept: it holds on to the inputs
-                self._refusal = refusal = err.text
+            except GraphBreakError as err:  # which is not kept: it holds on to the inputs
+                self._refusal = refusal = err.text, err.code
             except NotRewrittenError as err:
-                refusal = err.text
+                refusal = err.text, err.code
         result = self._run(self._evaluating, model, args, kwargs)
         if self._fullgraph and makes_gradients(result, (args, kwargs)):
-            raise GraphBreakError(refusal)  # the model itself has switched gradients on
+            text, code = refusal
+            raise GraphBreakError(text, code=code)  # the model itself has switched gradients on
         return result
 
     def _run(self, compiled: Compiler, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

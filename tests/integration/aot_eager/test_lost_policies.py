@@ -273,6 +273,23 @@ def test_graph_break_where_the_model_switches_gradients_on(x: Tensor) -> None:
         loose(x)
 
 
+class GradientsOn(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def test_recompile_limit_where_the_model_switches_gradients_on() -> None:
+    model = gr.transform(GradientsOn(4, 3), DOUBLE, dynamic=False)
+
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for rows in (1, 2):
+            model(torch.randn(rows, 4))
+        with pytest.raises(gr.GraphBreakError, match="recompile limit") as caught:
+            model(torch.randn(3, 4))
+    assert caught.value.code == "recompile-limit"
+
+
 def test_recompile_limit_without_backward_is_nothing() -> None:
     plain = nn.Linear(4, 3)
     model = gr.transform(plain, DOUBLE, dynamic=False)
