@@ -7,9 +7,8 @@ import itertools
 import json
 import math
 import os
-import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,6 @@ class JsonLines:
         self._sets: list[tuple[ClipRecords, ...]] = []  # by their numbers in the file
         self._rank = {} if rank is None else {"rank": rank}
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        weakref.finalize(self, os.close, self._file).atexit = False  # steps may be written until the very end
         self._mend()
 
     def write(self, step: Step) -> None:
@@ -194,6 +192,10 @@ class JsonLines:
             raise OSError(errno.EINVAL, f"{self.path} is no file of JSON lines; give another path")
         if unfinished:
             os.ftruncate(self._file, size - len(unfinished))
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the very end ``os`` is None
+        if hasattr(self, "_file"):
+            close(self._file)
 
     def __str__(self) -> str:
         return str(self.path)

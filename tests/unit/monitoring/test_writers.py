@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,3 +209,24 @@ def test_frameworks_get_the_rate_since_their_last_log() -> None:
     assert "rate/step:group:default" not in figures()
     assert figures(9.0, 9.0, 9.0, 0.1, 0.1)["rate/step:group:default"] == pytest.approx(1 / 3)  # of those in the buffer
     attachment.detach()
+
+
+def test_waiting_steps_of_garbage_are_written_before_its_file_is_closed(tmp_path: Path) -> None:
+    model = gr.transform(Probe(), gr.on("error:h", Observe("norm")))
+    model.monitor.to_jsonl(tmp_path / "run.jsonl")
+    run_probe(model, 1.0, 2.0, 3.0)
+    del model
+    gc.collect()  # a cycle, whose weak references end before any __del__ is called
+
+    assert [step.step for step in gr.read_jsonl(tmp_path / "run.jsonl")] == [0, 1, 2]
+
+
+def test_a_file_is_closed_without_the_module_os(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the interpreter ends, globals of modules are None before the last objects are deleted."""
+    file = JsonLines(tmp_path / "run.jsonl")
+    number = file._file
+    monkeypatch.setattr("gradrewrite.monitoring.writers.os", None)
+    del file
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
