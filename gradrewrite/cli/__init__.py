@@ -24,6 +24,7 @@ _COMMANDS = {
     "doctor": "findings",
     "demo": "demo",
     "diagnose": "diagnosis",
+    "selftest": "selftest",
 }
 
 
@@ -119,6 +120,8 @@ def _add_trainings(commands: _Commands) -> None:
     diagnose.add_argument("--out", type=Path, default=Path("diagnosis.html"), help=".html (default: diagnosis.html)")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
     demo.add_argument("--out", type=Path, default=Path("gradrewrite_demo"), help="default: gradrewrite_demo")
+    selftest = commands.add_parser("selftest", help="check that this installation works, with its torch and compiler")
+    selftest.add_argument("--eager", action="store_true", help="without torch.compile: no C++ compiler is needed")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
