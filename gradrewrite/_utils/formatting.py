@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -113,7 +114,7 @@ def _summary(address: str, values: list[float]) -> Summary:
         address,
         last=values[-1],
         smallest=min(known, default=math.nan),
-        median=sorted(finite)[len(finite) // 2] if finite else math.nan,
+        median=statistics.median(finite) if finite else math.nan,
         largest=max(known, default=math.nan),
         steps=len(values),
         nonfinite=len(values) - len(finite),

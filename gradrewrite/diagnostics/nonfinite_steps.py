@@ -27,6 +27,12 @@ def bad_steps(run: Run) -> list[BadStep]:
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
+def is_dropped(run: Run, bad: BadStep) -> bool:
+    """Whether errors alone are not finite, and gradients were recorded."""
+    kinds = {run.series[address].at.kind for address in bad.step.records}
+    return "gradient" in kinds and all(kind_of(site) == "error" for site in bad.sites)
+
+
 def count_of(records: Mapping[str, float], site: str) -> float | None:
     """Return the number of non-finite elements; None if not counted."""
     if f"nonfinite@{site}" in records:

@@ -154,7 +154,9 @@ def where_needed(sites: Sequence[SiteHealth], *, is_remedy: bool) -> tuple[SiteH
     for row in sites:
         rare = bool(row.action) and row.rate <= RARE
         if rare or not row.action or not is_remedy:
-            row = replace(row, suggestion=math.nan, from_baseline=False, keep=rare and is_remedy)
+            row = replace(
+                row, suggestion=math.nan, from_baseline=False, keep=rare and is_remedy and row.steps >= MIN_CLIP_STEPS
+            )
         rows.append(row)
     return tuple(rows)
 

@@ -199,7 +199,8 @@ class UpdateVerdict:
             self._reported = total // _REPORT_EVERY
             logger.warning("%d updates skipped so far, because a finite check failed", total)
         if in_a_row >= self._max_consecutive_skips:
-            reason = f"{in_a_row} updates in a row were skipped, so training does not go on"
+            limit = f"max_consecutive_skips={self._max_consecutive_skips}"
+            reason = f"{in_a_row} updates in a row were skipped, so training does not go on ({limit})"
             raise _skip_error(self._attached[0].recorder, reason, is_agreed=self._is_agreed)
 
 

@@ -11,6 +11,7 @@ from importlib import resources
 
 from gradrewrite._utils.formatting import html_table
 from gradrewrite.diagnostics.causes import Cause
+from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.health import Health
 from gradrewrite.diagnostics.site_health import COLUMNS
 from gradrewrite.viz._curves import figure_of, image_of
@@ -52,7 +53,8 @@ def report_tabs(
         "heat": "" if any(row.measure for row in health.sites) else "gone",
     }
     sites = [
-        replace(row, suggestion=math.nan, keep=True) if verdict.is_sound and row.action else row for row in health.sites
+        replace(row, suggestion=math.nan, keep=row.steps >= MIN_CLIP_STEPS) if verdict.is_sound and row.action else row
+        for row in health.sites
     ]
     rows = [row.cells() for row in sites]
     kept = [n for n, name in enumerate(COLUMNS) if name != "share" or any(row[n] != "-" for row in rows)]

@@ -88,6 +88,25 @@ def test_non_finite_is_the_first_in_the_order_of_execution() -> None:
     assert 'gr.on("gradient:*", CheckFinite())' in found.suggestion
 
 
+def test_errors_that_reach_no_parameter_are_a_remark() -> None:
+    def records(n: int) -> Records:
+        return {"nonfinite@error:b": 4.0 * (n >= 7), "nonfinite@gradient:w": 0.0, "loss@run": 3.0 - 0.1 * n}
+
+    health = examine(run_of(10, records))
+    assert (health.verdict.outcome, health.verdict.is_sound) == ("learns", True)
+    (remark,) = [text for text in health.verdict.remarks if "error:b" in text]
+    assert (
+        "in step 7; sites of that step that are not finite: 1; steps: 3 of 10. No gradient of a parameter is" in remark
+    )
+    (found,) = diagnose(run_of(10, records))
+    assert found.suggestion.startswith('Use gr.on("error:*", CheckFinite())')
+
+    def reached(n: int) -> Records:
+        return records(n) | {"nonfinite@gradient:w": 1.0 * (n >= 7)}
+
+    assert examine(run_of(10, reached)).verdict.outcome == "non-finite"
+
+
 @pytest.mark.parametrize(
     ("bad", "site", "count"),
     [
