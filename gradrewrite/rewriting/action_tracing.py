@@ -19,6 +19,7 @@ from gradrewrite.ir.reports import Leaf, Report
 from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateScope
+from gradrewrite.rewriting.function_memory import kept_by, memory_of
 from gradrewrite.rewriting.lowering import Measure, Replace
 from gradrewrite.sites import Site
 
@@ -119,6 +120,7 @@ def trace_function(
     """
     given_scale, scale = (mode.scale, None) if has_units(action) else (None, mode.scale)
     refused, *left = _refusals(sites[0], action)
+    memory = memory_of(action)
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale, states=mode.states) as reported:
 
@@ -152,8 +154,15 @@ def trace_function(
             first_line, *_ = str(err).strip().splitlines() or ["no message"]
             raise CallbackError(
                 f"{_line_of(err)}{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: "
-                f"{first_line}. A tensor function computes with torch operations alone, without state"
+                f"{first_line}. A tensor function computes with torch operations alone; what it remembers is a gr.State"
             ) from err
+    kept = kept_by(action, memory)
+    if kept is not None:
+        raise CallbackError(
+            f"{sites[0]}: {describe(action)} keeps {kept!r} from one call to the next, and is called once, while it is "
+            f"traced: every backward would see the first value. Remember values in a gr.State, which state.set(...) writes",
+            code="kept-value",
+        )
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
     return TracedAction.of(graph, reported)
