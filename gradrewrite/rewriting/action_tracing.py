@@ -160,7 +160,8 @@ def trace_function(
     if kept is not None:
         raise CallbackError(
             f"{sites[0]}: {describe(action)} keeps {kept!r} from one call to the next, and is called once, while it is "
-            f"traced: every backward would see the first value. Remember values in a gr.State, which state.set(...) writes",
+            "traced: every backward would see the first value. Remember values in a gr.State, which state.set(...) "
+            "writes",
             code="kept-value",
         )
     _check_graph(graph.graph, sites[0], action)
