@@ -1,4 +1,4 @@
-"""The command that checks an installation: selftest."""
+"""The command on an installation: selftest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Net(nn.Module):
 
 
 def selftest(options: argparse.Namespace) -> None:
-    """Print what works here; refuse an installation in which something does not."""
+    """Print the outcome of each check; refuse an installation after a failure."""
     print(f"gradrewrite {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     compiled = not options.eager
     checks: dict[str, Callable[[], object]] = {

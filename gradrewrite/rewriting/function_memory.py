@@ -1,4 +1,7 @@
-"""What a Python function keeps between its calls, which a function that is traced once cannot do."""
+"""Python values of a function, kept from call to call.
+
+A function that is traced once is called once, and would freeze them.
+"""
 
 from __future__ import annotations
 
