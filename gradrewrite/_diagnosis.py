@@ -88,7 +88,7 @@ class Diagnosis:
         """Write ``path.html``, a page that loads nothing.
 
         Args:
-            path: Where, without the extension.
+            path: Where; the extension is added where it is missing.
 
         Returns:
             The path of the file.

@@ -64,7 +64,7 @@ class Curves:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
 
         Args:
-            path: Where, without the extension.
+            path: Where; the extension is added where it is missing.
             format: ``"png"``, ``"svg"`` or ``"pdf"``.
 
         Returns:
@@ -76,7 +76,7 @@ class Curves:
         """
         if format not in _METADATA:
             raise ValueError(f"Curves.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
-        written = f"{os.fspath(path)}.{format}"
+        written = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
         _save(self.figure(), written, format)
         return written
 

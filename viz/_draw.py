@@ -65,7 +65,7 @@ class Drawing:
         """Write ``path.format``.
 
         Args:
-            path: Where, without the extension; the folder has to be there.
+            path: Where, in a folder that is there; the extension is added where it is missing.
             format: ``"svg"``, ``"png"``, ``"pdf"``, ``"dot"`` (Graphviz source), or ``"html"``: a page that works
                 offline, to search, fold and click through the whole graph.
 
@@ -78,7 +78,7 @@ class Drawing:
         """
         if format not in get_args(Format):
             raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(Format)))}")
-        target = f"{os.fspath(path)}.{format}"
+        target = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
         data = self._bytes(format)
         with open(target, "wb") as file:
             file.write(data)

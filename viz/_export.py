@@ -61,7 +61,7 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
 
     Args:
         graph: What ``model.trace(...)`` returned.
-        path: Where, without the extension.
+        path: Where; the extension is added where it is missing.
         format: ``"json"`` (docs/graph-schema.md describes it) or ``"graphml"`` (Gephi, yEd, Cytoscape).
 
     Returns:
@@ -75,7 +75,7 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
     if format not in get_args(ExportFormat):
         raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(ExportFormat)))}")
     text = _to_json(graph) if format == "json" else _to_graphml(graph)
-    target = f"{os.fspath(path)}.{format}"
+    target = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
     with open(target, "w", encoding="utf-8") as file:
         file.write(text)
     return target

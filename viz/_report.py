@@ -55,7 +55,7 @@ class Report:
         """Write ``path.html``; who opens it sees the old page or the new one, never a part.
 
         Args:
-            path: Where, without the extension.
+            path: Where; the extension is added where it is missing.
             reload: After how many seconds the open page reads the file again and keeps its place; 0 for never.
 
         Returns:
@@ -64,7 +64,7 @@ class Report:
         Raises:
             OSError: The file cannot be written; its folder must exist.
         """
-        written = f"{os.fspath(path)}.html"
+        written = f"{os.fspath(path).removesuffix('.html')}.html"
         Path(f"{written}.part").write_text(self._html(reload), encoding="utf-8")
         os.replace(f"{written}.part", written)
         return written

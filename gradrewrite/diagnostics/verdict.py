@@ -88,7 +88,8 @@ def judge(
     rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
     rest = [] if judged.learns else [one for one in rest if one.site or not told]  # a loss: the outcome tells of it
     faults = [*faulty, *(_of_cause(cause, findings) for cause in told), *rest]
-    if not faults and judged.outcome in ("stalls", "diverges"):
+    is_short = len(run.steps) < MIN_CLIP_STEPS
+    if not faults and (judged.outcome == "diverges" or (judged.outcome == "stalls" and not is_short)):
         faults = [_unexplained(run, judged)]
     if not faults:
         verdict = _healthy(run, sites, loss)
@@ -178,5 +179,5 @@ def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None) -> Verdic
         parts.append(f"the loss went from {words(loss.first)} to {words(loss.last)}{loss.of('first and last')}")
     if len(run.steps) >= MIN_CLIP_STEPS:
         return Verdict("healthy", "", f"Healthy: {'; '.join(parts)}.", "Nothing has to be changed.")
-    advice = f"Wait: bounds of clips are judged after {MIN_CLIP_STEPS} steps."
+    advice = f"Wait: bounds of clips, and a loss that does not fall, are judged after {MIN_CLIP_STEPS} steps."
     return Verdict("too short", "", f"Nothing wrong so far: {'; '.join(parts)}.", advice)

@@ -456,6 +456,18 @@ def test_what_is_no_fault_is_a_remark() -> None:
     assert "\nremark: Units sit at the bounds of their tanh or sigmoid" in text
 
 
+def test_a_loss_is_no_fault_by_itself_in_a_short_run() -> None:
+    def steps(losses: list[float]) -> list[Step]:
+        return [step_of(n, {"norm@error:a": 1.0, "loss@run": loss}) for n, loss in enumerate(losses)]
+
+    noisy_losses = [1.498, 1.71, 1.55, 1.66, 1.58, 1.49, 1.7, 1.6, 1.57, 1.63] * 2
+    rising = [1.5 * 1.3**n for n in range(10)]
+    short, long, diverges = (examine(steps(run)).verdict for run in (noisy_losses[:19], noisy_losses, rising))
+    assert (short.outcome, short.headline, short.is_sound) == ("stalls", "Nothing wrong so far", True)
+    assert (long.outcome, long.headline, long.is_sound) == ("stalls", "It does not learn", False)
+    assert (diverges.outcome, diverges.is_sound) == ("diverges", False)
+
+
 def test_a_run_that_neither_learns_nor_tells_why_is_not_healthy() -> None:
     verdict = examine(run_of(lambda layer, step: noisy(0.5), learns=False)).verdict
 

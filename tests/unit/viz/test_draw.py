@@ -30,6 +30,7 @@ def test_render_writes_the_file_and_returns_its_path(tmp_path: Path, view: str, 
     path = drawing.render(tmp_path / "a.b", form)
 
     assert path == str(tmp_path / f"a.b.{form}")
+    assert drawing.render(path, form) == path  # its extension is there
     starts = {"svg": b"<", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "html": b"<!DOCTYPE html>"}
     assert Path(path).read_bytes().startswith(starts[form])
 
