@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import linecache
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import gradrewrite as gr
 from gradrewrite import passes, viz
+from gradrewrite.cli import _COMMANDS, _parser
 
 from helpers import ROOT
 
@@ -147,6 +149,25 @@ def is_installed(rival: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+COMMANDS = sorted(
+    {
+        line.partition("  #")[0]
+        for path in (ROOT / "README.md", *PAGES.glob("*.md"))
+        for line in re.findall(r"(?:^|`)(gradrewrite [a-z]+ [^`\n]+)", path.read_text(), re.MULTILINE)
+        if " ... " not in line and line.split()[1] in _COMMANDS
+    }
+)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_lines_have_known_arguments(line: str) -> None:
+    arguments = shlex.split(line)[1:]
+    if arguments[0] == "sites" and not arguments[2].startswith("-"):  # main takes a pattern behind the model itself
+        del arguments[2]
+    _parser().parse_args(arguments)
 
 
 @pytest.mark.pure
