@@ -24,7 +24,7 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.errors import NonFiniteError, RewriteWarning, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
@@ -324,10 +324,11 @@ def observe(site: Site) -> list[Any] | None:
 
 
 def _is_bad(monitor: Monitor, loss: float) -> bool:
-    """Whether the last step is not finite; expected infinities, as of a mask, do not count."""
+    """Whether the last step is not finite; expected infinities and errors that reach no gradient do not count."""
     run = last_run(monitor.steps())
-    bad = bad_steps(run)
-    return not math.isfinite(loss) or bool(bad and bad[-1].step is run.steps[-1])
+    last = bad_steps(run)[-1:]
+    is_bad = any(one.step is run.steps[-1] and not is_in_errors_alone(run, one) for one in last)
+    return is_bad or not math.isfinite(loss)
 
 
 def last_failure(monitor: Monitor) -> tuple[NonFiniteError | None, str]:

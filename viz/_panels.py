@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradrewrite.diagnostics.clipping import clips_of
-from gradrewrite.diagnostics.comparison import TOTAL_NORM, comparable_sizes, loss_series
-from gradrewrite.diagnostics.run_log import Run
+from gradrewrite.diagnostics.comparison import TOTAL_NORM, comparable_sizes
+from gradrewrite.diagnostics.run_log import Run, loss_series
 from gradrewrite.viz._fonts import displayable
 from gradrewrite.viz._theme import NOT_FINITE
 

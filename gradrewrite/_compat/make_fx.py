@@ -14,6 +14,8 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("make_fx traces a function into ATen nodes, under a mode that can be asked for"):
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+with needed_for("a tensor of a transform of torch.func can be told from others"):
+    from torch._C._functorch import is_functorch_wrapped_tensor
 with needed_for("the code of a graph module may be generated when it is called"):
     from torch.fx._lazy_graph_module import _LazyGraphModule
 with needed_for("calls of torch functions and operators can be watched"):
@@ -27,6 +29,11 @@ without_code = _LazyGraphModule  # a module for an interpreter: its code is gene
 def is_tracing() -> bool:
     """Whether a proxy mode records operations on this thread."""
     return get_proxy_mode() is not None
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a tensor was made while a function was traced."""
+    return isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor)
 
 
 def trace_parts(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:

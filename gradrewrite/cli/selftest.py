@@ -37,7 +37,7 @@ class _Net(nn.Module):
 
 
 def selftest(options: argparse.Namespace) -> None:
-    """Print the outcome of each check; refuse an installation after a failure."""
+    """Print the outcome of each check; refuse after a failure."""
     print(f"gradrewrite {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     compiled = not options.eager
     checks: dict[str, Callable[[], object]] = {
@@ -86,4 +86,6 @@ def _draws() -> None:
     graph = gr.transform(_Net(), POLICY).trace(torch.randn(5, 4))
     with tempfile.TemporaryDirectory() as folder:
         for ending in ("svg", "html"):
-            viz.draw(graph).render(str(Path(folder) / "backward"), format=ending)
+            written = viz.draw(graph).render(str(Path(folder) / "backward"), format=ending)
+            if not Path(written).stat().st_size:
+                raise AssertionError(f"{ending}: an empty file")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import stdev
 
 from gradrewrite.diagnostics.nonfinite_steps import is_bad
-from gradrewrite.diagnostics.run_log import Run, Series, words
+from gradrewrite.diagnostics.run_log import Run, loss_series, words
 
 MAX_LOSSES = 10  # steps whose mean loss is "the first" and "the last"
 LOWER_PEAK = 0.2  # of the range of both losses; a peak that is lower by less is no difference
@@ -42,11 +42,6 @@ class Loss:
     def of(self, which: str) -> str:
         """Return the steps of a mean loss, ``(mean of the first 10 steps)``; ``""`` for the loss of one step."""
         return f" (mean of the {which} {self.count} steps)" if self.count > 1 else ""
-
-
-def loss_series(run: Run) -> Series | None:
-    """Return the loss: ``loss``, or ``max`` at ``activation:loss``."""
-    return next((one for one in run.series.values() if one.record == "loss"), run.series.get("max@activation:loss"))
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:

@@ -11,7 +11,7 @@ from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, has_counts, is_dropped, skips_updates
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, harmful_steps, has_counts, skips_updates
 from gradrewrite.diagnostics.run_log import (
     LISTED,
     MIN_STEPS,
@@ -114,7 +114,7 @@ def _non_finite(run: Run) -> list[Finding]:
     count = count_of(first.step.records, site)
     extent = {"bad_sites": len(first.sites), "bad_steps": len(bad), "steps": len(run.steps)}
     figures = {"step": step} | ({} if count is None else {"count": count}) | extent
-    dropped = all(is_dropped(run, one) for one in bad)
+    dropped = not harmful_steps(run)
     kind, cause, suggestion = _cause(run, site, recovered=bad[-1].step is not run.steps[-1], dropped=dropped)
     rate = _faulty_rate(run, figures, until=step) if kind != "faulty input" else None
     if rate is not None:
@@ -122,14 +122,14 @@ def _non_finite(run: Run) -> list[Finding]:
     elements = "" if count is None else f" ({count:.0f} elements)"
     text = (
         f"{cause} {site}{elements}, in step {step}; sites of that step that are not finite: {len(first.sites)}; "
-        f"steps: {len(bad)} of {len(run.steps)}.{_DROPPED * dropped}"
+        f"steps: {len(bad)} of {len(run.steps)}.{_DROPPED if dropped else ''}"
     )
     return [Finding(kind, site, step, text, figures, suggestion)]
 
 
 _DROPPED = (
-    " No gradient of a parameter is: something on the way back drops these values (a mask, padding_idx), and no update "
-    "is affected."
+    " All recorded gradients, and the loss after it, are finite: something on the way back drops these values (a mask, "
+    "padding_idx)."
 )
 
 
@@ -140,8 +140,8 @@ def _cause(run: Run, site: str, *, recovered: bool, dropped: bool) -> tuple[str,
     if site.startswith("outside:"):
         advice = "Look at the loss function: log, sqrt, a division by zero or by an empty mask; clamp its argument."
         return "faulty loss", "The forward is finite and the gradient that comes in from the loss is not:", advice
-    checked = "error" if dropped else "gradient"
-    advice = f'Use gr.on("{checked}:*", CheckFinite()): a failed step is replayed; its error names the op and its line.'
+    checked = ("error:*/*" if "/" in site else "error:*") if dropped else "gradient:*"
+    advice = f'Use gr.on("{checked}", CheckFinite()): a failed step is replayed; its error names the op and its line.'
     if has_counts(run) and not dropped:
         advice = (
             "Right after such a step model.monitor.failure(anywhere=True) replays it, and names the op and its line."

@@ -11,7 +11,7 @@ from statistics import median
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import loss_of
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_log import (
     BACKWARD,
     LISTED,
@@ -212,7 +212,7 @@ def factor_of(chain: Chain) -> float:
 
 def judged_steps(run: Run) -> Sequence[Step]:
     """Return the steps before the first non-finite one."""
-    bad, loss = [one.step.step for one in bad_steps(run)[:1]], loss_of(run)
+    bad, loss = [one.step.step for one in harmful_steps(run)[:1]], loss_of(run)
     if loss is not None and loss.bad_step >= 0:
         bad.append(loss.bad_step)
     before = [step for step in run.steps if step.step < min(bad)] if bad else run.steps

@@ -11,11 +11,11 @@ from statistics import median
 from gradrewrite.diagnostics import growth
 from gradrewrite.diagnostics.causes import Cause, Kind, Outcome
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS
-from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, loss_series, mean_of
+from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, mean_of
 from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, are_neighbors, chains_of, factor_of, judged_steps
-from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, bad_steps, is_dropped, skips_updates
-from gradrewrite.diagnostics.run_log import Finding, Run, Step, is_group, rule_of, words
+from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, harmful_steps, skips_updates
+from gradrewrite.diagnostics.run_log import Finding, Run, Step, is_group, loss_series, rule_of, words
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.sites import Site
@@ -50,11 +50,9 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
     It learns, or diverges, where the mean of the last losses (a fifth of them, at most 10) is lower by 2 %, or higher
     by 10 %, than that of the first, and by more than twice the standard error of the difference (from the median of
     the differences between neighbors, which a trend does not enlarge); else it stalls.
-    Without a loss, or with fewer than 4, nothing is known. Errors that are not finite are no outcome where the loss
-    and all gradients are.
+    Without a loss, or with fewer than 4, nothing is known. Errors that are dropped on the way back are no outcome.
     """
-    loss = loss_series(run)
-    bad = [one for one in bad_steps(run) if loss is None or not is_dropped(run, one)]
+    loss, bad = loss_series(run), harmful_steps(run)
     if (bad and bad[-1].step is run.steps[-1]) or (loss is not None and not math.isfinite(loss.values[-1])):
         return "non-finite"
     if not is_trained:

@@ -7,7 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradrewrite.diagnostics.run_log import BACKWARD, COUNTS, MAGNITUDES, MIN_STEPS, Run, Step, as_executed, kind_of
+from gradrewrite.diagnostics.run_log import (
+    BACKWARD,
+    COUNTS,
+    MAGNITUDES,
+    MIN_STEPS,
+    Run,
+    Step,
+    as_executed,
+    kind_of,
+    loss_series,
+)
 
 NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")  # kinds of findings
 
@@ -27,10 +37,28 @@ def bad_steps(run: Run) -> list[BadStep]:
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
 
-def is_dropped(run: Run, bad: BadStep) -> bool:
-    """Whether errors alone are not finite, and gradients were recorded."""
-    kinds = {run.series[address].at.kind for address in bad.step.records}
-    return "gradient" in kinds and all(kind_of(site) == "error" for site in bad.sites)
+def harmful_steps(run: Run) -> list[BadStep]:
+    """Return the non-finite steps without dropped errors.
+
+    Errors are dropped on the way back (by a mask, by ``padding_idx``) where they alone are not finite, gradients were
+    measured, and a later loss is finite; once that was seen, so they are at these sites.
+    """
+    loss = loss_series(run)
+    finite = [] if loss is None else [step for step, value in loss.by_step.items() if math.isfinite(value)]
+    last, known, found = max(finite, default=-1), set[str](), []
+    for one in bad_steps(run):
+        if is_in_errors_alone(run, one) and (one.step.step < last or known.issuperset(one.sites)):
+            known.update(one.sites)
+        else:
+            found.append(one)
+    return found
+
+
+def is_in_errors_alone(run: Run, bad: BadStep) -> bool:
+    """Whether errors are not finite, and measured gradients are."""
+    found = [run.series[address] for address in bad.step.records]
+    kinds = {one.at.kind for one in found if one.record in (*COUNTS, *MAGNITUDES)}
+    return bool(kinds & {"gradient", "group", "step"}) and all(kind_of(site) == "error" for site in bad.sites)
 
 
 def count_of(records: Mapping[str, float], site: str) -> float | None:

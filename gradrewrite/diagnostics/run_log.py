@@ -203,6 +203,11 @@ def last_run(steps: Sequence[Step]) -> Run:
     return Run(last, series, tuple(clips.values()))
 
 
+def loss_series(run: Run) -> Series | None:
+    """Return the loss: ``loss``, or ``max`` at ``activation:loss``."""
+    return next((one for one in run.series.values() if one.record == "loss"), run.series.get("max@activation:loss"))
+
+
 def kind_of(site: str) -> str:
     """Kind of a site: ``error`` of ``error:a``."""
     return site.partition(":")[0]

@@ -22,7 +22,7 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError
@@ -187,7 +187,7 @@ class Attachment:
         steps = self._files.steps()
         failure = error if isinstance(error, NonFiniteError) else None
         run, remark = last_run(steps), ""
-        bad = bad_steps(run)
+        bad = harmful_steps(run)
         if failure is None and bad and bad[-1].step is run.steps[-1]:
             failure, remark = last_failure(self.monitor)
         state = state_of(self._model)

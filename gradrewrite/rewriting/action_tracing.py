@@ -16,10 +16,10 @@ from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
-from gradrewrite.policy.actions import describe, has_units
+from gradrewrite.policy.actions import describe, has_units, is_action
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateScope
-from gradrewrite.rewriting.function_memory import kept_by, memory_of
+from gradrewrite.rewriting.function_memory import Memory, changed_since, leaked_since, memory_of
 from gradrewrite.rewriting.lowering import Measure, Replace
 from gradrewrite.sites import Site
 
@@ -120,7 +120,7 @@ def trace_function(
     """
     given_scale, scale = (mode.scale, None) if has_units(action) else (None, mode.scale)
     refused, *left = _refusals(sites[0], action)
-    memory = memory_of(action)
+    memory = {} if is_action(action) else memory_of(action)
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale, states=mode.states) as reported:
 
@@ -141,9 +141,14 @@ def trace_function(
             reported.close()
             return [*results, *map(full, reported.outputs)]
 
-        try:
+        def trace() -> fx.GraphModule:
             inputs = [*values, *further]
-            graph = make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
+            return make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
+
+        try:
+            graph = trace()
+            if not is_action(action):
+                _check_memory(memory, graph, trace, sites[0], action)
         except RewriteError as err:
             line = _line_of(err)
             if line or str(sites[0]) not in err.text:
@@ -156,17 +161,27 @@ def trace_function(
                 f"{_line_of(err)}{sites[0]}: {describe(action)} could not be traced: {type(err).__name__}: "
                 f"{first_line}. A tensor function computes with torch operations alone; what it remembers is a gr.State"
             ) from err
-    kept = kept_by(action, memory)
-    if kept is not None:
-        raise CallbackError(
-            f"{sites[0]}: {describe(action)} keeps {kept!r} from one call to the next, and is called once, while it is "
-            "traced: every backward would see the first value. Remember values in a gr.State, which state.set(...) "
-            "writes",
-            code="kept-value",
-        )
     _check_graph(graph.graph, sites[0], action)
     graph.graph.eliminate_dead_code()
     return TracedAction.of(graph, reported)
+
+
+def _check_memory(
+    memory: Memory, graph: fx.GraphModule, trace: Callable[[], fx.GraphModule], site: Site, action: Any
+) -> None:
+    """Raise CallbackError for a function that would compute otherwise when it is called again."""
+    kept = leaked_since(memory, action)
+    if kept is None:
+        changed = changed_since(memory, action)
+        if changed is not None and str(trace().graph) != str(graph.graph):
+            kept = changed
+    if kept is not None:
+        raise CallbackError(
+            f"{site}: {describe(action)} keeps {kept!r} from one call to the next, and is called once, while it is "
+            "traced: every backward would see what it was then. Remember values in a gr.State, which state.set(...) "
+            "writes, and make constant tensors before the first call",
+            code="kept-value",
+        )
 
 
 def _global(part: Tensor, layout: Layout | None) -> Tensor:

@@ -69,6 +69,7 @@ def run(rank: int, code: str, model: nn.Module | None = None, called: str = "mod
     torch.manual_seed(0)
     known = names(rank, model or Layers())
     exec(code.replace('torch.distributed.init_process_group("gloo")', ""), known)
+    torch.manual_seed(0 if "mesh" in known else rank)
     x = torch.randn(2, 4, 4)
     output = known[called](distribute_tensor(x, known["mesh"], [Shard(1)]) if "mesh" in known else x)
     (output.full_tensor() if isinstance(output, DTensor) else output).square().sum().backward()
@@ -83,6 +84,7 @@ def agreement(rank: int) -> float:
 
 
 def reduction(rank: int) -> float:
+    torch.manual_seed(rank)
     model = gr.transform(Layers(), gr.on("error:layers.*", passes.Observe("max_abs")))
     model(torch.randn(2, 4)).sum().backward()
     known = names(rank, model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,14 +76,69 @@ def writes_an_attribute(g: Tensor) -> Tensor:
     return g * 1
 
 
+class Slots:
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, g: Tensor) -> Tensor:
+        self.step += 1
+        return g / self.step
+
+
+def counts_in_a_container(container: Any, place: Any) -> Function:
+    def scale(g: Tensor) -> Tensor:
+        container[place] += 1
+        return g / container[place]
+
+    return scale
+
+
+def keeps_the_last(norms: deque[Tensor]) -> Function:
+    def clip(g: Tensor) -> Tensor:
+        norms.append(g.square().sum())
+        return g / (1 + norms[0])
+
+    return clip
+
+
+def wrapped(fn: Function) -> Function:
+    @functools.wraps(fn)
+    def call(g: Tensor) -> Tensor:
+        return fn(g)
+
+    return call
+
+
+def by_an_object(settings: SimpleNamespace) -> Function:
+    def scale(g: Tensor) -> Tensor:
+        settings.rate *= 0.5
+        return g * settings.rate
+
+    return scale
+
+
+def by_an_argument(g: Tensor, *, seen: dict[str, int]) -> Tensor:
+    seen["calls"] += 1
+    return g / seen["calls"]
+
+
 CASES: dict[str, tuple[Function, str]] = {
     "an attribute of an object": (Follows(), "mean"),
     "a method": (Follows().method, "mean"),
-    "a partial": (functools.partial(Follows().method), "mean"),
+    "a partial": (functools.partial(Follows().method), "func.mean"),
+    "an argument of a partial": (functools.partial(by_an_argument, seen={"calls": 0}), "seen"),
     "a number": (Counts(), "step"),
+    "slots": (Slots(), "step"),
     "a global": (counts_in_a_global, "calls"),
     "a closure": (counts_in_a_closure(), "number"),
     "a list": (appends(), "seen"),
+    "a number in a list": (counts_in_a_container([0], 0), "container"),
+    "a number in a dict": (counts_in_a_container({"n": 0}, "n"), "container"),
+    "a deque": (keeps_the_last(deque(maxlen=3)), "norms"),
+    "an object behind a closure": (by_an_object(SimpleNamespace(rate=1.0)), "settings.rate"),
+    "a wrapped function": (wrapped(counts_in_a_closure()), "__wrapped__.number"),
     "an attribute of a function": (writes_an_attribute, "last"),
 }
 
@@ -101,19 +158,34 @@ def test_the_oracle_says_so_too() -> None:
         assert_matches_eager(nn.Linear(2, 2), gr.on("gradient:*", Counts()), torch.ones(1, 2), compiled=False)
 
 
-def test_what_is_no_memory_stays_allowed() -> None:
-    class Lazy:
-        limit: float | None = None
-        table: dict[str, Any]
+class Scratch:
+    """Assigns what it reads in the same call, and counts its calls."""
 
-        def __init__(self) -> None:
-            self.limit, self.table, self.bound, self.mean = None, {}, torch.tensor(1.0), gr.State()
+    def __init__(self) -> None:
+        self.scale, self.calls, self.ready, self.limit = 0.0, 0, False, 1.0
+        self.bound, self.mean = torch.tensor(1.0), gr.State()
+        self.chosen: Tensor | None = None
 
-        def __call__(self, g: Tensor) -> Tensor:
-            self.limit = 2.0 if self.limit is None else self.limit
-            self.table["shape"] = tuple(g.shape)
-            self.mean.set(self.mean + 1)
-            return torch.where(g > self.bound, g / self.limit, g)
+    def __call__(self, g: Tensor) -> Tensor:
+        if not self.ready:
+            self.limit, self.ready = 2.0, True
+        self.calls += 1
+        self.scale = g.numel() ** -0.5
+        self.chosen = self.bound
+        self.mean.set(self.mean + 1)
+        return torch.where(g > self.chosen, g * self.scale / self.limit, g)
 
-    model = gr.transform(nn.Linear(2, 2), gr.on("gradient:*", Lazy()))
-    assert {edit.site.name for edit in model.trace(torch.ones(1, 2)).edits} == {"weight", "bias"}
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, lambda fn: fn.__call__, functools.partial, wrapped])
+def test_what_changes_no_result_stays_allowed(wrap: Callable[[Function], Function]) -> None:
+    model = gr.transform(nn.Linear(2, 2), gr.on("gradient:*", wrap(Scratch())))
+    for rows in (1, 3):
+        assert {edit.site.name for edit in model.trace(torch.ones(rows, 2)).edits} == {"weight", "bias"}
+    model(torch.ones(4, 2)).sum().backward()
+
+
+def test_a_module_is_a_function() -> None:
+    model = gr.transform(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh()), gr.on("error:*", nn.Sequential(nn.Tanh(), nn.Hardtanh()))
+    )
+    model(torch.ones(4, 2)).sum().backward()
