@@ -26,6 +26,11 @@ from gradrewrite.diagnostics.run_log import (
 )
 from gradrewrite.diagnostics.site_health import SiteHealth, clips_always, sites_of, steps_of_clips
 
+_DROPPED = (
+    " All recorded gradients, and the loss after it, are finite: something on the way back drops these values (a mask, "
+    "padding_idx)."
+)
+
 Limits = Mapping[tuple[str, str], float]  # of a share, by record and kind of site
 
 LAST_STEPS = 20  # how units behave now, not at the start
@@ -125,12 +130,6 @@ def _non_finite(run: Run) -> list[Finding]:
         f"steps: {len(bad)} of {len(run.steps)}.{_DROPPED if dropped else ''}"
     )
     return [Finding(kind, site, step, text, figures, suggestion)]
-
-
-_DROPPED = (
-    " All recorded gradients, and the loss after it, are finite: something on the way back drops these values (a mask, "
-    "padding_idx)."
-)
 
 
 def _cause(run: Run, site: str, *, recovered: bool, dropped: bool) -> tuple[str, str, str]:

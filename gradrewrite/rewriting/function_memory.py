@@ -9,7 +9,7 @@ import dis
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -65,7 +65,7 @@ def _reachable(value: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]
         return
     for name, part in _parts(value):
         yield f"{prefix}{name}", part
-        if not isinstance(part, (Tensor, type, *_CONTAINERS)):
+        if not isinstance(part, (Tensor, type, ModuleType, *_CONTAINERS)):
             yield from _reachable(part, f"{prefix}{name}.", depth - 1)
 
 

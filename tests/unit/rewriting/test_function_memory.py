@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.rewriting.function_memory import memory_of
 from gradrewrite.testing import assert_matches_eager
 
 Function = Callable[[Tensor], Tensor]
@@ -189,3 +190,12 @@ def test_a_module_is_a_function() -> None:
         nn.Sequential(nn.Linear(2, 2), nn.Tanh()), gr.on("error:*", nn.Sequential(nn.Tanh(), nn.Hardtanh()))
     )
     model(torch.ones(4, 2)).sum().backward()
+
+
+def test_names_of_modules_are_no_memory() -> None:
+    def make() -> Function:
+        import math
+
+        return lambda g: g * math.pi
+
+    assert list(memory_of(make())) == ["math"]
