@@ -30,12 +30,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, the process's own if None; return 0, or 2 with one line on the error stream."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    if options.command == "sites" and options.pattern is None and len(rest) == 1 and not rest[0].startswith("-"):
-        options.pattern, rest = rest[0], []  # argparse takes a pattern only right behind the model
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = parse(argv)
     try:
         command = importlib.import_module(f"{__name__}.{_COMMANDS[options.command]}")
         with warnings.catch_warnings():
@@ -50,6 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(one_line(err))
     return 0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command; exit with 2 for unknown ones."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if options.command == "sites" and options.pattern is None and len(rest) == 1 and not rest[0].startswith("-"):
+        options.pattern, rest = rest[0], []  # argparse takes a pattern only right behind the model
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def _fail(message: str) -> int:
