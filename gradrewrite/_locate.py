@@ -59,7 +59,7 @@ def locate(
     monitor = Monitor()
     session = Session(RewriteConfig([*own, _count_gradients], dynamic=False), recorder_of(monitor), original)
     backend = Backend(session, AotEager(), monitor)
-    entry_point = EntryPoint(session, backend, backend, original, {})
+    entry_point = EntryPoint(session, lambda _: backend, backend, original, {})
     buffers = [(b, b.detach().clone(), b._version) for b in original.buffers()]
     leaves = [t for t in (*original.parameters(), *tensors_in((args, kwargs))) if t.requires_grad and t.is_leaf]
     try:

@@ -63,6 +63,15 @@ class CheckFinite:
         return {name: name}
 
     @property
+    def every(self) -> int | None:
+        """1 where the check only measures: ``Monitor(sample=)`` holds for it."""
+        return 1 if self.on_failure in ("warn", "record") else None
+
+    def records_at(self, site: Site) -> tuple[str, ...]:
+        """Return the names of its records at a site."""
+        return tuple(self.specialize(site).statistics)
+
+    @property
     def fails(self) -> OnFailure:
         """``on_failure``."""
         return self.on_failure

@@ -11,7 +11,8 @@ from torch import Tensor
 from gradrewrite.passes._settings import check_examples, short_repr, store_python_numbers
 from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import keep
-from gradrewrite.sites import Kind
+from gradrewrite.policy.sampling import checked_interval
+from gradrewrite.sites import Kind, Site
 
 _QUANTITIES: dict[str, tuple[ExampleQuantity, ...]] = {
     "tensor": (),
@@ -40,10 +41,12 @@ class Keep:
     Attributes:
         what: ``"tensor"``, ``"example_norms"`` or ``"second_moment"``.
         loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
+        every: Number of steps from one such tensor to the next; see ``Monitor(sample=)``.
         batch_dim: The dimension of every tensor input of the model that has the examples.
 
     Raises:
-        ValueError: ``what`` or ``loss_reduction`` is something else, or ``batch_dim`` is negative.
+        ValueError: ``what`` or ``loss_reduction`` is something else, ``batch_dim`` is negative, or ``every`` no whole
+            number >= 1.
         PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
 
     Example:
@@ -55,6 +58,7 @@ class Keep:
 
     what: Literal["tensor", "example_norms", "second_moment"] = "tensor"
     _: KW_ONLY
+    every: int = 1
     loss_reduction: LossReduction = "mean"
     batch_dim: int = 0
 
@@ -64,6 +68,7 @@ class Keep:
         store_python_numbers(self)
         if self.what not in _QUANTITIES:
             raise ValueError(f"Keep(what) is one of {', '.join(map(repr, _QUANTITIES))}, got {self.what!r}")
+        checked_interval("Keep", "every", self.every)
         check_examples("Keep", self.loss_reduction, self.batch_dim)
 
     @property
@@ -75,6 +80,10 @@ class Keep:
     def has_units(self) -> bool:
         """False: a tensor is kept unchanged, as ``retain_grad`` does."""
         return False
+
+    def records_at(self, site: Site) -> tuple[str, ...]:
+        """Return the names of its records at a site: none."""
+        return ()
 
     @property
     def example_quantities(self) -> Sequence[ExampleQuantity]:

@@ -13,6 +13,7 @@ from gradrewrite.ir.statistics import STATISTICS, largest_of, norm_of
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
+from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
 
 _EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
@@ -40,11 +41,12 @@ class Observe:
 
     Attributes:
         statistics: Names, in the order of the records; those of single examples come last.
+        every: Number of steps from one measurement to the next; see ``Monitor(sample=)``.
         loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
         batch_dim: The dimension of every tensor input of the model that has the examples.
 
     Raises:
-        ValueError: No name, or one that is unknown.
+        ValueError: No name, or one that is unknown; or ``every`` is no whole number >= 1.
         PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
         UnsupportedGradientError: (a TypeError, at the rewrite) ``min`` or ``max`` of a complex tensor.
 
@@ -54,10 +56,13 @@ class Observe:
     """
 
     statistics: tuple[str, ...]
+    every: int
     loss_reduction: LossReduction
     batch_dim: int
 
-    def __init__(self, *statistics: str, loss_reduction: LossReduction = "mean", batch_dim: int = 0) -> None:
+    def __init__(
+        self, *statistics: str, every: int = 1, loss_reduction: LossReduction = "mean", batch_dim: int = 0
+    ) -> None:
         """Refuse unknown names."""
         unknown = [name for name in statistics if name not in _KNOWN]
         if unknown or not statistics:
@@ -65,12 +70,14 @@ class Observe:
             raise ValueError(f"Observe: name at least one of {', '.join(_KNOWN)}; got {got}")
         check_examples("Observe", loss_reduction, batch_dim)
         object.__setattr__(self, "statistics", tuple(dict.fromkeys(statistics)))
+        object.__setattr__(self, "every", checked_interval("Observe", "every", every))
         object.__setattr__(self, "loss_reduction", loss_reduction)
         object.__setattr__(self, "batch_dim", batch_dim)
 
     def __repr__(self) -> str:
         """As the call that makes it."""
         given = list(map(repr, self.statistics))
+        given += [f"every={self.every}"] * (self.every != 1)
         given += [f"loss_reduction={self.loss_reduction!r}"] * (self.loss_reduction != "mean")
         given += [f"batch_dim={self.batch_dim}"] * (self.batch_dim != 0)
         return f"Observe({', '.join(given)})"
@@ -99,6 +106,13 @@ class Observe:
         if not examples or site.kind != "gradient":
             return _Observation(tuple(chosen))
         return _ExampleObservation(_Observation(tuple(chosen)), examples, self.loss_reduction, self.batch_dim)
+
+    def records_at(self, site: Site) -> tuple[str, ...]:
+        """Return the names of its records at a site."""
+        found = self.specialize(site)
+        if isinstance(found, _ExampleObservation):
+            return (*found.observation.statistics, *found.names)
+        return tuple(found.statistics)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Record where no site is known."""

@@ -10,27 +10,38 @@ from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
-from gradrewrite.backends.compilation import compile_graph
+from gradrewrite.backends.compilation import compile_graph, needs_gradients
 from gradrewrite.backends.engines import Engine, Inductor, Runnable
 from gradrewrite.backends.explanation import Explanation
 from gradrewrite.backends.parameter_watch import ParameterWatch
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import PolicyError
 from gradrewrite.instrumentation.source_locations import user_line
+from gradrewrite.ir import editing
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import check_policy
+from gradrewrite.policy.sampling import Measured
 from gradrewrite.rewriting.config import RewriteConfig
 
 
 class Backend:
     """A torch.compile backend with a policy; made by ``gr.backend``."""
 
-    def __init__(self, session: Session, engine: Engine, monitor: Monitor, *, is_silent: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        monitor: Monitor,
+        *,
+        is_silent: bool = False,
+        measured: Measured = "all",
+    ) -> None:
         self.session = session
         self.engine = engine
         self.is_silent = is_silent  # no backward follows, so that what is skipped does not matter
         self._monitor = monitor
+        self._measured = measured
         # By what torch.compile made of this object.
         self._compiled: MutableMapping[Any, dynamo_cache.CompiledCode] = WeakIdKeyDictionary()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -91,9 +102,25 @@ class Backend:
         broken = dynamo.graph_break_of(gm)
         if broken is not None and not self.is_silent and not data_parallel.is_ddp_split(gm):
             self.session.graphs.note_skipped(f"{user_line(broken[1])}: {broken[0].splitlines()[0]}")
-        run = compile_graph(self.session, gm, example_inputs, engine)
-        if not self.session.has_model:  # for a model, its entry does this
-            self._live_with_modules()
+        if self.session.has_model:
+            return compile_graph(self.session, gm, example_inputs, engine, self._measured)
+        run = self._compile_all(gm, example_inputs, engine)
+        self._live_with_modules()  # for a model, its entry does this
+        return run
+
+    def _compile_all(self, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
+        """Compile a graph once for each kind of step: torch.compile asks one time, and runs one function."""
+        sampling, copied = self.session.sampling, editing.copy_with_inner_graphs(gm)
+        compiled: dict[Measured, Runnable] = {"all": compile_graph(self.session, gm, inputs, engine)}
+        for measured in sampling.kinds[1:] if needs_gradients(inputs) else ():
+            own = editing.copy_with_inner_graphs(copied)
+            compiled[measured] = compile_graph(self.session, own, inputs, engine, measured)
+        if len(compiled) == 1:
+            return compiled["all"]
+
+        def run(*args: Any) -> Any:
+            return compiled.get(sampling.begin(), compiled["all"])(*args)
+
         return run
 
     def _live_with_modules(self) -> None:

@@ -38,7 +38,7 @@ def capture_joint_graph(
     """Return the rewritten joint graph of a model for these inputs; nothing runs and nothing changes."""
     session = Session(replace(config, fullgraph=True), StepRecorder(1), model)
     backend = partial(_capture, session)
-    entry_point = EntryPoint(session, backend, backend, model, {})
+    entry_point = EntryPoint(session, lambda _: backend, backend, model, {})
     try:
         with torch.enable_grad(), kept_random_state():
             entry_point(args, dict(kwargs))

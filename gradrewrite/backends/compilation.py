@@ -35,6 +35,7 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_and_compare, rewrite_joint_graph
 from gradrewrite.sites import Site
@@ -44,8 +45,13 @@ logger = logging.getLogger("gradrewrite.cache")
 _Role = Literal["input", "value"]  # behind a graph break, and in a region, inputs are values of the model
 
 
-def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
-    """Compile one Dynamo graph; an error of the policy becomes a callable that raises it when the graph runs."""
+def compile_graph(
+    session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine, measured: Measured = "all"
+) -> Runnable:
+    """Compile one Dynamo graph, with a part of the policy's measurements.
+
+    An error of the policy becomes a callable that raises it when the graph runs.
+    """
     if not needs_gradients(inputs):
         erase_notes(gm)
         return engine.compile_plain(gm, inputs)
@@ -62,7 +68,7 @@ def compile_graph(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], e
     if session.has_model and data_parallel.is_inside_data_parallel():
         session.warnings.warn_once("data parallel", _DATA_PARALLEL)
     try:
-        with marking(session, gm, inputs, engine) as compilation:
+        with marking(session, gm, inputs, engine, measured) as compilation:
             key = _cache_key(compilation, gm, inputs)
             compilation.asked = {} if key is None else key.answers
             if key is not None and key.hash is not None:
@@ -85,7 +91,9 @@ def needs_gradients(inputs: Sequence[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Iterator[GraphCompilation]:
+def marking(
+    session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine, measured: Measured = "all"
+) -> Iterator[GraphCompilation]:
     """Insert probes into a Dynamo graph, and let them mark the joint graph that is traced inside the block."""
     local, global_, frame = dynamo.current_frame()
     broken = dynamo.graph_break_of(gm)
@@ -106,6 +114,7 @@ def marking(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine:
             returned=returned_inputs(gm.graph),
             parallelism=data_parallel.parallelism_around(session.names.all_modules()),
             region=region,
+            measured=measured,
         )
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
@@ -134,6 +143,7 @@ class GraphCompilation:
     returned: Collection[int]  # positions of the inputs that it returns
     parallelism: data_parallel.DataParallelism
     region: RegionCall | None = None  # None for a graph of the model
+    measured: Measured = "all"
     values: Sequence[Value] = ()  # of the probes, by their number
     layouts: InputLayouts = field(default_factory=InputLayouts)  # of DTensors, and of their gradients
     result: RewriteResult | None = None  # None before the rewrite, and for a graph without gradients
@@ -160,10 +170,10 @@ class GraphCompilation:
         assert graph.owning_module is not None
         config, graphs, num_nodes = self.session.config, self.session.graphs, len(graph.nodes)
         if graphs.wants(num_nodes):
-            shown, result = rewrite_and_compare(self.marked(graph), config, self.asked)
+            shown, result = rewrite_and_compare(self.marked(graph), config, self.asked, self.measured)
             graphs.keep(shown, num_nodes)
         else:
-            result = rewrite_joint_graph(self.marked(graph), config, self.asked)
+            result = rewrite_joint_graph(self.marked(graph), config, self.asked, self.measured)
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
@@ -233,6 +243,7 @@ class GraphCompilation:
     def report(self) -> None:
         """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
+        self.session.sampling.note(self.result.answers)
         self.session.graphs.note(self._graph_report())
         self._note_warnings(self.result)
 
@@ -248,7 +259,7 @@ class GraphCompilation:
         lost = tuple(site for site, _ in self.result.out_of_reach)
         answered = frozenset(found.position for answers in self.result.answers for found in answers)
         named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
-        return GraphReport(self.frame, self.is_whole, *named)
+        return GraphReport(self.frame, self.is_whole, *named, self.measured)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
@@ -354,6 +365,7 @@ class GraphCompilation:
                 self.is_whole,
                 self.engine.overwrites_outputs,
                 self.parallelism,
+                self.measured,
             )
         )
 
@@ -402,7 +414,7 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
         return None
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
     further = compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region
-    return find_key(*given, *further)
+    return find_key(*given, *further, compilation.measured)
 
 
 def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 import weakref
@@ -13,12 +14,14 @@ import torch
 from torch import fx, nn
 
 from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
+from gradrewrite._utils.progress import show_progress
 from gradrewrite._utils.tensors import tensors_in
 from gradrewrite.backends.module_hooks import calls_shown
 from gradrewrite.backends.region_calls import RegionCall, running_module
 from gradrewrite.backends.session import Session
 from gradrewrite.backends.tracing_errors import explained
 from gradrewrite.errors import GraphBreakError, NotRewrittenError
+from gradrewrite.policy.sampling import Measured
 
 _counter = itertools.count()  # Dynamo keys its profiles by the names of functions
 
@@ -43,13 +46,15 @@ class EntryPoint:
     """The compiled function around a model.
 
     It has a code object of its own: torch counts compilations by code object, and at the ninth transform of a class
-    would run the plain model. ``evaluating_backend`` compiles for calls that no backward follows: in parts, if it must.
+    would run the plain model. ``backend`` gives the backend for steps with these measurements, each of which has a
+    compiled function of its own. ``evaluating_backend`` compiles for calls that no backward follows: in parts, if it
+    must.
     """
 
     def __init__(
         self,
         session: Session,
-        backend: Compiler,
+        backend: Callable[[Measured], Compiler],
         evaluating_backend: Compiler,
         model: nn.Module,
         options: Mapping[str, Any],
@@ -64,21 +69,32 @@ class EntryPoint:
         self._runs_hooks = runs_hooks
         self._is_region = is_region
         self._module: Callable[[], nn.Module | None] = running_module if is_region else weakref.ref(model)
-        self._name = f"gradrewrite_entry_{next(_counter)}"
-        session.entry_frames[self._name] = method
-        self._session, self._backends = session, (backend, evaluating_backend)
-        settings = {**options, "dynamic": session.config.dynamic}
-        self._compiled = self._compile(backend, {**settings, "fullgraph": self._fullgraph})
-        self._evaluating = self._compile(evaluating_backend, {**settings, "fullgraph": False})
+        self._session, self._backend, self._backends = session, backend, [evaluating_backend]
+        self._settings = {**options, "dynamic": session.config.dynamic}
+        self._evaluating = self._compile(evaluating_backend, fullgraph=False)
+        self._compiled: dict[Measured, dynamo_cache.CompiledFunction] = {}
+        self._function("all")
         self._refusal = ("", "")  # text and code of the error, where the model cannot be one graph without a backward
 
-    def _compile(self, backend: Compiler, settings: Mapping[str, Any]) -> dynamo_cache.CompiledFunction:
-        function, shown = self._fresh_function(bool(settings["fullgraph"])), partial(calls_shown, self._module)
+    def _function(self, measured: Measured) -> dynamo_cache.CompiledFunction:
+        """Return the compiled function for steps with these measurements, made when it is first needed."""
+        if measured not in self._compiled:
+            self._backends.append(self._backend(measured))
+            self._compiled[measured] = self._compile(self._backends[-1], fullgraph=self._fullgraph)
+        return self._compiled[measured]
+
+    def _compile(self, backend: Compiler, *, fullgraph: bool) -> dynamo_cache.CompiledFunction:
+        name = f"gradrewrite_entry_{next(_counter)}"
+        self._session.entry_frames[name] = self._method
+        function, shown = self._fresh_function(name, fullgraph), partial(calls_shown, self._module)
+        settings = {**self._settings, "fullgraph": fullgraph}
         compiled = dynamo_cache.CompiledFunction(function, _WeakBackend(backend), settings, shown)
         weakref.finalize(self, compiled.drop).atexit = False
         return compiled
 
-    def _fresh_function(self, fullgraph: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    def _fresh_function(
+        self, name: str, fullgraph: bool
+    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
         session, method = self._session, self._method
 
         def call_method(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -93,8 +109,8 @@ class EntryPoint:
                 _runs_plain(session, fullgraph, (model, args, kwargs))
             return run(model, *args, **kwargs)
 
-        code = fn.__code__.replace(co_name=self._name)
-        return types.FunctionType(code, fn.__globals__, self._name, fn.__defaults__, fn.__closure__)
+        code = fn.__code__.replace(co_name=name)
+        return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module | None = None) -> Any:
         """Call the model, or one of the modules that share the entry point."""
@@ -106,7 +122,9 @@ class EntryPoint:
         if not has_backward:
             return self._evaluate(model, args, kwargs)
         self._session.begun.add(self._method)
-        return self._run(self._compiled, model, args, kwargs)
+        measured = self._session.sampling.begin()
+        with show_progress("compile", "a second graph") if measured not in self._compiled else contextlib.nullcontext():
+            return self._run(self._function(measured), model, args, kwargs)
 
     def is_split(self, regions: Collection[RegionCall]) -> bool:
         """Whether a graph break splits the code of these regions: when a graph of it runs, others may have run."""
@@ -118,7 +136,7 @@ class EntryPoint:
         refusal = self._refusal
         if self._fullgraph and not any(refusal):
             try:
-                return self._run(self._compiled, model, args, kwargs)
+                return self._run(self._function("all"), model, args, kwargs)
             except GraphBreakError as err:  # which is not kept: it holds on to the inputs
                 self._refusal = refusal = err.text, err.code
             except NotRewrittenError as err:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradrewrite.ir.edits import Edit
+from gradrewrite.policy.sampling import Measured
 from gradrewrite.sites import Site
 
 
@@ -22,6 +23,8 @@ class GraphReport:
         region: The region of the model that it was compiled for or is shared by, with the number of the call
             (``layers.0#1``) if that is not the first; ``""`` for a graph of the model.
         answered: Positions of the callbacks that answered at any site, in the nested lists of the policy.
+        measured: Which of the actions that only measure it has: ``"all"``; ``"every step"``, those without an interval;
+            ``"nothing"``, none. See ``Monitor(sample=)``.
     """
 
     frame: str
@@ -31,6 +34,7 @@ class GraphReport:
     out_of_reach: tuple[Site, ...] = ()
     region: str = ""
     answered: frozenset[tuple[int, ...]] = frozenset()
+    measured: Measured = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Explanation:
         lines = [f"{len(self.graphs)} rewritten graphs, {len(self.skipped)} skipped regions"]
         for number, graph in enumerate(self.graphs):
             where = f"{graph.frame}, {graph.region}" if graph.region else graph.frame
+            where += "" if graph.measured == "all" else f", measuring {graph.measured}"
             lines.append(f"graph {number} ({where}): {len(graph.sites)} sites, {len(graph.edits)} edits")
             lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
             lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from gradrewrite.backends.regions import Regions, outside_of
 from gradrewrite.backends.session import Session, attached_state
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.rules import ask
+from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import refuse_group_in_regions
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.sites import Site
@@ -83,7 +85,12 @@ class ModelState:
         self._num_calls = 0  # of a model with regions, with gradients
 
     def _entry_points(self, session: Session, options: Mapping[str, Any], engine: Engine) -> dict[str, EntryPoint]:
-        backend = Backend(session, engine, self.monitor)
+        monitor = self.monitor
+
+        @functools.cache
+        def backend(measured: Measured) -> Backend:
+            return Backend(session, engine, monitor, measured=measured)
+
         evaluating = Backend(session, engine, self.monitor, is_silent=True)
         self._backends = backend, evaluating
         if self.regions is not None:

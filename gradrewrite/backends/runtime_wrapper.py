@@ -12,6 +12,7 @@ from gradrewrite._compat import dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_uses import GraphUse
 from gradrewrite.backends.session import Session
+from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warnings_in_parts
 from gradrewrite.policy.state_store import write_states
 
@@ -28,6 +29,7 @@ class RewrittenBackward:
     is_whole: bool  # its graph holds all that one call of the model does
     copies_packs: bool  # the next call overwrites its outputs
     parallelism: DataParallelism
+    measured: Measured
 
     def __call__(self, args: list[Any]) -> Any:
         """Run; gradients are returned, records go to the session's recorder."""
@@ -48,16 +50,17 @@ class RewrittenBackward:
             session.config.loss_scale.update()
         args.extend(self.live)
         results = self.compiled(args)
-        if not self.num_outputs:
+        if not self.num_outputs and self.measured == "all":
             return results
-        results, auxiliary = results[: -self.num_outputs], results[-self.num_outputs :]
+        number = len(results) - self.num_outputs
+        results, auxiliary = results[:number], results[number:]
         first_state = len(auxiliary) - len(outputs.states)
         packs, kept = auxiliary[: len(outputs.packs)], auxiliary[len(outputs.packs) : first_state]
         if self.copies_packs:  # a CUDA graph overwrites all of it
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
             tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
-        again = session.recorder.collect(outputs, tensors, snapshot, use.parameters)
+        again = session.recorder.collect(outputs, tensors, snapshot, use.parameters, session.sampling.is_due)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and (self.is_whole or "part" not in session.warnings):

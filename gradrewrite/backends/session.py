@@ -13,6 +13,7 @@ from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.policy.sampling import Sampling
 from gradrewrite.rewriting.config import RewriteConfig
 
 STATE = "_gradrewrite"  # the slot of a rewritten model, or its attribute where it was rewritten in place
@@ -38,6 +39,7 @@ class Session:
         self.begun: set[str] = set()  # methods that were called where a backward could follow
         self.names = ModuleNames(model)
         self.inputs = InputNames(model, config.methods)
+        self.sampling = Sampling(recorder.sampling, config.states, config.policy)
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)

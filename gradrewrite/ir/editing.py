@@ -232,6 +232,16 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
+def copy_with_inner_graphs(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy, with copies of its sub-GraphModules."""
+    copied = copy_of(gm)
+    copied.meta = dict(gm.meta)
+    for name, inner in gm.named_children():
+        if isinstance(inner, fx.GraphModule):
+            setattr(copied, name, copy_with_inner_graphs(inner))
+    return copied
+
+
 def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
     """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones."""
     owner = graph.owning_module

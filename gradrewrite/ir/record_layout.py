@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -67,6 +67,9 @@ class BackwardOutputs:
     states: tuple[tuple[str, Tensor], ...] = ()
     counts: frozenset[RecordKey] = frozenset()  # of elements; they add up over several graphs of one backward
     noisy: frozenset[str] = frozenset()  # groups with noise
+    # Keys of measurements, by the number of steps from one to the next.
+    sampled: tuple[tuple[int, frozenset[RecordKey]], ...] = ()
+    kept_every: tuple[int, ...] = ()  # the same numbers, of the kept tensors
     logs: bool = field(init=False, repr=False, compare=False)
     # For each consequence of a failed check, the positions of the counts in each packed tensor.
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
@@ -83,7 +86,11 @@ class BackwardOutputs:
         object.__setattr__(self, "checked", checked)
         object.__setattr__(self, "logs", any(clip.report.logs for clip in self.clips))
 
-    @property
-    def kept_keys(self) -> list[tuple[str, Site]]:
-        """The kinds and sites of the kept tensors."""
-        return list(zip(self.kept_as, self.kept, strict=True))
+    def undue(self, is_due: Callable[[int], bool]) -> frozenset[RecordKey]:
+        """Return the keys of measurements with an interval that is not due."""
+        return frozenset[RecordKey]().union(*(keys for every, keys in self.sampled if not is_due(every)))
+
+    def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site] | None]:
+        """Return the kinds and sites of the kept tensors; None where the interval is not due."""
+        found = zip(self.kept_as, self.kept, self.kept_every, strict=True)
+        return [(what, site) if is_due(every) else None for what, site, every in found]

@@ -77,6 +77,7 @@ class Renaming:
             clips=tuple(map(clip, outputs.clips)),
             bounds=tuple((key(old), bound) for old, bound in outputs.bounds),
             counts=frozenset(map(key, outputs.counts)),
+            sampled=tuple((every, frozenset(map(key, keys))) for every, keys in outputs.sampled),
         )
 
     def edit(self, edit: Edit, sites: Sequence[Site]) -> Edit:

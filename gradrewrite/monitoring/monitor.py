@@ -22,7 +22,7 @@ from gradrewrite.monitoring.messages import failure_of
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.monitoring.writers import JsonLines, TensorBoard, path_of_rank
-from gradrewrite.policy.numbers import python_number
+from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.replay.root_cause import find_anywhere
 from gradrewrite.sites import Site
 
@@ -51,31 +51,55 @@ class Monitor:
         capacity: How many steps are kept.
         every: After how many steps they are copied to the host, without waiting, and written to files; None: only when
             something is read.
+        sample: Number of steps from one measurement to the next, of all actions that only measure: ``Observe``,
+            ``Keep``, ``CheckFinite`` with ``"warn"`` or ``"record"``, and update ratios of ``gr.guard``. It may be set
+            at any time. In the steps between, code without them runs, with the kernels and saved tensors of the
+            policy that lacks them. Each of both is compiled when it is first needed; nothing is compiled again.
+            ``Observe(every=n)`` is due in those of these steps whose number ``n`` divides. A step is one of a guarded
+            optimizer, all its micro-batches, or a backward where no optimizer is guarded; step 0 is measured. All
+            ranks have to have the same.
     """
 
-    def __init__(self, capacity: int = 1000, *, every: int | None = None) -> None:
+    def __init__(self, capacity: int = 1000, *, every: int | None = None, sample: int = 1) -> None:
         """Create a monitor without records.
 
         Raises:
-            ValueError: ``capacity`` or ``every`` is not a whole number >= 1, or ``every`` exceeds ``capacity``.
+            ValueError: ``capacity``, ``every`` or ``sample`` is not a whole number >= 1, or ``every`` exceeds
+                ``capacity``.
         """
-        capacity, every = python_number(capacity), python_number(every)
-        for name, value in (("capacity", capacity), ("every", every)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"Monitor: {name} is a whole number >= 1, got {value!r}")
+        capacity = checked_interval("Monitor", "capacity", capacity)
+        every = None if every is None else checked_interval("Monitor", "every", every)
         if every is not None and every > capacity:
             raise ValueError(f"Monitor: every={every} steps would not fit into capacity={capacity}")
         self.capacity = capacity
         self.every = every
         self._recorder = StepRecorder(capacity, every)
+        self.sample = sample
         self._lock = self._recorder.lock
         self._warned_of_bound = False
 
     def __repr__(self) -> str:
-        return f"Monitor(capacity={self.capacity}, every={self.every}): {self._recorder.num_steps} steps"
+        sample = f", sample={self.sample}" if self.sample != 1 else ""
+        return f"Monitor(capacity={self.capacity}, every={self.every}{sample}): {self._recorder.num_steps} steps"
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+    @property
+    def sample(self) -> int:
+        """Number of steps from one measurement to the next."""
+        return self._recorder.sampling.sample
+
+    @sample.setter
+    def sample(self, value: int) -> None:
+        self._recorder.sampling.sample = checked_interval("Monitor", "sample", value)
+
+    def sample_next(self) -> None:
+        """Measure all in the next step, whatever ``sample`` and ``every`` of actions are.
+
+        The next step is the first one with a forward that has not begun. On several ranks all of them call it.
+        """
+        self._recorder.sampling.num_requests += 1
 
     @property
     def dropped(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -36,6 +36,7 @@ class GraphRecord:
     packs: list[Tensor]  # packed records
     snapshot: StepSnapshot | None = None  # inputs of a replay; None where nothing is checked, or they were let go
     on_device: list[Tensor] = field(default_factory=list)  # sources of copies under way, kept alive
+    undue: Collection[RecordKey] = ()  # records that nobody reads: their intervals were not due
     # Bounds of clips that the host has, as they were when this was made.
     bounds: dict[RecordKey, float] = field(init=False)
 
@@ -52,7 +53,8 @@ class GraphRecord:
         """All records and the factors of clips; the packs are on the host."""
         values = self.values()
         known = values | self.bounds if self.outputs.clips else values
-        return values | {clip.factor: clip.on_host(known).factor() for clip in self.outputs.clips}
+        factors = {clip.factor: clip.on_host(known).factor() for clip in self.outputs.clips}
+        return {key: value for key, value in (values | factors).items() if key not in self.undue}
 
     def has_passed(self, mode: OnFailure) -> bool:
         """Whether the packs are in host memory, and no check of this kind failed."""
@@ -95,12 +97,22 @@ class StepRecord:
     _copied: list[torch.cuda.Event] | None = None
     _values: dict[RecordKey, float] | None = None
 
-    def add(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], snapshot: StepSnapshot | None = None) -> None:
-        """Add the report of a graph: its packs, then its kept tensors."""
+    def add(
+        self,
+        outputs: BackwardOutputs,
+        tensors: Sequence[Tensor],
+        snapshot: StepSnapshot | None = None,
+        is_due: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """Add the report of a graph: its packs, then its kept tensors.
+
+        ``is_due`` is asked for the intervals of measurements.
+        """
         number = len(outputs.packs)
-        self.graphs.append(GraphRecord(outputs, list(tensors[:number]), snapshot))
+        self.graphs.append(GraphRecord(outputs, list(tensors[:number]), snapshot, undue=outputs.undue(is_due)))
         if outputs.kept:
-            self.kept.update(zip(outputs.kept_keys, tensors[number:], strict=True))
+            kept = zip(outputs.kept_keys(is_due), tensors[number:], strict=True)
+            self.kept |= {key: tensor for key, tensor in kept if key is not None}
 
     def add_late(self, keys: tuple[RecordKey, ...], pack: Tensor) -> None:
         """Add records after the backward; where the copy to the host has begun, that of these begins too."""
@@ -163,7 +175,7 @@ class StepRecord:
                 for key, value in graph.records().items():
                     adds_up = key in known and key in graph.outputs.counts
                     known[key] = known[key] + value if adds_up else value
-            self._values = {key: known[key] for key in keys}
+            self._values = {key: known[key] for key in keys if key in known}
         updates = {key: value for update in self.updates for key, value in update.values().items()}
         bounds = {key: value for graph in self.graphs for key, value in graph.bounds.items()}
         late = {key: value for added in self.late.values() for key, value in added.values().items()}

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,6 +22,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.monitoring.messages import StepMessages, raise_failed
 from gradrewrite.monitoring.step_record import StepRecord, verdicts_of
 from gradrewrite.monitoring.writers import Writers
+from gradrewrite.policy.sampling import SamplingSettings
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
@@ -79,6 +80,7 @@ class StepRecorder:
         self.last_skip: FiniteCheck | None = None  # check that skips of the last graph that has one
         # Site of a check that skips and may fail on one rank of several with equal parameters; None without one.
         self.lone_skip: Site | None = None
+        self.sampling = SamplingSettings()
         # Group of the data parallelism that the model was last called in, or that averages its gradients.
         self.process_group: distributed.ProcessGroup | None = None
         # DistributedDataParallel that the model was last called in.
@@ -207,11 +209,12 @@ class StepRecorder:
         tensors: Sequence[Tensor],
         snapshot: StepSnapshot | None = None,
         parameters: Sequence[weakref.ref[Tensor]] = (),
+        is_due: Callable[[int], bool] = lambda _: True,
     ) -> list[str]:
         """Record the report of one backward graph, inside ``backward``.
 
-        ``parameters`` are those whose gradients it computes. Returns the groups that an earlier graph of the same
-        backward had clipped already.
+        ``parameters`` are those whose gradients it computes, ``is_due`` is asked for intervals of measurements.
+        Returns the groups that an earlier graph of the same backward had clipped already.
         """
         with self.lock:
             task = self.step_backward()
@@ -220,7 +223,7 @@ class StepRecorder:
                 record = self._begin(task)
             again = [group for group in outputs.groups if group in record.groups]
             record.groups += outputs.groups
-            record.add(outputs, tensors, snapshot)
+            record.add(outputs, tensors, snapshot, is_due)
             if any(outputs.num_skips):
                 self._note_verdicts(outputs, tensors, parameters)
             return again
@@ -250,14 +253,16 @@ class StepRecorder:
             for guard in guards:
                 guard.note(bad, parameters)
 
-    def collect_update(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int) -> int:
+    def collect_update(
+        self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int, is_due: Callable[[int], bool]
+    ) -> int:
         """Record the report of a step graph in the record of the last backward, or else in a record of its own.
 
         ``previous`` is the step that took the same optimizer's last report, -1 without one. Returns the step that took
         this one. NonFiniteError if a check that raises failed.
         """
         update = StepRecord()
-        update.add(outputs, tensors)
+        update.add(outputs, tensors, is_due=is_due)
         update.close()
         with self.lock:
             if self.records and self.records[-1].step != previous:

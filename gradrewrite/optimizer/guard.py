@@ -381,10 +381,15 @@ class Guard:
         self._verdict.start(ballot, outcome.verdict)
         for at in self.attached:
             if outcome.outputs.packs or outcome.outputs.kept:
-                at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step)
+                at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step, self._is_due)
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
-        before = self._ratios.before(optimizer) if self._ratios is not None else []
+        before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
         return outcome, self._verdict.decide(optimizer, bad, ballot, outcome.verdict), before
+
+    def _is_due(self, every: int) -> bool:
+        """Return whether a measurement with this interval is due in this step, in one of the models."""
+        sampled = [target.session.sampling for target in self.targets if target.session is not None]
+        return any(sampling.is_due(every) for sampling in sampled) or not sampled
 
     def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record the figures known after the update."""

@@ -36,6 +36,7 @@ from gradrewrite.optimizer.step_exchange import (
 from gradrewrite.policy.actions import GroupAction, NormScaling, ParameterScaling, takes_value
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.sampling import Omitted
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense
@@ -189,7 +190,7 @@ class _Builder:
             case Replace():
                 self._refuse_unless_elementwise(point, insertion, spread)
                 self.rewriter.insert(point, [insertion])
-            case ScaleParameter():
+            case ScaleParameter() | Omitted():
                 self.rewriter.insert(point, [insertion])
             case Average():
                 raise AssertionError("no step site may have one")
@@ -200,6 +201,7 @@ class _Builder:
         rewriter = self.rewriter
         node = rewriter.current(point.node)
         keys = tuple(rewriter.packing.numbering.new(measure.statistics, str(point.site)))
+        rewriter.packing.note_sampled(measure.action, keys)
         self.measured[point.order] += [
             RecordNode((k,), node, is_forward=False, skips=measure.fails == "skip") for k in keys
         ]

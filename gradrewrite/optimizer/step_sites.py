@@ -32,6 +32,7 @@ from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, se
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
+from gradrewrite.policy.sampling import Measured, interval_of, sampled
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
 from gradrewrite.rewriting.action_tracing import check_dense
@@ -82,6 +83,7 @@ class StepSites:
         self._named: list[tuple[int, str] | None] = []  # target and name of each parameter; None where it has none
         self._plans: OrderedDict[Hashable, _Plan | ExchangeSettings | None] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
+        self._measures = False  # whether an action that was answered only measures
         self._warned_of_strangers = False
         self._warned_of_lost = False
         self.check_rules()
@@ -138,16 +140,7 @@ class StepSites:
         gradients = [p.grad for p in parameters]
         divides = _may_divide(optimizer, step)
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
-        kinds = (p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True))
-        key = (divides, voters, *kinds)
-        if key in self._plans:
-            self._plans.move_to_end(key)
-        else:
-            with fake_tensors.outside_of_modes():
-                self._plans[key] = self._plan(parameters, gradients, divides, voters)
-            if len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        plan = self._plans[key]
+        plan = self._find_plan(parameters, gradients, divides, voters)
         if isinstance(plan, _Plan):
             if ballot is not None and not plan.rewrite.takes_votes and not any(plan.rewrite.outputs.num_skips):
                 ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
@@ -157,6 +150,26 @@ class StepSites:
             if ballot is not None and sums is not None:
                 ballot.decide(sums)
         return StepOutcome()
+
+    def _find_plan(
+        self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]
+    ) -> _Plan | ExchangeSettings | None:
+        """Return the plan for these gradients and the measurements of this step, made if it is not there."""
+        kinds = [p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True)]
+        measured = tuple("all" if t.session is None else t.session.sampling.begin() for t in self._targets)
+
+        def key() -> Hashable:
+            return (divides, voters, measured if self._measures else None, *kinds)
+
+        if key() in self._plans:
+            self._plans.move_to_end(key())
+            return self._plans[key()]
+        with fake_tensors.outside_of_modes():
+            plan = self._plan(parameters, gradients, divides, voters, measured)
+        self._plans[key()] = plan  # it is known now whether something is measured
+        if len(self._plans) > _MAX_PLANS:
+            self._plans.popitem(last=False)
+        return plan
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph for a step with all gradients, without edits if there are no actions; nothing runs.
@@ -180,10 +193,11 @@ class StepSites:
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
 
-    def _ask(self, parameters: _Parameters, gradients: _Gradients) -> _Asked:
+    def _ask(self, parameters: _Parameters, gradients: _Gradients, measured: Sequence[Measured] = ()) -> _Asked:
         """Ask the policies at each gradient that is there.
 
-        Where several models have a parameter of one name, the policies are asked at equal sites, and the ``call`` of
+        Actions that only measure are left out where ``measured`` of their model says so. Where several models have a
+        parameter of one name, the policies are asked at equal sites, and the ``call`` of
         the sites that are returned numbers the models, in the optimizer's order. PolicyError for an answer that is not
         allowed, UnsupportedGradientError for an action at a sparse gradient.
         """
@@ -205,12 +219,21 @@ class StepSites:
                 check_dense(answered.action, site, gradient)
             if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
                 refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
-            asked[n] = (site, answers)
             session.rules.note_step_answers(answered.position[1:] for answered in answers)
+            session.sampling.note([answers])
+            self._measures |= any(interval_of(answered.action) for answered in answers)
+            if measured:
+                answers = sampled(answers, site, measured[own[0]])
+            asked[n] = (site, answers)
         return asked
 
     def _exchange(
-        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients, voters: tuple[int, ...] | None
+        self,
+        asked: _Asked,
+        parameters: _Parameters,
+        gradients: _Gradients,
+        voters: tuple[int, ...] | None,
+        measured: Sequence[Measured] = (),
     ) -> ExchangeSettings | None:
         """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any.
 
@@ -221,7 +244,7 @@ class StepSites:
             return None
         everywhere = asked
         if len(asked) < len(parameters):
-            everywhere = self._ask(parameters, missing)
+            everywhere = self._ask(parameters, missing, measured)
         position = {n: number for number, n in enumerate(n for n, (_, answers) in asked.items() if answers)}
         sites = [
             SpreadSite(site, spread, answers, position.get(n))
@@ -339,15 +362,20 @@ class StepSites:
             )
 
     def _plan(
-        self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]
+        self,
+        parameters: _Parameters,
+        gradients: _Gradients,
+        divides: bool,
+        voters: tuple[int, ...],
+        measured: Sequence[Measured],
     ) -> _Plan | ExchangeSettings | None:
         """Ask, rewrite and compile for the present gradients; None without actions.
 
         Where only spread gradients that are missing here may have actions, their exchange.
         """
-        asked = self._ask(parameters, gradients)
+        asked = self._ask(parameters, gradients, measured)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
-        exchange = self._exchange(asked, parameters, gradients, voters)
+        exchange = self._exchange(asked, parameters, gradients, voters, measured)
         if not own:
             return exchange
         settings = StepSettings(divides, self._suffix, exchange, self._states())

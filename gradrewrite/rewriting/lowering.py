@@ -29,6 +29,7 @@ from gradrewrite.policy.actions import (
     takes_value,
 )
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.sampling import Omitted
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.sites import Site
 
@@ -98,7 +99,7 @@ class WeighExamples:
     rule: str
 
 
-Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter
+Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter | Omitted
 GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples
 
 
@@ -112,7 +113,8 @@ class InsertionPlan:
 
     def changed(self) -> set[InsertionPoint]:
         """Return the insertion points with changed values."""
-        found = {point for point, own in self.single.items() if not all(isinstance(one, Measure) for one in own)}
+        idle = (Measure, Omitted)
+        found = {point for point, own in self.single.items() if not all(isinstance(one, idle) for one in own)}
         return found.union(*(group.points for group in self.groups))
 
 
@@ -136,6 +138,8 @@ def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> Inser
 
 def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
     """Return the insertion of an action of one site, in its variant for that site; ``rule`` as in ``Answered``."""
+    if isinstance(action, Omitted):
+        return action
     if isinstance(action, BucketedAction):
         return Average(action)
     if isinstance(action, ParameterScaling):
@@ -152,7 +156,7 @@ def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
     """Return whether an insertion needs the unscaled gradient; a group's factor takes the scale itself."""
     if isinstance(insertion, Measure):
         return not IN_UNITS.isdisjoint(insertion.statistics.values())
-    return not isinstance(insertion, ScaleGroup | ScaleParameter)
+    return not isinstance(insertion, ScaleGroup | ScaleParameter | Omitted)
 
 
 def _groups(members: Sequence[tuple[InsertionPoint, Answered]]) -> list[GroupInsertion]:

@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +35,7 @@ from gradrewrite.ir.reports import (
     leaves,
 )
 from gradrewrite.ir.values import num_bytes
+from gradrewrite.policy.sampling import interval_of
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.lowering import GroupInsertion, Insertion, Replace, ReplaceGroup, ScaleGroup, WeighExamples
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
@@ -52,6 +54,9 @@ class RecordPacking:
     checks: list[FiniteCheck] = field(default_factory=list)
     kept: list[tuple[Site, fx.Node]] = field(default_factory=list)  # what ``Keep`` keeps
     kept_as: list[str] = field(default_factory=list)  # what each of them is
+    kept_every: list[int] = field(default_factory=list)  # after how many steps it is kept again
+    # keys of measurements, by the number of steps from one to the next
+    sampled: dict[int, set[RecordKey]] = field(default_factory=lambda: defaultdict(set))
     groups: list[str] = field(default_factory=list)  # that are clipped together
     noisy: set[str] = field(default_factory=set)
     clips: list[ClipRecords] = field(default_factory=list)  # of which a factor is known
@@ -80,6 +85,7 @@ class RecordPacking:
                 case Kept(what, number):
                     self.kept.append((site, outputs[number]))
                     self.kept_as.append(what)
+                    self.kept_every.append(interval_of(insertion.action) or 1)
                 case StateUpdate(key, state, number):
                     if key in self.states:
                         raise CallbackError(
@@ -103,7 +109,14 @@ class RecordPacking:
             found = tuple(key for _, key in flat)
             is_forward, skips = site.kind == "activation", not skipping.isdisjoint(found)
             self.records.append(RecordNode(found, outputs[number], is_forward, skips))
+        self.note_sampled(insertion.action, [key for _, key in ordered])
         return [key for _, key in ordered], checks
+
+    def note_sampled(self, action: Any, keys: Sequence[RecordKey]) -> None:
+        """Take note of the records of an action, if it only measures."""
+        every = interval_of(action)
+        if every is not None:
+            self.sampled[every].update(keys)
 
     def _place(
         self, reports: Sequence[Figures[Leaf]], placed: Sequence[Figures[RecordKey]]
@@ -177,6 +190,8 @@ class RecordPacking:
             states=tuple((key, tensor) for key, (tensor, _) in self.states.items()),
             counts=frozenset(self.numbering.counts),
             noisy=frozenset(self.noisy),
+            sampled=tuple((every, frozenset(keys)) for every, keys in self.sampled.items()),
+            kept_every=tuple(self.kept_every),
         )
 
 

@@ -36,6 +36,7 @@ from gradrewrite.ir.values import num_bytes, shape_of
 from gradrewrite.policy.actions import BucketedAction, GroupAction, NormScaling, action_key, describe
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.sampling import Measured, Omitted, sampled
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, trace_function
@@ -90,11 +91,15 @@ class RewriteResult:
 
 
 def rewrite_joint_graph(
-    marked: MarkedJointGraph, config: RewriteConfig, asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({})
+    marked: MarkedJointGraph,
+    config: RewriteConfig,
+    asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({}),
+    measured: Measured = "all",
 ) -> RewriteResult:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
-    The graph is changed in place. Where the policy was asked already, its answers are in ``asked``.
+    The graph is changed in place. Where the policy was asked already, its answers are in ``asked``. Of actions that
+    only measure, those of ``measured`` are inserted.
     """
     graph = marked.graph
     rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
@@ -106,7 +111,7 @@ def rewrite_joint_graph(
         return asked[site] if site in asked else ask_in_order(config.policy, site)
 
     answers = [(point, ask(point.site)) for point in points]
-    plan = lower(answers)
+    plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
     rewriter.follow(plan)
     progress = current_progress()
     progress.begin("rewriting", len(answers))
@@ -151,7 +156,10 @@ def rewrite_joint_graph(
 
 
 def rewrite_and_compare(
-    marked: MarkedJointGraph, config: RewriteConfig, asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({})
+    marked: MarkedJointGraph,
+    config: RewriteConfig,
+    asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({}),
+    measured: Measured = "all",
 ) -> tuple[JointGraph, RewriteResult]:
     """Rewrite a joint graph, and return it beside a copy of the graph as it was; see ``rewrite_joint_graph``."""
     gm = marked.graph.owning_module
@@ -160,7 +168,7 @@ def rewrite_and_compare(
     before = editing.copy_of(gm)
     editing.erase_markers(before.graph)
     before.recompile()  # the copy had the markers
-    result = rewrite_joint_graph(marked, config, asked)
+    result = rewrite_joint_graph(marked, config, asked, measured)
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
@@ -222,6 +230,9 @@ class Rewriter:
                     check_dense(action, point.site, value_of(current))
                     self.edits.append(Edit(point.site, action, ()))
                     continue
+                case Omitted(names):
+                    self.packing.numbering.new(names, str(point.site))
+                    continue
                 case Average():
                     raise AssertionError("averages come in buckets")
                 case _:
@@ -274,6 +285,7 @@ class Rewriter:
         if not measurement.statistics:
             return
         keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site)))
+        self.packing.note_sampled(measurement.action, keys)
         statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind == "activation"
         skips = measurement.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))

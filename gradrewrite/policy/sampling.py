@@ -1,0 +1,132 @@
+"""Sampling: actions that only measure, in every n-th step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from gradrewrite._compat import autograd
+from gradrewrite.policy.actions import ANYWHERE, Policy, actions_of
+from gradrewrite.policy.numbers import python_number
+from gradrewrite.policy.rules import Answered, rules_of
+from gradrewrite.policy.state_store import StateStore
+from gradrewrite.sites import Kind, Site
+
+# The measurements of a graph: all of the policy, those without an interval of their own, or none.
+Measured: TypeAlias = Literal["all", "every step", "nothing"]
+
+
+@runtime_checkable
+class SampledAction(Protocol):
+    """An action that may only measure (internal until 1.0)."""
+
+    @property
+    def every(self) -> int | None:
+        """Number of steps from one measurement to the next; None where the action does more than measure."""
+
+    def records_at(self, site: Site) -> Sequence[str]:
+        """Return the names of its records at a site."""
+
+
+@dataclass(frozen=True, slots=True)
+class Omitted:
+    """A measurement that a graph leaves out; its records keep their names, so that those of others do not change."""
+
+    names: tuple[str, ...]
+
+    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    has_units: ClassVar[bool] = False
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+
+def interval_of(action: Any) -> int | None:
+    """Return the steps between measurements of an action; None for an action of every step."""
+    return action.every if isinstance(action, SampledAction) else None
+
+
+def sampled(answers: Sequence[Answered], site: Site, measured: Measured) -> tuple[Answered, ...]:
+    """Return the answers at a site for a graph with these measurements."""
+
+    def is_part(action: Any) -> bool:
+        every = interval_of(action)
+        return every is None or measured == "all" or (measured == "every step" and every == 1)
+
+    if not any(is_part(answered.action) for answered in answers):
+        return ()
+    return tuple(a if is_part(a.action) else replace(a, action=Omitted(a.action.records_at(site))) for a in answers)
+
+
+def checked_interval(owner: str, name: str, value: Any) -> int:
+    """Return a number of steps; ValueError if it is no whole number >= 1."""
+    number = python_number(value)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{owner}: {name} is a whole number >= 1, got {value!r}")
+    return number
+
+
+@dataclass(eq=False, slots=True)
+class SamplingSettings:
+    """The settings of a monitor."""
+
+    sample: int = 1  # steps between measurements
+    num_requests: int = 0  # how often a step was asked for
+
+
+class Sampling:
+    """The measurements of one policy, step by step.
+
+    A step is one of ``StateStore.step``: of the guarded optimizer, or a backward without one. Step 0 is measured. The
+    decision on a step is made where its first forward begins, and holds until the next one.
+    """
+
+    def __init__(self, settings: SamplingSettings, states: StateStore, policy: Policy) -> None:
+        self._settings, self._states = settings, states
+        self._intervals: set[int] = set()
+        self._note(action for rule in rules_of(policy) for action in actions_of(rule.action, where="a rule"))
+        self._step, self._sample, self._is_asked = -1, 1, False
+        self._num_requests = settings.num_requests
+
+    @property
+    def kinds(self) -> list[Measured]:
+        """All measurements that steps may have, with the settings of now."""
+        found: list[Measured] = ["all"]
+        if self._intervals and max(self._intervals) > 1:
+            found.append("every step" if 1 in self._intervals else "nothing")
+        if self._intervals and self._settings.sample > 1 and "nothing" not in found:
+            found.append("nothing")
+        return found
+
+    def note(self, answers: Iterable[Sequence[Answered]]) -> None:
+        """Take note of answers of the policy to a rewritten graph."""
+        self._note(answered.action for found in answers for answered in found)
+
+    def _note(self, actions: Iterable[Any]) -> None:
+        self._intervals |= {every for action in actions if (every := interval_of(action)) is not None}
+
+    def begin(self) -> Measured:
+        """Decide on the step of a forward or an update; return its measurements.
+
+        What a checkpoint computes again in a backward belongs to the step of that backward.
+        """
+        step = self._states.step
+        if step != self._step and autograd.backward_id() == -1:
+            requests = self._settings.num_requests
+            self._step, self._sample = step, self._settings.sample
+            self._is_asked, self._num_requests = requests != self._num_requests, requests
+        if self._is_asked or not self._intervals:
+            return "all"
+        if self._step % self._sample:
+            return "nothing"
+        if max(self._intervals) == 1 or any(self.is_due(every) for every in self._intervals if every > 1):
+            return "all"
+        return "every step" if 1 in self._intervals else "nothing"
+
+    def is_due(self, every: int) -> bool:
+        """Return whether a measurement with this interval is due in the step that was decided on."""
+        return self._is_asked or not (self._step % self._sample or self._step % every)
