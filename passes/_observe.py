@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
-from gradrewrite.ir.statistics import STATISTICS, largest_of, norm_of
+from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
@@ -17,7 +17,9 @@ from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
 
 _EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
-_KNOWN = tuple(dict.fromkeys([*("saturated" if n.startswith("saturated_") else n for n in STATISTICS), *_EXAMPLES]))
+_WHOLES = {part: whole for whole, parts in PARTS.items() for part in parts}
+_SINGLE = ("saturated" if name.startswith("saturated_") else _WHOLES.get(name, name) for name in STATISTICS)
+_KNOWN = tuple(dict.fromkeys([*_SINGLE, *_EXAMPLES]))
 _SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
 
 
@@ -30,6 +32,11 @@ class Observe:
     that are exactly 0. ``saturated``: share of the elements of a tanh or a sigmoid within 1 % of its bounds
     (``|x| >= 0.99``; ``x <= 0.01`` or ``x >= 0.99``), recorded at activations of these ops alone. Of an empty tensor
     counts, shares and norm are 0, the others NaN. Complex tensors count by modulus; ``min`` and ``max`` need real ones.
+
+    ``fingerprint``: a sum of the bits of all elements modulo 2^48, for ``gradrewrite diff``; tensors with the same
+    elements have the same one in any order, and one flipped bit changes it (``ir.statistics.fingerprint_of`` has the
+    formula). It is of the tensor as it is, scaled by the loss scale. Three records of 16 bits, exact in float32:
+    ``fingerprint_0`` has the low ones; tables show ``fingerprint@site`` as one number.
 
     At gradient sites alone, of the gradients of single examples (see ``docs/per-example.md``): ``example_norm_mean``
     and ``example_norm_max``, the mean and the largest of their L2 norms; ``noise_scale``, the trace of their covariance
@@ -99,7 +106,7 @@ class Observe:
             if name in _EXAMPLES:
                 continue
             if name != "saturated":
-                chosen.append((name, name))
+                chosen += _records_of(name)
             elif site.kind == "activation" and site.op in _SATURATING:
                 chosen.append((name, f"saturated_{_SATURATING[site.op]}"))
         examples = tuple(name for name in self.statistics if name in _EXAMPLES)
@@ -116,7 +123,13 @@ class Observe:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Record where no site is known."""
-        return _Observation(tuple((n, n) for n in self.statistics if n not in ("saturated", *_EXAMPLES))).apply(tensor)
+        names = (name for name in self.statistics if name not in ("saturated", *_EXAMPLES))
+        return _Observation(tuple(record for name in names for record in _records_of(name))).apply(tensor)
+
+
+def _records_of(statistic: str) -> list[tuple[str, str]]:
+    """Records of a statistic, each with the key of what it records: one, or as many as the statistic has parts."""
+    return [(part, part) for part in PARTS.get(statistic, (statistic,))]
 
 
 @dataclass(frozen=True, slots=True)

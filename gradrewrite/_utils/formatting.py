@@ -12,6 +12,8 @@ from difflib import SequenceMatcher
 from types import FunctionType
 from typing import Any
 
+from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
+
 _COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
 _MOST_ROWS = 40  # of a table in a notebook
 
@@ -31,6 +33,8 @@ class Summary:
     def cells(self) -> tuple[str, ...]:
         """The texts of a row of the table."""
         figures = [f"{v:.4g}" for v in (self.last, self.smallest, self.median, self.largest)]
+        if is_fingerprint(self.address):  # which has no order
+            figures = [text_of(self.last), "", "", ""]
         return self.address, *figures, str(self.steps), str(self.nonfinite)
 
 
@@ -102,7 +106,7 @@ def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
     """Sum up the records of several steps."""
     values: dict[str, list[float]] = {}
     for row in rows:
-        for address, value in row.items():
+        for address, value in with_whole_fingerprints(row).items():
             values.setdefault(address, []).append(value)
     return Table(tuple(_summary(address, known) for address, known in values.items()), caption)
 

@@ -21,14 +21,17 @@ namespace {
 
 // In the order of STATISTICS in statistics.py.
 enum Statistic : int64_t {
-  kMaxAbs, kMeanAbs, kNorm, kMin, kMax, kNan, kInf, kNonfinite, kZeros, kSaturatedTanh, kSaturatedSigmoid
+  kMaxAbs, kMeanAbs, kNorm, kMin, kMax, kNan, kInf, kNonfinite, kZeros, kSaturatedTanh, kSaturatedSigmoid,
+  kFingerprint0, kFingerprint1, kFingerprint2
 };
 
 constexpr int64_t kBlock = 2048;
 constexpr int64_t kMostThreads = 128;
 constexpr int64_t kFewest = 32768;  // elements for a second thread
 
-inline int64_t bit(Statistic statistic) { return int64_t{1} << statistic; }
+inline constexpr int64_t bit(Statistic statistic) { return int64_t{1} << statistic; }
+
+constexpr int64_t kFingerprint = bit(kFingerprint0) | bit(kFingerprint1) | bit(kFingerprint2);
 
 template <typename T> struct Format;
 template <> struct Format<float> {
@@ -57,6 +60,7 @@ struct Sums {
   uint64_t largest = 0;  // bits of a magnitude
   int64_t lowest = INT64_MAX, highest = INT64_MIN;  // bits, negative numbers reversed, so that they are ordered
   int64_t nan = 0, inf = 0, nonfinite = 0, zeros = 0, saturated_tanh = 0, saturated_sigmoid = 0;
+  uint64_t fingerprint = 0;
 
   void add(const Sums& other) {
     small += other.small;
@@ -72,6 +76,7 @@ struct Sums {
     zeros += other.zeros;
     saturated_tanh += other.saturated_tanh;
     saturated_sigmoid += other.saturated_sigmoid;
+    fingerprint += other.fingerprint;
   }
 };
 
@@ -199,11 +204,32 @@ void widen(const void* data, int64_t n, int64_t type, float* to) {
   for (; i < n; i++) to[i] = widened_float16(from[i]);
 }
 
+// The sum of `fingerprint_of` in statistics.py over words of an element's size, signed.
+template <typename Word> uint64_t fingerprint(const char* data, int64_t n) {
+  using Aliased __attribute__((may_alias)) = Word;
+  const Aliased* words = reinterpret_cast<const Aliased*>(data);
+  uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; i++) {
+    int64_t word = words[i];
+    uint64_t v = static_cast<uint64_t>(word);
+    if (sizeof(Word) == 8) v += static_cast<uint64_t>(word >> 48) * 0x9E3779B97F4Bull;
+    sum += v * (2 * v + 1);
+  }
+  return sum;
+}
+
+uint64_t fingerprint(const char* data, int64_t n, int64_t type) {
+  if (type == kFloat64) return fingerprint<int64_t>(data, n);
+  return type == kFloat32 ? fingerprint<int32_t>(data, n) : fingerprint<int16_t>(data, n);
+}
+
 void add_part(const char* data, int64_t n, int64_t type, int64_t wanted, Sums& sums) {
   float buffer[kBlock];
   for (int64_t at = 0; at < n; at += kBlock) {
     int64_t m = n - at < kBlock ? n - at : kBlock;
     const char* block = data + at * size_of(type);
+    if (wanted & kFingerprint) sums.fingerprint += fingerprint(block, m, type);
     if (type == kFloat32) {
       add_block(reinterpret_cast<const float*>(block), m, wanted, 0.99f, 0.01f, sums);
     } else if (type == kFloat64) {
@@ -260,7 +286,8 @@ template <typename T> double figure_of(int64_t statistic, const Sums& sums, int6
     case kNonfinite: return static_cast<double>(sums.nonfinite);
     case kZeros: return static_cast<double>(sums.zeros) * share;
     case kSaturatedTanh: return static_cast<double>(sums.saturated_tanh) * share;
-    default: return static_cast<double>(sums.saturated_sigmoid) * share;
+    case kSaturatedSigmoid: return static_cast<double>(sums.saturated_sigmoid) * share;
+    default: return static_cast<double>((sums.fingerprint >> (16 * (statistic - kFingerprint0))) & 0xffff);
   }
 }
 

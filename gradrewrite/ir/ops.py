@@ -66,13 +66,25 @@ def pack_eagerly(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = 
     dtype = _dtype_of_pack(xs, statistics)
     parts: list[Tensor] = []
     for x, names in zip(xs, _names_of(statistics), strict=True):
-        figures = [(STATISTICS[name].eager or STATISTICS[name].traced)(x) for name in names] if names else [x]
+        figures = _figures_of(x, names, is_eager=True) if names else [x]
         parts += (figure.reshape(-1).to(dtype) for figure in figures)
     packed = torch.cat(parts)
     if not checks:
         return packed
     checked = torch.stack([packed[n] for n in checks])
     return torch.cat([packed, (checked.amax() > 0).to(dtype).reshape(1)])
+
+
+def _figures_of(x: Tensor, names: Sequence[str], *, is_eager: bool) -> list[Tensor]:
+    """Figures of a tensor, 0-d; the parts of one statistic are computed together."""
+    found: dict[object, Any] = {}
+    figures = []
+    for statistic in (STATISTICS[name] for name in names):
+        function = (statistic.eager if is_eager else None) or statistic.traced
+        if function not in found:
+            found[function] = function(x)
+        figures.append(found[function] if statistic.part is None else found[function][statistic.part])
+    return figures
 
 
 def _pack_on_cpu(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = ()) -> Tensor:
@@ -109,7 +121,7 @@ def measure(x: Tensor, names: Sequence[str], *, is_opaque: bool) -> Tensor:
         return measure_shards([(x, names)], lambda part, names: measure(part, names, is_opaque=is_opaque))
     if is_opaque:
         return measure_all([(x, names)])
-    values = [STATISTICS[name].traced(x).to(_dtype(x)) for name in names]
+    values = [figure.to(_dtype(x)) for figure in _figures_of(x, names, is_eager=False)]
     return torch.stack(values) if len(values) > 1 else values[0].reshape(1)
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Figure: TypeAlias = Callable[[Tensor], Tensor]
+Parts: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+
+FINGERPRINT = ("fingerprint_0", "fingerprint_1", "fingerprint_2")  # 16 bits each, the low ones first
 
 
 def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
@@ -163,17 +166,18 @@ def _wide_norm(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A statistic of a tensor."""
+    """A statistic of a tensor, or one part of a statistic with several records (``PARTS``)."""
 
-    traced: Figure  # by operations that a compiler fuses
+    traced: Figure | Parts  # by operations that a compiler fuses; all parts of a statistic have one function
     combination: Combination  # the rule for the figure of a whole tensor from those of its parts
     # ``"value"`` grows with the tensor (in units of the unscaled loss where there is a loss scale), ``"elements"`` are
-    # counts, which add up over the graphs of a step, ``"share"`` is in [0, 1].
-    unit: Literal["value", "elements", "share"]
-    eager: Figure | None = None  # the same by fewer operations, whose number costs where nothing is fused
+    # counts, which add up over the graphs of a step, as ``"bits"`` of a fingerprint do, ``"share"`` is in [0, 1].
+    unit: Literal["value", "elements", "share", "bits"]
+    eager: Figure | Parts | None = None  # the same by fewer operations, whose number costs where nothing is fused
     takes_complex: bool = True  # defined for complex tensors
     # ``native_statistics.cpp`` has it; another one, and those measured with it, are measured by operations of torch
     is_native: bool = True
+    part: int | None = None  # position in what the functions return; None where they return the figure itself
 
 
 def _share_of(mask: Figure, *, takes_complex: bool = True) -> Statistic:
@@ -183,6 +187,39 @@ def _share_of(mask: Figure, *, takes_complex: bool = True) -> Statistic:
 def _count_of(mask: Figure, eager: Figure | None = None) -> Statistic:
     """Count the elements of a mask, as a float: integer sums would not fuse."""
     return Statistic(lambda x: reduce_all(torch.sum, mask(x).to(_dtype(x))), Combination("sum"), "elements", eager)
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_UPPER = 0x9E3779B97F4B  # odd, so that each of the upper 16 bits of a 64-bit word changes the lower 48
+
+
+def fingerprint_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Order-independent sum of the bits of a tensor, modulo 2^48: 16 bits each, the low ones first, 0-d int64.
+
+    It is ``sum v * (2 * v + 1)`` over the elements, modulo 2^48; ``v`` is the word of an element (8, 16 or 32 bits as a
+    signed whole number), of 64 bits ``w + (w >> 48) * 0x9E3779B97F4B``. Both maps are such that one flipped bit always
+    changes the sum (``v * (2 * v + 1)`` is a permutation of the numbers modulo 2^48), and it is not linear, so that two
+    changes by one unit in the last place do not cancel. Signs of zeros and payloads of NaN count. Complex elements are
+    two real ones. 0 if the tensor is empty.
+    """
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    word = real.resolve_neg().view(_WORDS[real.element_size()]).to(torch.int64)
+    if real.element_size() == 8:
+        word = word + (word >> 48) * _UPPER
+    return _in_16_bits(reduce_all(torch.sum, word * (2 * word + 1)))  # int64 wraps modulo 2^64
+
+
+def _in_16_bits(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return total & 0xFFFF, (total >> 16) & 0xFFFF, (total >> 32) & 0xFFFF
+
+
+def combine_fingerprints(parts: Tensor) -> Tensor:
+    """Add fingerprints ``[..., 3]`` modulo 2^48: that of the whole, ``[3]``, from those of its parts.
+
+    Figures are those of ``fingerprint_of`` or sums of them. The result has the same dtype.
+    """
+    low, middle, high = parts.reshape(-1, 3).round().to(torch.int64).sum(0).unbind()
+    return torch.stack(_in_16_bits(low + (middle << 16) + (high << 32))).to(parts.dtype)
 
 
 _LEAST, _MOST = Combination("min"), Combination("max")
@@ -204,8 +241,11 @@ STATISTICS: Mapping[str, Statistic] = {
     "zeros": _share_of(lambda x: x == 0),
     "saturated_tanh": _share_of(lambda x: x.abs() >= 0.99, takes_complex=False),
     "saturated_sigmoid": _share_of(lambda x: (x <= 0.01) | (x >= 0.99), takes_complex=False),
+    **{name: Statistic(fingerprint_of, Combination("sum"), "bits", part=n) for n, name in enumerate(FINGERPRINT)},
 }
-COUNTS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "elements")
+# Statistics that make several records, computed together: the names of their parts, which are adjacent in a request.
+PARTS: Mapping[str, tuple[str, ...]] = {"fingerprint": FINGERPRINT}
+COUNTS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit in ("elements", "bits"))
 IN_UNITS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "value")
 
 
@@ -225,7 +265,17 @@ def measure_shards(
     if _is_empty(first) or all(placement.is_replicate() for placement in first.placements):
         return found
     rows = _gather_shards(found, first)
-    return torch.stack([_combine(name, rows[:, column]) for column, name in enumerate(names)])
+    return torch.stack(with_carries(names, [_combine(name, rows[:, column]) for column, name in enumerate(names)]))
+
+
+def with_carries(names: Sequence[str], figures: Sequence[Tensor]) -> list[Tensor]:
+    """Figures of wholes, 0-d, fingerprints modulo 2^48 where they are sums of those of parts."""
+    done = list(figures)
+    for start in (n for n, name in enumerate(names) if name == FINGERPRINT[0]):
+        end = start + len(FINGERPRINT)
+        assert tuple(names[start:end]) == FINGERPRINT
+        done[start:end] = combine_fingerprints(torch.stack(done[start:end])).to(done[start].dtype).unbind()
+    return done
 
 
 def _of_shard(whole: DTensor, names: Sequence[str], measure: Callable[[Tensor, Sequence[str]], Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure, measure_all
-from gradrewrite.ir.statistics import STATISTICS, norm_of
+from gradrewrite.ir.statistics import STATISTICS, norm_of, with_carries
 from gradrewrite.policy.actions import NormScaling
 from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.lowering import Measure, lower_action
@@ -161,10 +161,12 @@ def _exchange(
     sums = {ranks: collectives.wait(tensor).to(device) for ranks, tensor in begun.items()}
     parts = {ranks: iter(tensor.split([v.numel() for v in vectors[ranks]])) for ranks, tensor in sums.items()}
     results = [] if votes is None else [next(parts[settings.voters])]
-    for slot in (figure.slot for figure in figures):
+    slots = [figure.slot for figure in figures]
+    wholes = with_carries([s.statistic for s in slots], [decode(next(parts[s.ranks]), s.how) for s in slots])
+    for slot, whole in zip(slots, wholes, strict=True):
         dtypes = {member.site.dtype for member in slot.members}  # the same on a rank that has none of them
         dtype = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
-        results.append(decode(next(parts[slot.ranks]), slot.how).to(dtype))
+        results.append(whole.to(dtype))
     return results
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from gradrewrite.ir.reports import (
 from gradrewrite.ir.stages import reduce_all
 from gradrewrite.ir.statistics import (
     IN_UNITS,
+    STATISTICS,
     largest_of,
     mean_of,
     measure_shards,
@@ -247,8 +249,10 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
     in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
     plain = {name: key for name, key in statistics.items() if name not in in_units}
     if tensor.device.type == "cuda" and not recording.is_opaque:
-        # Each by itself: the kernel that computes it writes it into the pack, and no stack comes in between.
-        groups = [{name: key} for name, key in (*plain.items(), *in_units.items())]
+        # Each by itself: the kernel that computes it writes it into the pack, and no stack comes in between. Parts of
+        # one statistic are computed together.
+        ordered = [*plain.items(), *in_units.items()]
+        groups = [dict(own) for _, own in itertools.groupby(ordered, lambda item: STATISTICS[item[1]].traced)]
     else:
         groups = [group for group in (plain, in_units) if group]
     figures: dict[str, Leaf] = {}

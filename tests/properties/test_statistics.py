@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradrewrite.ir import native_statistics, ops
-from gradrewrite.ir.statistics import COUNTS, STATISTICS
+from gradrewrite.ir.statistics import COUNTS, FINGERPRINT, STATISTICS, combine_fingerprints, fingerprint_of
 
 NAMES = tuple(STATISTICS)
 ALL = ",".join(NAMES)
 SHARES = ("zeros", "saturated_tanh", "saturated_sigmoid")
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EDGES = (0.0, -0.0, 1.0, -1.0, 0.99, 0.01, 1e30, -1e30, 1e-30, 3e38, 1e-38, 1e-45, 1e300, 1e-300, 5e-324)
 SPECIAL = (math.nan, -math.nan, math.inf, -math.inf)
@@ -39,7 +40,7 @@ def measured(x: Tensor) -> list[tuple[str, Tensor]]:
 def test_numbers_of_the_compiled_function_are_those_of_the_table() -> None:
     source = Path(native_statistics.__file__).with_suffix(".cpp").read_text()
     (found,) = re.findall(r"enum Statistic : int64_t \{(.*?)\};", source, re.DOTALL)
-    names = [re.sub(r"(?<!^)([A-Z])", r"_\1", name.strip().removeprefix("k")).lower() for name in found.split(",")]
+    names = [re.sub(r"(?<!^)([A-Z]|\d)", r"_\1", name.strip().removeprefix("k")).lower() for name in found.split(",")]
 
     assert names == list(STATISTICS)
 
@@ -62,7 +63,17 @@ def exact(x: Tensor) -> dict[str, float]:
         "zeros": sum(v == 0 for v in values) / max(n, 1),
         "saturated_tanh": sum(abs(v) >= high for v in values) / max(n, 1),
         "saturated_sigmoid": sum(v >= high or v <= low for v in values) / max(n, 1),
+        **dict(zip(FINGERPRINT, fingerprint(x), strict=True)),
     }
+
+
+def fingerprint(x: Tensor) -> list[int]:
+    """The fingerprint by Python's whole numbers."""
+    size, total = x.element_size(), 0
+    for word in x.contiguous().reshape(-1).view(WORDS[size]).tolist():
+        v = word + (word >> 48) * 0x9E3779B97F4B if size == 8 else word
+        total += v * (2 * v + 1)
+    return [total >> 16 * n & 0xFFFF for n in range(3)]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -184,3 +195,47 @@ def test_many_tensors_in_one_call(drawn: list[tuple[torch.dtype, int, int]]) -> 
         eager = ops.pack_eagerly(xs, statistics, (checked,))
         assert eager.dtype == torch.float64
         assert eager.tolist() == pytest.approx(got.tolist(), rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+def test_each_flipped_bit_changes_a_fingerprint_in_any_order(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    x[0, 0] = 0.0
+    real = torch.view_as_real(x) if dtype.is_complex else x
+    words = real.view(WORDS[real.element_size()]).view(-1)
+    bits = 8 * words.element_size()
+    same = fingerprint(real)
+    assert [int(part) for part in fingerprint_of(x.reshape(-1)[torch.randperm(15)].reshape(5, 3).t())] == same
+    for place in range(words.numel()):
+        for bit in range(bits):
+            flip = 1 << bit if bit < bits - 1 else -1 << bit
+            words[place] ^= flip
+            assert [int(part) for part in fingerprint_of(x)] != same, (place, bit)
+            words[place] ^= flip
+
+
+@given(st.lists(st.floats(width=32), max_size=30), st.integers(0, 30))
+def test_fingerprints_of_parts_add_up(values: list[float], at: int) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    parts = torch.stack([torch.stack(fingerprint_of(part)).float() for part in (x[:at], x[at:])])
+    assert combine_fingerprints(parts).tolist() == fingerprint(x)
+    assert combine_fingerprints(parts.double().sum(0)).tolist() == fingerprint(x)
+
+
+def test_changes_by_one_unit_that_cancel_in_a_plain_sum_do_not_here() -> None:
+    words = torch.tensor([1000, 2000, 3000], dtype=torch.int32)
+    changed = words + torch.tensor([1, -1, 0], dtype=torch.int32)
+    assert words.sum() == changed.sum()
+    assert fingerprint(words.view(torch.float32)) != fingerprint(changed.view(torch.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+def test_a_compiled_fingerprint_is_that_of_the_result(dtype: torch.dtype) -> None:
+    def halved(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 0.7
+        return y, ops.measure(y, FINGERPRINT, is_opaque=False)
+
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)[:, ::3]
+    y, got = torch.compile(halved, fullgraph=True)(x)
+    assert got.tolist() == fingerprint(torch.view_as_real(y) if dtype.is_complex else y)
