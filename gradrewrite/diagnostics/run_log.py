@@ -10,11 +10,11 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import ClipRecords
+from gradrewrite.ir.record_layout import ClipRecords, SiteOp
 from gradrewrite.ir.reports import Clip, LogFigures, NormClip, ValueClip
 
 MIN_STEPS = 5  # fewer values show no trend
@@ -25,6 +25,8 @@ COUNTS = ("nonfinite", "nan", "inf")
 MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
 BACKWARD = frozenset(("outside", "error", "input", "gradient", "group", "step"))
 _EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group", "step")
+
+Header: TypeAlias = tuple[tuple[ClipRecords, ...], tuple[SiteOp, ...]]  # what steps of one set of graphs share
 
 _CLIPS: dict[str, Any] = {"norm": NormClip, "value": ValueClip}  # by their names in a file
 _WAY_OUT = "mend or remove the line, or give a file of monitor.to_jsonl"
@@ -39,6 +41,7 @@ class Step:
         records: Values by the text of their keys, ``record@site``, in the order of the sites: activations and errors
             in the order of the forward, then gradients; magnitudes in units of the unscaled loss.
         clips: The records of each clip; ``()`` if there is none, or where that is not known.
+        ops: The op and the source line of each recorded activation and error; ``()`` where that is not known.
 
     Raises:
         ValueError: A name has no ``@``.
@@ -47,6 +50,7 @@ class Step:
     step: int
     records: Mapping[str, float]
     clips: tuple[ClipRecords, ...] = ()
+    ops: tuple[SiteOp, ...] = ()
 
     def __post_init__(self) -> None:
         wrong = next((name for name in self.records if "@" not in name), None)
@@ -146,7 +150,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
     """Read a file of ``monitor.to_jsonl``.
 
     An unfinished last line is left out. A line ``{"graphs": 0, "clips": [...]}`` says which records belong to which
-    clip, for the following steps with ``"graphs": 0``; steps without it have no clips.
+    clip, for the following steps with ``"graphs": 0``; steps without it have no clips. ``"ops"`` in it are the op and
+    the source line of sites.
 
     Raises:
         OSError: The file cannot be read.
@@ -159,7 +164,7 @@ def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None
     """Read a file and its rank; None without one."""
     steps: list[Step] = []
     rank = None
-    clips: dict[int, tuple[ClipRecords, ...]] = {}
+    headers: dict[int, Header] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{os.fspath(path)}, line {number}"
@@ -173,9 +178,10 @@ def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None
                 if isinstance(data, dict) and "clips" in data:
                     if not isinstance(data["clips"], list):
                         raise ValueError(f"wanted a list as clips, got {data['clips']!r:.60}")
-                    clips[_whole(data, "graphs")] = tuple(map(clip_of_json, data["clips"]))
+                    clips = tuple(map(clip_of_json, data["clips"]))
+                    headers[_whole(data, "graphs")] = clips, ops_of_json(data.get("ops", {}))
                     continue
-                steps.append(_step(data, clips))
+                steps.append(_step(data, headers))
                 rank = _whole(data, "rank") if "rank" in data else rank
             except (ValueError, OverflowError) as err:
                 raise ValueError(f"{where}: {err}; {_WAY_OUT}") from err
@@ -279,16 +285,29 @@ def clip_of_json(data: Any) -> ClipRecords:
         raise ValueError(f"wanted the records of a clip, got {data!r:.60} ({type(err).__name__}: {err})") from err
 
 
-def _step(data: object, clips: Mapping[int, tuple[ClipRecords, ...]]) -> Step:
+def ops_to_json(ops: Sequence[SiteOp]) -> dict[str, list[str]]:
+    """Return the ops of sites as JSON takes them: ``{"decoder.0#1": ["decoder.0/linear", "model.py:41 ..."]}``."""
+    return {one.name: [one.op, one.source] for one in ops}
+
+
+def ops_of_json(data: Any) -> tuple[SiteOp, ...]:
+    """Return the ops of sites from JSON; ValueError otherwise."""
+    rows = data.values() if isinstance(data, dict) else [None]
+    if not all(isinstance(row, list) and len(row) == 2 and all(isinstance(one, str) for one in row) for row in rows):
+        raise ValueError(f'wanted {{"site": ["module/op", "source"]}} as ops, got {data!r:.60}')
+    return tuple(SiteOp(name, *row) for name, row in data.items())
+
+
+def _step(data: object, headers: Mapping[int, Header]) -> Step:
     if not isinstance(data, dict) or not isinstance(data.get("records"), dict):
         raise ValueError(f'wanted {{"step": number, "records": {{...}}}}, got {data!r:.60}')
     step = _whole(data, "step")
     graphs = _whole(data, "graphs") if "graphs" in data else None
-    if graphs is not None and graphs not in clips:
+    if graphs is not None and graphs not in headers:
         raise ValueError(f'no line {{"graphs": {graphs}, "clips": [...]}} stands before it')
     # the same addresses come in every row: kept once
     records = {sys.intern(address): _number(address, value) for address, value in data["records"].items()}
-    return Step(step, records, () if graphs is None else clips[graphs])
+    return Step(step, records, *(((), ()) if graphs is None else headers[graphs]))
 
 
 def _whole(data: Mapping[str, object], name: str) -> int:

@@ -35,6 +35,20 @@ class ClipRecords:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteOp:
+    """The op of an activation and of its error, in the forward."""
+
+    name: str  # of the site, with ``#call``, without a kind
+    op: str  # ``module/op``
+    source: str  # ``file:line "code"``; ``""`` where there is none
+
+    @classmethod
+    def of(cls, site: Site) -> SiteOp:
+        """Return the op of a site."""
+        return cls(str(site).partition(":")[2], f"{site.module}/{site.op}", site.source)
+
+
+@dataclass(frozen=True, slots=True)
 class FiniteCheck:
     """One finite check."""
 
@@ -70,6 +84,7 @@ class BackwardOutputs:
     # Keys of measurements, by the number of steps from one to the next.
     sampled: tuple[tuple[int, frozenset[RecordKey]], ...] = ()
     kept_every: tuple[int, ...] = ()  # the same numbers, of the kept tensors
+    ops: tuple[SiteOp, ...] = ()  # of the recorded activations and errors
     logs: bool = field(init=False, repr=False, compare=False)
     # For each consequence of a failed check, the positions of the counts in each packed tensor.
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)

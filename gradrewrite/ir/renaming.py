@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
+from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, SiteOp
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import Site
 
@@ -59,6 +59,7 @@ class Renaming:
     def outputs(self, outputs: BackwardOutputs, sites: Sequence[Site]) -> BackwardOutputs:
         """Rename the auxiliary outputs of a graph with these sites; groups and other owners of records keep theirs."""
         renamed = {str(site): self.site(site) for site in sites}
+        ops = {SiteOp.of(site): SiteOp.of(self.site(site)) for site in sites if site.op}
 
         def key(old: RecordKey) -> RecordKey:
             return replace(old, site=str(renamed.get(old.site, old.site)))
@@ -78,6 +79,7 @@ class Renaming:
             bounds=tuple((key(old), bound) for old, bound in outputs.bounds),
             counts=frozenset(map(key, outputs.counts)),
             sampled=tuple((every, frozenset(map(key, keys))) for every, keys in outputs.sampled),
+            ops=tuple(ops[old] for old in outputs.ops),
         )
 
     def edit(self, edit: Edit, sites: Sequence[Site]) -> Edit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 
 import torch
@@ -183,7 +184,9 @@ class StepRecord:
 
     def on_host(self) -> Step:
         """Return the records of the step and its clips; the copy is here."""
-        return Step(self.step, {str(key): value for key, value in self.values().items()}, self.clips())
+        records = {str(key): value for key, value in self.values().items()}
+        ops = [own.outputs.ops for own in reversed(self.graphs)]
+        return Step(self.step, records, self.clips(), ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops))))
 
     def clips(self) -> tuple[ClipRecords, ...]:
         """Return the clips, in the order of ``values``."""

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gradrewrite._utils.warnings import warn
-from gradrewrite.diagnostics.run_log import Step, clip_to_json
+from gradrewrite.diagnostics.run_log import Header, Step, clip_to_json, ops_to_json
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.monitoring.step_record import StepRecord
 
 
@@ -138,9 +137,9 @@ def path_of_rank(path: str | os.PathLike[str]) -> str:
 class JsonLines:
     """A file with one object a line, ``{"step": 3, "graphs": 0, "records": {...}}``.
 
-    Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...]}``: the number of the set, and
-    which records belong to which clip, its action, its rule and the call of its site. On several ranks steps have
-    ``"rank": 1`` too.
+    Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...], "ops": {...}}``: the number of the
+    set; which records belong to which clip, its action, its rule and the call of its site; the op and the source line
+    of activations and errors. On several ranks steps have ``"rank": 1`` too.
 
     A step is one write, so a kill leaves whole lines. What could not be written whole (a full disk) is taken back, and
     an unfinished line that an earlier run left is taken off when the file is opened.
@@ -150,21 +149,25 @@ class JsonLines:
         self.path = Path(path)
         self.key = os.path.abspath(self.path)
         rank = this_rank()
-        self._sets: list[tuple[ClipRecords, ...]] = []  # by their numbers in the file
+        self._sets: list[Header] = []  # by their numbers in the file
         self._rank = {} if rank is None else {"rank": rank}
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._mend()
 
     def write(self, step: Step) -> None:
         """Append one line, with that of a new set of graphs before it; OSError if they do not fit."""
-        is_new = step.clips not in self._sets
-        graphs = len(self._sets) if is_new else self._sets.index(step.clips)
+        header = step.clips, step.ops
+        is_new = header not in self._sets
+        graphs = len(self._sets) if is_new else self._sets.index(header)
         records = {key: plain_number(value) for key, value in step.records.items()}
-        rows: list[object] = [{"graphs": graphs, "clips": list(map(clip_to_json, step.clips))}] if is_new else []
+        rows: list[object] = []
+        if is_new:
+            clips, ops = list(map(clip_to_json, step.clips)), ops_to_json(step.ops)
+            rows.append({"graphs": graphs, "clips": clips, **({"ops": ops} if ops else {})})
         rows.append({"step": step.step, "graphs": graphs, **self._rank, "records": records})
         self._append(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
         if is_new:
-            self._sets.append(step.clips)
+            self._sets.append(header)
 
     def _append(self, data: bytes) -> None:
         written = 0

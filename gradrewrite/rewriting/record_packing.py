@@ -19,7 +19,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck
+from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck, SiteOp
 from gradrewrite.ir.reports import (
     Check,
     Clip,
@@ -64,6 +64,7 @@ class RecordPacking:
     shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
     bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)  # that the host has
     states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)  # with new values
+    ops: dict[SiteOp, None] = field(default_factory=dict)  # of the recorded activations and errors, in order
     numbering: RecordNumbering = field(default_factory=RecordNumbering)
 
     def add(
@@ -96,6 +97,8 @@ class RecordPacking:
                     figures.append(report)
                 case _:
                     assert_never(report)
+        if figures and where == str(site):
+            self.note_op(site)
         placed = self.numbering.of_action(figures, where, list(map(str, members)))
         keys = self._place(figures, [keyed for keyed, _ in placed])
         checks = [keyed for keyed, _ in placed if isinstance(keyed, Check)]
@@ -117,6 +120,11 @@ class RecordPacking:
         every = interval_of(action)
         if every is not None:
             self.sampled[every].update(keys)
+
+    def note_op(self, site: Site) -> None:
+        """List the op of a recorded site, if it has one."""
+        if site.op:
+            self.ops[SiteOp.of(site)] = None
 
     def _place(
         self, reports: Sequence[Figures[Leaf]], placed: Sequence[Figures[RecordKey]]
@@ -192,6 +200,7 @@ class RecordPacking:
             noisy=frozenset(self.noisy),
             sampled=tuple((every, frozenset(keys)) for every, keys in self.sampled.items()),
             kept_every=tuple(self.kept_every),
+            ops=tuple(self.ops),
         )
 
 

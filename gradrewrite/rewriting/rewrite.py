@@ -289,6 +289,7 @@ class Rewriter:
         statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind == "activation"
         skips = measurement.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
+        self.packing.note_op(point.site)
         if measurement.fails is not None:
             self.check(point, Check(keys[-1].record, keys[-1], measurement.fails), point.node)
 

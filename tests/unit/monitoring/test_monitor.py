@@ -14,6 +14,7 @@ import textwrap
 import threading
 import warnings
 from pathlib import Path
+from unittest.mock import ANY
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_jsonl_holds_every_row_once(tmp_path: Path) -> None:
     model.monitor.to_jsonl(path)
 
     assert all_lines(path) == [
-        {"graphs": 0, "clips": []},
+        {"graphs": 0, "clips": [], "ops": {"h": ["/mul", ANY]}},
         {"step": 0, "graphs": 0, "records": {SEEN: 1.0}},
         {"step": 1, "graphs": 0, "records": {SEEN: "NaN"}},
         {"step": 2, "graphs": 0, "records": {SEEN: "Infinity"}},

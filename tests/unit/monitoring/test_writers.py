@@ -128,6 +128,8 @@ def test_names_of_records_make_no_clip(tmp_path: Path) -> None:
         '{"step": 0, "graphs": 1, "records": {}}',
         '{"graphs": 0, "clips": {}}',
         '{"graphs": 0, "clips": [3]}',
+        '{"graphs": 0, "clips": [], "ops": [3]}',
+        '{"graphs": 0, "clips": [], "ops": {"a": ["a/relu"]}}',
         '{"graphs": 0, "clips": [{"report": {"by": "norm", "log": null}}]}',
         '{"graphs": -1, "clips": []}',
     ],
