@@ -20,6 +20,13 @@ def begin_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return result
 
 
+def begin_max(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Start the maximum of a tensor over the processes of a group; see ``begin_sum``. NaN may be dropped."""
+    _register()
+    result: Tensor = torch.ops._c10d_functional.all_reduce(tensor, "max", group.group_name)
+    return result
+
+
 def wait(tensor: Tensor) -> Tensor:
     """Wait for a collective: on the CPU the host does, on a GPU the stream."""
     _register()

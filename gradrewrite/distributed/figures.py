@@ -1,4 +1,4 @@
-"""Figures of wholes from those of parts on several ranks, by one sum over the ranks; records, on the host."""
+"""Figures of wholes from those of parts on several ranks, by a sum over the ranks, and a maximum of extremes."""
 
 from __future__ import annotations
 
@@ -40,27 +40,36 @@ class Part:
     size: int  # number of elements of the part
 
 
-def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Sequence[int], rank: int) -> Tensor:
+def has_extreme(how: Combination) -> bool:
+    """Return whether a figure needs the largest number of all ranks."""
+    return how.kind in ("max", "min") or (how.kind == "norm" and how.order != 2)
+
+
+def needs_largest(how: Combination) -> bool:
+    """Return whether the summand of a figure depends on the largest number of all ranks: powers would overflow."""
+    return how.kind == "norm" and how.order not in (2, math.inf)
+
+
+def encode_extreme(values: Tensor, parts: Sequence[Part], how: Combination) -> Tensor:
+    """Return this rank's number for the largest of all ranks, ``[1]`` float64; ``[0]`` for a figure without extremes.
+
+    Arguments are those of ``encode``. A minimum is sent with its sign turned. NaN does not count, for a maximum over
+    ranks may drop it: the sum has it.
+    """
+    if not has_extreme(how):
+        return values.new_zeros(0, dtype=torch.float64)
+    wide = _there(values, parts, how)
+    wide = -wide if how.kind == "min" else wide
+    return torch.where(wide.isnan(), -math.inf, wide).amax().reshape(1)
+
+
+def encode(values: Tensor, parts: Sequence[Part], how: Combination, largest: Tensor | None = None) -> Tensor:
     """Return this rank's summand ``[slots]``, float64, of the figures of its parts ``[parts]``, real.
 
-    A sum or a mean takes one slot and an L2 norm three. Anything else is no sum: each rank writes to a slot of its own.
-    ``ranks`` are the global ranks that are summed over, ascending. The figure of an empty part does not matter.
+    A sum or a mean takes one slot and an L2 norm three; an extreme one, for the count of NaN. ``largest``, 0-d, is that
+    of all ranks where ``needs_largest``. The figure of an empty part does not matter.
     """
-    # The norm and the counts of an empty part are 0.
-    there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
-    slots = 1 if how.kind in ("sum", "mean") else len(ranks)
-    if how.kind == "norm" and how.order == 2:
-        slots = 3
-    if not there:
-        return _in_slot(values.new_full((), how.neutral, dtype=torch.float64), slots, ranks, rank)
-    wide = values.to(torch.float64)
-    if len(there) < len(parts):
-        wide = torch.stack([wide[n] for n in there])
-    weights = [_weight(parts[n], how) for n in there]
-    if len(set(weights)) == 1:
-        wide = wide * weights[0] if weights[0] != 1.0 else wide
-    else:
-        wide = torch.stack([value * weight for value, weight in zip(wide.unbind(), weights, strict=True)])
+    wide = _there(values, parts, how)
     if how.kind in ("sum", "mean"):
         return wide.sum().reshape(1)
     if how.kind == "norm" and how.order == 2:
@@ -74,13 +83,17 @@ def encode(values: Tensor, parts: Sequence[Part], how: Combination, ranks: Seque
                 torch.where(is_small, squares, 0.0).sum(),
             ]
         )
-    if how.kind == "norm" and not math.isinf(how.order):
-        return _in_slot(_norm(wide, how.order), slots, ranks, rank)
-    return _in_slot(wide.amin() if how.kind == "min" else wide.amax(), slots, ranks, rank)
+    if needs_largest(how):
+        assert largest is not None
+        return ((wide / _unit(largest)) ** how.order).sum().reshape(1)
+    return wide.isnan().sum().to(torch.float64).reshape(1)
 
 
-def decode(sums: Tensor, how: Combination) -> Tensor:
-    """Return the figure of the whole, 0-d float64, from the sums over the ranks, ``[slots]``."""
+def decode(sums: Tensor, largest: Tensor | None, how: Combination) -> Tensor:
+    """Return the figure of the whole, 0-d float64, from the sums over the ranks, ``[slots]``.
+
+    ``largest``, ``[1]``, is the largest number of all ranks where ``has_extreme``.
+    """
     if how.kind in ("sum", "mean"):
         return sums.reshape(())
     if how.kind == "norm" and how.order == 2:
@@ -90,9 +103,26 @@ def decode(sums: Tensor, how: Combination) -> Tensor:
         of_middle = (middle + small * shift * shift).sqrt()
         # Written so that NaN takes the first way.
         return torch.where(large == 0, torch.where(middle == 0, small.sqrt() * shift, of_middle), of_large)
-    if how.kind == "norm" and not math.isinf(how.order):
-        return _norm(sums, how.order)
-    return sums.amin() if how.kind == "min" else sums.amax()
+    assert largest is not None
+    largest = largest.reshape(())
+    if needs_largest(how):
+        return _unit(largest) * sums.reshape(()) ** (1.0 / how.order)
+    return torch.where(sums.reshape(()) > 0, math.nan, -largest if how.kind == "min" else largest)
+
+
+def _there(values: Tensor, parts: Sequence[Part], how: Combination) -> Tensor:
+    """The weighted figures of the parts that have elements, float64; the neutral one where there is no part."""
+    # The norm and the counts of an empty part are 0.
+    there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
+    if not there:
+        return values.new_full((1,), how.neutral, dtype=torch.float64)
+    wide = values.to(torch.float64)
+    if len(there) < len(parts):
+        wide = torch.stack([wide[n] for n in there])
+    weights = [_weight(parts[n], how) for n in there]
+    if len(set(weights)) == 1:
+        return wide * weights[0] if weights[0] != 1.0 else wide
+    return torch.stack([value * weight for value, weight in zip(wide.unbind(), weights, strict=True)])
 
 
 def _weight(part: Part, how: Combination) -> float:
@@ -106,19 +136,9 @@ def _weight(part: Part, how: Combination) -> float:
     return 1.0
 
 
-def _in_slot(value: Tensor, slots: int, ranks: Sequence[int], rank: int) -> Tensor:
-    """A value in the number of this rank, zeros in all others; in the only one if there is one."""
-    if slots != len(ranks) or slots == 1:
-        return torch.cat([value.reshape(1), value.new_zeros(slots - 1)])
-    own = list(ranks).index(rank)
-    return torch.cat([value.new_zeros(own), value.reshape(1), value.new_zeros(slots - own - 1)])
-
-
-def _norm(values: Tensor, order: float) -> Tensor:
-    """The norm of non-negative numbers, without overflow."""
-    largest = values.amax()
-    unit = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    return unit * ((values / unit) ** order).sum() ** (1.0 / order)
+def _unit(largest: Tensor) -> Tensor:
+    """The largest number, or 1 where nothing can be divided by it."""
+    return torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
 
 
 def combine_over_ranks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, distributed, fx
 
 from gradrewrite._compat import collectives, make_fx
-from gradrewrite.distributed.figures import Combination, Part, decode, encode
+from gradrewrite.distributed.figures import (
+    Combination,
+    Part,
+    decode,
+    encode,
+    encode_extreme,
+    has_extreme,
+    needs_largest,
+)
 from gradrewrite.distributed.groups import device_for
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
@@ -40,7 +48,6 @@ class ExchangeSettings:
 
     sites: tuple[SpreadSite, ...]  # gradients, in the order of the optimizer
     groups: Mapping[tuple[int, ...], distributed.ProcessGroup]  # a process group for the ranks of each of them
-    rank: int  # rank of this process
     voters: tuple[int, ...] = ()  # ranks that exchange verdicts; ``()`` if none do
 
 
@@ -144,30 +151,66 @@ def _exchange(
     votes: Tensor | None,
     device: torch.device,
 ) -> list[Tensor]:
-    """Return the sums of the votes, if there are any, and the figures of the wholes."""
-    vectors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    if votes is not None:
-        vectors[settings.voters].append(votes.to(device))
-    for figure, own in zip(figures, found, strict=True):
-        flat = torch.stack(list(own)) if own else torch.zeros(0, dtype=torch.float64, device=device)
-        slot = figure.slot
-        vectors[slot.ranks].append(encode(flat, figure.parts, slot.how, slot.ranks, settings.rank))
-    begun = {
-        ranks: collectives.begin_sum(
-            torch.cat(vectors[ranks]).to(device_for(settings.groups[ranks], device)), settings.groups[ranks]
-        )
-        for ranks in sorted(vectors)  # in the same order on all ranks
-    }
-    sums = {ranks: collectives.wait(tensor).to(device) for ranks, tensor in begun.items()}
-    parts = {ranks: iter(tensor.split([v.numel() for v in vectors[ranks]])) for ranks, tensor in sums.items()}
-    results = [] if votes is None else [next(parts[settings.voters])]
+    """Return the sums of the votes, if there are any, and the figures of the wholes.
+
+    Each set of ranks makes one sum and, where extremes are among its figures, one maximum.
+    """
     slots = [figure.slot for figure in figures]
-    wholes = with_carries([s.statistic for s in slots], [decode(next(parts[s.ranks]), s.how) for s in slots])
+    flat = [torch.stack(list(own)) if own else torch.zeros(0, dtype=torch.float64, device=device) for own in found]
+    given = list(zip(flat, (figure.parts for figure in figures), slots, strict=True))
+    extremes = _Exchange(settings, device)
+    for values, parts, slot in given:
+        if has_extreme(slot.how):
+            extremes.add(slot.ranks, encode_extreme(values, parts, slot.how))
+    extremes.begin(collectives.begin_max)
+    largest: list[Tensor | None] = [None] * len(slots)
+    if any(needs_largest(slot.how) for slot in slots):
+        largest = [extremes.take(s.ranks) if has_extreme(s.how) else None for s in slots]  # the sum waits for them
+    sums = _Exchange(settings, device)
+    if votes is not None:
+        sums.add(settings.voters, votes.to(device))
+    for (values, parts, slot), most in zip(given, largest, strict=True):
+        sums.add(slot.ranks, encode(values, parts, slot.how, most))
+    sums.begin(collectives.begin_sum)
+    results = [] if votes is None else [sums.take(settings.voters)]
+    wholes = []
+    for slot, most in zip(slots, largest, strict=True):
+        known = extremes.take(slot.ranks) if most is None and has_extreme(slot.how) else most
+        wholes.append(decode(sums.take(slot.ranks), known, slot.how))
+    wholes = with_carries([slot.statistic for slot in slots], wholes)
     for slot, whole in zip(slots, wholes, strict=True):
         dtypes = {member.site.dtype for member in slot.members}  # the same on a rank that has none of them
         dtype = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
         results.append(whole.to(dtype))
     return results
+
+
+class _Exchange:
+    """One reduction for each set of ranks, of the vectors that are added to it."""
+
+    def __init__(self, settings: ExchangeSettings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        self._vectors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        self._begun: dict[tuple[int, ...], Tensor] = {}
+        self._ended: dict[tuple[int, ...], Iterator[Tensor]] = {}
+
+    def add(self, ranks: tuple[int, ...], vector: Tensor) -> None:
+        """Add a vector of this rank."""
+        self._vectors[ranks].append(vector)
+
+    def begin(self, reduce: Callable[[Tensor, distributed.ProcessGroup], Tensor]) -> None:
+        """Start the reductions, in the same order on all ranks."""
+        for ranks in sorted(self._vectors):
+            group = self._settings.groups[ranks]
+            vector = torch.cat(self._vectors[ranks]).to(device_for(group, self._device))
+            self._begun[ranks] = reduce(vector, group)
+
+    def take(self, ranks: tuple[int, ...]) -> Tensor:
+        """Return the next result in the order of ``add``; waits for the reduction."""
+        if ranks not in self._ended:
+            result = collectives.wait(self._begun[ranks]).to(self._device)
+            self._ended[ranks] = iter(result.split([vector.numel() for vector in self._vectors[ranks]]))
+        return next(self._ended[ranks])
 
 
 def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:

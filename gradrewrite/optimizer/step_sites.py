@@ -18,7 +18,7 @@ from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import Ballot
-from gradrewrite.distributed.groups import RankGroups, this_rank
+from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.distributed.layouts import added_up
 from gradrewrite.distributed.shards import Spread, like_of, local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError, TraceError
@@ -259,9 +259,7 @@ class StepSites:
         sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
         group_of = self._groups.known if voters is None else self._groups.of_ranks
         groups = {ranks: group_of(ranks) for ranks in sets}
-        rank = this_rank()
-        assert rank is not None  # there are several
-        return ExchangeSettings(tuple(sites), groups, rank, voters or ())
+        return ExchangeSettings(tuple(sites), groups, voters or ())
 
     def _run(
         self, plan: _Plan, parameters: _Parameters, gradients: _Gradients, scale: Tensor | None, ballot: Ballot | None

@@ -140,6 +140,16 @@ def one_collective(rank: int) -> Any:
     return step(policy, values(1), where)[3].found, graph.code.count("_c10d_functional.all_reduce"), shapes
 
 
+def extremes(rank: int) -> Any:
+    """One sum and one maximum; NaN in the part of one rank makes the extremes of its gradient NaN on all."""
+    gradients = values(1)
+    gradients["a"].view(-1)[-1] = float("nan")
+    policy = gr.on("step:*", Observe("max_abs", "min", "max", "norm", "zeros"))
+    where = {**layouts(), "e": None}
+    _, _, records, counted = step(policy, gradients, where)
+    return counted.found, records, step(policy, gradients, dict.fromkeys(SHAPES))[2]
+
+
 def bad_on_one(rank: int) -> Any:
     where = layouts()
     gradients = values(1)
@@ -394,6 +404,16 @@ def test_one_small_all_reduce_a_step(of_four: list[dict[str, Any]]) -> None:
         assert size == 8 * (2 + 3 + 5)
 
 
+def test_extremes_take_one_maximum(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        found, records, wanted = outcomes["extremes"]
+        close({n: records[n] for n in wanted}, wanted)
+        assert sum(value != value for value in wanted.values()) == 4  # no norm and no extreme of ``a`` is a number
+        assert all("all_reduce" in name for name, _ in found)
+        # Of five sharded gradients three extremes; two verdicts, and of each three counts of NaN, a norm and a share.
+        assert [size for _, size in found] == [8 * 5 * 3, 8 * (2 + 5 * (3 + 3 + 1))]
+
+
 def test_a_failed_check_of_a_part_skips_everywhere(of_four: list[dict[str, Any]]) -> None:
     assert [outcomes["bad_on_one"] for outcomes in of_four] == [(False, 1, 1.0)] * 4
 
@@ -505,7 +525,7 @@ def by_torch(rank: int) -> Any:
 
 if __name__ == "__main__":
     run_parts([
-        many_figures, of_order, large, one_collective, bad_on_one, partial, missing_on_one, missing_members,
+        many_figures, of_order, large, one_collective, extremes, bad_on_one, partial, missing_on_one, missing_members,
         unfrozen, smaller_group, answered_twice, sets_of_ranks, fused, mixed_in_a_group,
         refused, kept, by_torch, with_states,
     ])  # fmt: skip
