@@ -14,8 +14,8 @@ import textwrap
 import threading
 import warnings
 from pathlib import Path
-from unittest.mock import ANY
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
