@@ -17,9 +17,9 @@ from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
 
 _EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
-_WHOLES = {part: whole for whole, parts in PARTS.items() for part in parts}
-_SINGLE = ("saturated" if name.startswith("saturated_") else _WHOLES.get(name, name) for name in STATISTICS)
-_KNOWN = tuple(dict.fromkeys([*_SINGLE, *_EXAMPLES]))
+_PARTS = frozenset(part for parts in PARTS.values() for part in parts)
+_SINGLE = ("saturated" if name.startswith("saturated_") else name for name in STATISTICS if name not in _PARTS)
+_KNOWN = tuple(dict.fromkeys([*_SINGLE, *PARTS, *_EXAMPLES]))
 _SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
 
 
@@ -38,6 +38,15 @@ class Observe:
     formula). It is of the tensor as it is, scaled by the loss scale. Three records of 16 bits, exact in float32:
     ``fingerprint_0`` has the low ones; tables show ``fingerprint@site`` as one number.
 
+    ``std``: standard deviation over all elements, and ``mean`` beside it; ``kurtosis``: these two, ``skewness`` and
+    ``kurtosis`` (3 of a normal distribution). NaN if an element is not finite; no complex tensors. ``exponents``: 64
+    counts ``exponents_0`` to ``exponents_63`` of ``floor(log2 |x|)`` from -46 to 17 (smaller and larger elements count
+    in the first and the last), and ``exponents_zero``, ``exponents_inf`` and ``exponents_nan``: what a narrower dtype
+    would flush to zero or not hold.
+
+    ``numel``: number of elements; it is recorded by itself beside a mean, a share or an extreme of a tensor with
+    symbolic sizes, for the figure of a whole (``Monitor.reduce``).
+
     At gradient sites alone, of the gradients of single examples (see ``docs/per-example.md``): ``example_norm_mean``
     and ``example_norm_max``, the mean and the largest of their L2 norms; ``noise_scale``, the trace of their covariance
     over the squared norm of the true gradient, both estimated without bias from the norms of single gradients and of
@@ -55,7 +64,8 @@ class Observe:
     Raises:
         ValueError: No name, or one that is unknown; or ``every`` is no whole number >= 1.
         PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
-        UnsupportedGradientError: (a TypeError, at the rewrite) ``min`` or ``max`` of a complex tensor.
+        UnsupportedGradientError: (a TypeError, at the rewrite) ``min``, ``max``, ``std`` or ``kurtosis`` of a complex
+            tensor.
 
     Example:
         >>> Observe("max_abs", "nonfinite")
@@ -109,6 +119,8 @@ class Observe:
                 chosen += _records_of(name)
             elif site.kind == "activation" and site.op in _SATURATING:
                 chosen.append((name, f"saturated_{_SATURATING[site.op]}"))
+        if None in site.shape and any(STATISTICS[key].combination.kind in ("mean", "min", "max") for _, key in chosen):
+            chosen.append(("numel", "numel"))  # by which parts are weighted
         examples = tuple(name for name in self.statistics if name in _EXAMPLES)
         if not examples or site.kind != "gradient":
             return _Observation(tuple(chosen))

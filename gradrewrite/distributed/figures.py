@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from gradrewrite.distributed.groups import this_rank
 from gradrewrite.distributed.shards import Spread
 
 # Norms of float64 elements are squared in three ranges, or their squares would leave that of float64 (after Blue, "A
@@ -19,11 +17,15 @@ from gradrewrite.distributed.shards import Spread
 _LARGE, _SMALL, _UNIT = 2.0**500, 2.0**-500, 2.0**600
 
 
+# A norm, a sum, a mean, or the largest or smallest of all.
+Kind: TypeAlias = Literal["norm", "sum", "mean", "max", "min"]
+
+
 @dataclass(frozen=True, slots=True)
 class Combination:
     """The rule for a whole's figure from those of its parts."""
 
-    kind: Literal["norm", "sum", "mean", "max", "min"]  # a norm, a sum, a mean, or the largest or smallest of all
+    kind: Kind
     order: float = 2.0  # order of the norm
 
     @property
@@ -139,24 +141,3 @@ def _weight(part: Part, how: Combination) -> float:
 def _unit(largest: Tensor) -> Tensor:
     """The largest number, or 1 where nothing can be divided by it."""
     return torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-
-
-def combine_over_ranks(
-    records: Mapping[str, float], how: Literal["mean", "max", "sum"], group: dist.ProcessGroup | None
-) -> dict[str, float]:
-    """Combine records over the ranks of a group that have them, in a collective call; NaN on one rank makes NaN."""
-    if this_rank() is None:
-        return dict(records)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, dict(records), group=group)
-    names = dict.fromkeys(name for own in gathered for name in own)
-    return {name: _combine_values([own[name] for own in gathered if name in own], how) for name in names}
-
-
-def _combine_values(values: list[float], how: str) -> float:
-    if any(math.isnan(value) for value in values):
-        return math.nan
-    if how == "max":
-        return max(values)
-    total = sum(values)  # of infinities of both signs: NaN, as for tensors
-    return total / len(values) if how == "mean" else total

@@ -22,7 +22,7 @@ namespace {
 // In the order of STATISTICS in statistics.py.
 enum Statistic : int64_t {
   kMaxAbs, kMeanAbs, kNorm, kMin, kMax, kNan, kInf, kNonfinite, kZeros, kSaturatedTanh, kSaturatedSigmoid,
-  kFingerprint0, kFingerprint1, kFingerprint2
+  kFingerprint0, kFingerprint1, kFingerprint2, kNumel
 };
 
 constexpr int64_t kBlock = 2048;
@@ -286,6 +286,7 @@ template <typename T> double figure_of(int64_t statistic, const Sums& sums, int6
     case kNonfinite: return static_cast<double>(sums.nonfinite);
     case kZeros: return static_cast<double>(sums.zeros) * share;
     case kSaturatedTanh: return static_cast<double>(sums.saturated_tanh) * share;
+    case kNumel: return static_cast<double>(n);
     case kSaturatedSigmoid: return static_cast<double>(sums.saturated_sigmoid) * share;
     default: return static_cast<double>((sums.fingerprint >> (16 * (statistic - kFingerprint0))) & 0xffff);
   }

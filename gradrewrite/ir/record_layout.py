@@ -60,6 +60,15 @@ class FiniteCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredTensor:
+    """What a record measures, for the figure of a whole from those of parts."""
+
+    statistic: str  # a key of ``statistics.STATISTICS``
+    size: int | None  # number of elements; None where it is symbolic
+    replicas: int  # how many ranks have the same tensor: that of a DTensor is the whole one
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardOutputs:
     """The auxiliary outputs of a rewritten backward graph, in their order."""
 
@@ -85,6 +94,7 @@ class BackwardOutputs:
     sampled: tuple[tuple[int, frozenset[RecordKey]], ...] = ()
     kept_every: tuple[int, ...] = ()  # the same numbers, of the kept tensors
     ops: tuple[SiteOp, ...] = ()  # of the recorded activations and errors
+    measured: Mapping[RecordKey, MeasuredTensor] = field(default_factory=dict)  # statistics among the records
     logs: bool = field(init=False, repr=False, compare=False)
     # For each consequence of a failed check, the positions of the counts in each packed tensor.
     checked: Mapping[OnFailure, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)

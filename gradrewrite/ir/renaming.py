@@ -79,6 +79,7 @@ class Renaming:
             bounds=tuple((key(old), bound) for old, bound in outputs.bounds),
             counts=frozenset(map(key, outputs.counts)),
             sampled=tuple((every, frozenset(map(key, keys))) for every, keys in outputs.sampled),
+            measured={key(old): one for old, one in outputs.measured.items()},
             ops=tuple(ops[old] for old in outputs.ops),
         )
 

@@ -6,9 +6,11 @@ at once and reads the tensor by itself. ``docs/design.md`` says which is used wh
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -17,8 +19,10 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from gradrewrite._compat import collectives, dtensors, fake_tensors
-from gradrewrite.distributed.figures import Combination
+from gradrewrite.distributed.figures import Combination, Kind
 from gradrewrite.distributed.layouts import added_up
+from gradrewrite.ir.exponents import EXPONENTS, exponents_of
+from gradrewrite.ir.moments import MOMENTS, from_raw, moments_of, to_raw
 from gradrewrite.ir.stages import reduce_all
 
 if TYPE_CHECKING:
@@ -136,6 +140,10 @@ def _number(x: Tensor) -> Tensor:
     return torch.ones_like(x, dtype=torch.float32).sum()
 
 
+def _numel(x: Tensor) -> Tensor:
+    return torch.ones_like(x, dtype=torch.int64).sum()
+
+
 def _or_nan(reduce: Figure) -> Figure:
     def reduce_or_nan(x: Tensor) -> Tensor:
         if _is_empty(x):
@@ -145,11 +153,11 @@ def _or_nan(reduce: Figure) -> Figure:
     return reduce_or_nan
 
 
-def share_of(mask: Tensor) -> Tensor:
+def share_of(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Share of the elements that are true; 0 for an empty tensor."""
     if _is_empty(mask):
-        return torch.zeros((), device=mask.device)
-    found = mask.to(torch.float32)
+        return torch.zeros((), dtype=dtype, device=mask.device)
+    found = mask.to(dtype)
     return found.sum() / _number(mask).clamp(min=1.0) if _may_be_empty(mask) else reduce_all(torch.mean, found)
 
 
@@ -171,8 +179,9 @@ class Statistic:
     traced: Figure | Parts  # by operations that a compiler fuses; all parts of a statistic have one function
     combination: Combination  # the rule for the figure of a whole tensor from those of its parts
     # ``"value"`` grows with the tensor (in units of the unscaled loss where there is a loss scale), ``"elements"`` are
-    # counts, which add up over the graphs of a step, as ``"bits"`` of a fingerprint do, ``"share"`` is in [0, 1].
-    unit: Literal["value", "elements", "share", "bits"]
+    # counts, which add up over the graphs of a step, as ``"bits"`` of a fingerprint do, ``"share"`` is in [0, 1],
+    # ``"shape"`` has no unit; ``"exponents"`` are counts by size.
+    unit: Literal["value", "elements", "share", "bits", "shape", "exponents"]
     eager: Figure | Parts | None = None  # the same by fewer operations, whose number costs where nothing is fused
     takes_complex: bool = True  # defined for complex tensors
     # ``native_statistics.cpp`` has it; another one, and those measured with it, are measured by operations of torch
@@ -181,7 +190,7 @@ class Statistic:
 
 
 def _share_of(mask: Figure, *, takes_complex: bool = True) -> Statistic:
-    return Statistic(lambda x: share_of(mask(x)), Combination("mean"), "share", takes_complex=takes_complex)
+    return Statistic(lambda x: share_of(mask(x), _dtype(x)), Combination("mean"), "share", takes_complex=takes_complex)
 
 
 def _count_of(mask: Figure, eager: Figure | None = None) -> Statistic:
@@ -242,11 +251,34 @@ STATISTICS: Mapping[str, Statistic] = {
     "saturated_tanh": _share_of(lambda x: x.abs() >= 0.99, takes_complex=False),
     "saturated_sigmoid": _share_of(lambda x: (x <= 0.01) | (x >= 0.99), takes_complex=False),
     **{name: Statistic(fingerprint_of, Combination("sum"), "bits", part=n) for n, name in enumerate(FINGERPRINT)},
+    "numel": Statistic(_numel, Combination("sum"), "elements"),
+    **{
+        name: Statistic(
+            moments_of,
+            Combination("mean"),  # of powers: see ``to_summands``
+            "value" if name in ("mean", "std") else "shape",
+            takes_complex=False,
+            is_native=False,
+            part=n,
+        )
+        for n, name in enumerate(MOMENTS)
+    },
+    **{
+        name: Statistic(exponents_of, Combination("sum"), "exponents", is_native=False, part=n)
+        for n, name in enumerate(EXPONENTS)
+    },
 }
 # Statistics that make several records, computed together: the names of their parts, which are adjacent in a request.
-PARTS: Mapping[str, tuple[str, ...]] = {"fingerprint": FINGERPRINT}
-COUNTS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit in ("elements", "bits"))
-IN_UNITS = frozenset(name for name, statistic in STATISTICS.items() if statistic.unit == "value")
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "fingerprint": FINGERPRINT,
+    "std": MOMENTS[:2],
+    "kurtosis": MOMENTS,
+    "exponents": EXPONENTS,
+}
+COUNTS = frozenset(n for n, statistic in STATISTICS.items() if statistic.unit in ("elements", "bits", "exponents"))
+# With a loss scale these are measured of the unscaled tensor; all of ``IN_UNITS`` depend on it.
+UNSCALED = frozenset((*MOMENTS, *EXPONENTS))
+IN_UNITS = UNSCALED | {name for name, statistic in STATISTICS.items() if statistic.unit == "value"}
 
 
 def measure_shards(
@@ -260,51 +292,87 @@ def measure_shards(
     wholes = [added_up(tensor).redistribute(first.device_mesh, first.placements) for tensor, _ in reports]
     names = [name for _, own in reports for name in own]
     parts = [_of_shard(whole, own, measure) for whole, (_, own) in zip(wholes, reports, strict=True)]
+    dtype = torch.float64 if any(_dtype(whole) == torch.float64 for whole in wholes) else torch.float32
     widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     found = torch.cat([part.to(widest) for part in parts])
-    if _is_empty(first) or all(placement.is_replicate() for placement in first.placements):
-        return found
-    rows = _gather_shards(found, first)
-    return torch.stack(with_carries(names, [_combine(name, rows[:, column]) for column, name in enumerate(names)]))
+    if not _is_empty(first) and not all(placement.is_replicate() for placement in first.placements):
+        found = _combine(names, _gather_shards(found, first))
+    return from_sums(names, found).to(dtype)
 
 
-def with_carries(names: Sequence[str], figures: Sequence[Tensor]) -> list[Tensor]:
-    """Figures of wholes, 0-d, fingerprints modulo 2^48 where they are sums of those of parts."""
-    done = list(figures)
-    for start in (n for n, name in enumerate(names) if name == FINGERPRINT[0]):
-        end = start + len(FINGERPRINT)
-        assert tuple(names[start:end]) == FINGERPRINT
-        done[start:end] = combine_fingerprints(torch.stack(done[start:end])).to(done[start].dtype).unbind()
-    return done
+def to_summands(names: Sequence[str], figures: Tensor) -> Tensor:
+    """Figures of a part, ``[names]``, as those that combine by the rule of their statistic; moments as float64.
+
+    Of moments they are means of powers, of all else the figures.
+    """
+    return _replaced(figures, ((start, end, to_raw(figures[start:end])) for start, end in _runs(names, MOMENTS)))
+
+
+def from_sums(names: Sequence[str], figures: Tensor) -> Tensor:
+    """Figures of wholes, ``[names]``, from combined ones: moments, and fingerprints modulo 2^48."""
+    moments = [(start, end, from_raw(figures[start:end])) for start, end in _runs(names, MOMENTS)]
+    bits = [(start, end, combine_fingerprints(figures[start:end])) for start, end in _runs(names, FINGERPRINT)]
+    return _replaced(figures, sorted((*moments, *bits), key=operator.itemgetter(0)))
+
+
+def _runs(names: Sequence[str], parts: Sequence[str]) -> list[tuple[int, int]]:
+    """The positions of the first parts of a statistic and behind the last, for each time that they are in a list."""
+    runs = []
+    for start in (n for n, name in enumerate(names) if name == parts[0]):
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(names[start:], parts, strict=False))
+        runs.append((start, start + len(list(same))))
+    return runs
+
+
+def _replaced(vector: Tensor, replacements: Iterable[tuple[int, int, Tensor]]) -> Tensor:
+    """Replace ranges of a vector, which do not overlap and are in order."""
+    pieces, position = [], 0
+    for start, end, new in replacements:
+        pieces += [vector[position:start], new]
+        position = end
+    if not pieces:
+        return vector
+    widest = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else vector.dtype
+    return torch.cat([piece.to(widest) for piece in (*pieces, vector[position:])])
 
 
 def _of_shard(whole: DTensor, names: Sequence[str], measure: Callable[[Tensor, Sequence[str]], Tensor]) -> Tensor:
     """The part of one process in the statistics of a global tensor."""
     local = dtensors.local_of(whole)
-    if _is_empty(whole):
-        return measure(local, names)
-    if _is_empty(local):
+    if _is_empty(whole) or not _is_empty(local):
+        figures = to_summands(names, measure(local, names))
+    else:
         neutral = [STATISTICS[name].combination.neutral for name in names]
-        return torch.stack([local.new_full((), value, dtype=_dtype(local)) for value in neutral])
-    weight = local.numel() / whole.numel()
-    figures = measure(local, names)
-    is_mean = [STATISTICS[name].combination.kind == "mean" for name in names]
-    return torch.stack([figures[n] * weight if mean else figures[n] for n, mean in enumerate(is_mean)])
+        figures = torch.cat([local.new_full((1,), value, dtype=_dtype(local)) for value in neutral])
+    weight = 1.0 if _is_empty(whole) else local.numel() / whole.numel()
+    blocks = ((kind == "mean", figures[start:end]) for kind, start, end in _kinds(names))
+    return torch.cat([block * weight if is_mean else block for is_mean, block in blocks])
 
 
-def _combine(name: str, figures: Tensor) -> Tensor:
-    kind = STATISTICS[name].combination.kind
-    match kind:
-        case "min":
-            return figures.amin()
-        case "max":
-            return figures.amax()
-        case "norm":
-            return norm_of(figures)
-        case "sum" | "mean":
-            return figures.sum()
-        case _:
-            assert_never(kind)
+def _kinds(names: Sequence[str]) -> Iterator[tuple[Kind, int, int]]:
+    """Yield the kinds of combination of consecutive statistics, with the positions of the first and behind the last."""
+    for kind, run in itertools.groupby(range(len(names)), lambda n: STATISTICS[names[n]].combination.kind):
+        start, *rest = run
+        yield kind, start, start + 1 + len(rest)
+
+
+def _combine(names: Sequence[str], rows: Tensor) -> Tensor:
+    """The combined figures of shards, ``[shards, names]``."""
+    found = []
+    for kind, start, end in _kinds(names):
+        block = rows[:, start:end]
+        match kind:
+            case "min":
+                found.append(block.amin(0))
+            case "max":
+                found.append(block.amax(0))
+            case "norm":
+                found.append(torch.stack([norm_of(column) for column in block.unbind(1)]))
+            case "sum" | "mean":
+                found.append(block.sum(0))
+            case _:
+                assert_never(kind)
+    return torch.cat([block.to(rows.dtype) for block in found])
 
 
 def _gather_shards(values: Tensor, like: DTensor) -> Tensor:

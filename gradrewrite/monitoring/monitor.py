@@ -13,14 +13,15 @@ from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_log import Finding, Step
-from gradrewrite.distributed.figures import combine_over_ranks
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.host_copy import pack_of
 from gradrewrite.monitoring.messages import failure_of
+from gradrewrite.monitoring.rank_reduction import RankReduction
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.monitoring.wholes import How, Summands
 from gradrewrite.monitoring.writers import JsonLines, TensorBoard, path_of_rank
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.replay.root_cause import find_anywhere
@@ -76,6 +77,7 @@ class Monitor:
         self._recorder = StepRecorder(capacity, every)
         self.sample = sample
         self._lock = self._recorder.lock
+        self._over_ranks = RankReduction()
         self._warned_of_bound = False
 
     def __repr__(self) -> str:
@@ -135,34 +137,67 @@ class Monitor:
         return self
 
     def reduce(
-        self, how: Literal["mean", "max", "sum"] = "mean", process_group: distributed.ProcessGroup | None = None
+        self,
+        how: How | None = None,
+        process_group: distributed.ProcessGroup | None = None,
+        *,
+        per: Literal["backward", "step"] = "backward",
     ) -> dict[str, float]:
         """Return the records of the last backward, combined over ranks; ``{}`` where no rank has any.
 
-        A collective call: all ranks of the group make it, at the same point of the program. Waits for the device. A
-        record that some ranks lack is combined over those that have it. NaN on one rank makes the result NaN, for
-        ``"max"`` too; infinities are combined as numbers are. Records that are global already (those of sharded
-        gradients at step sites, ``skipped@optimizer``) are equal on all ranks, and so is their mean.
+        A collective call: all ranks of the group make it, at the same point of the program. Waits for the device. By
+        default a figure is that of the whole tensor, of which each rank has a part: a norm is the root of the sum of
+        squares, means and shares are weighted by numbers of elements, counts add up, extremes are those of all,
+        ``std`` and ``kurtosis`` are about the mean of all. What measures no tensor (records of your own, bounds and
+        factors of clips, ``loss@run``, learning rates) is averaged. Gradients at gradient sites are parts too: their
+        figures are those of the gradients of all ranks side by side, and not of their mean, which step sites have.
+        What all ranks have (a DTensor, what follows ``AllReduce``, step sites) counts once.
+
+        A record that some ranks lack is combined over those that have it. NaN on one rank makes the result NaN;
+        infinities are combined as numbers are. The first call sends the names of the records; then it takes one
+        all-reduce with ``SUM`` and, where there are extremes, one with ``MAX``, for any number of ranks.
 
         Args:
-            how: ``"mean"``, ``"max"`` or ``"sum"``.
+            how: ``"mean"``, ``"max"`` or ``"sum"`` of the figures of the ranks, instead of the figure of the whole.
             process_group: The ranks. By default those of the DistributedDataParallel in which the model was called,
-                or of the largest group of ``AllReduce``, else all; without any, the result is that of ``latest``.
+                or of the largest group of ``AllReduce``, else all; without any, the result is that of one rank.
+            per: ``"step"`` combines the backwards since the last update, the micro-batches, too; see ``history``.
 
         Raises:
-            ValueError: ``how`` is none of the three.
+            ValueError: ``how`` or ``per`` is none of these.
         """
-        if how not in ("mean", "max", "sum"):
-            raise ValueError(f'Monitor.reduce: how is "mean", "max" or "sum", got {how!r}')
-        return combine_over_ranks(self.latest(), how, process_group or self._recorder.process_group)
+        if how not in (None, "mean", "max", "sum"):
+            raise ValueError(f'Monitor.reduce: how is None, "mean", "max" or "sum", got {how!r}')
+        with self._lock:
+            records = self._read()
+            last = records[-1:]
+            if per != "backward":
+                last = next(reversed(_by_update(records, per).values()), [])
+            own = _combined(last, how)
+        found = self._over_ranks(own, how, process_group or self._recorder.process_group).figures()
+        return {str(key): value for key, value in found.items()}
 
-    def history(self, address: str) -> list[float]:
+    def history(self, address: str, *, per: Literal["backward", "step"] = "backward") -> list[float]:
         """One record over the steps in the buffer, oldest first; NaN where a step lacks it. Waits for the device.
+
+        Args:
+            address: ``record@site``.
+            per: ``"backward"`` is one value for each backward. ``"step"`` is one for each update of the guarded
+                optimizer (of any of several): the figure of its micro-batches together, and of all calls in a
+                backward, as ``reduce`` combines those of ranks. The last one may still lack some. Without a guarded
+                optimizer each backward is a step.
 
         Raises:
             KeyError: There are steps, and none has that record.
+            ValueError: ``per`` is neither.
         """
-        rows = [step.records for step in self._steps()]
+        with self._lock:
+            records = self._read()
+            if per == "backward":
+                rows = [record.on_host().records for record in records]
+            else:
+                steps = _by_update(records, per).values()
+                rows = [{str(key): v for key, v in _combined(step).figures().items()} for step in steps]
         if rows and not any(address in row for row in rows):
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]
@@ -320,6 +355,24 @@ class Monitor:
                 f"{key} was 0 or negative at step {record.step}: the clip makes zeros, so that nothing is learned "
                 "there. Give it a bound > 0 (a number in its tensor, a gr.Schedule above 0); infinity only measures"
             )
+
+
+def _by_update(records: Sequence[StepRecord], per: str) -> dict[int, list[StepRecord]]:
+    """Group backwards by the update that they are of; ValueError unless ``per`` is ``"step"``."""
+    if per != "step":
+        raise ValueError(f'per is "backward" or "step", got {per!r}')
+    found: dict[int, list[StepRecord]] = {}
+    for record in records:
+        found.setdefault(record.update, []).append(record)
+    return found
+
+
+def _combined(records: Sequence[StepRecord], how: How | None = None) -> Summands:
+    """Add up the records of several backwards."""
+    summands = Summands()
+    for record in records:
+        record.add_to(summands, how)
+    return summands
 
 
 def steps_since(monitor: Monitor, step: int) -> list[Step]:

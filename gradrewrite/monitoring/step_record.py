@@ -16,6 +16,7 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
+from gradrewrite.monitoring.wholes import How, Summands
 from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
@@ -82,6 +83,7 @@ class StepRecord:
     """The records of one ``loss.backward()``."""
 
     step: int = -1  # number of the backward
+    update: int = -1  # equal for the micro-batches of one update; each backward has its own without a guard
     graphs: list[GraphRecord] = field(default_factory=list)  # its graphs, in the order in which their backwards ran
     kept: dict[tuple[str, Site], Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)  # groups that were clipped
@@ -181,6 +183,15 @@ class StepRecord:
         bounds = {key: value for graph in self.graphs for key, value in graph.bounds.items()}
         late = {key: value for added in self.late.values() for key, value in added.values().items()}
         return self._values | updates | bounds | self.host_values | late
+
+    def add_to(self, summands: Summands, how: How | None) -> None:
+        """Add the records of the step to those of other parts; each graph is a part of its own. The copy is here."""
+        rest = dict(self.values())
+        for graph in self.graphs:
+            records, measured = graph.records(), graph.outputs.measured
+            summands.add({key: value for key, value in records.items() if key in measured}, measured, how)
+            rest = {key: value for key, value in rest.items() if key not in measured}
+        summands.add(rest, {}, how)
 
     def on_host(self) -> Step:
         """Return the records of the step and its clips; the copy is here."""

@@ -67,6 +67,7 @@ class StepRecorder:
         self.lock = threading.RLock()  # held while records, listeners or guards change; reentrant
         self.records: deque[StepRecord] = deque(maxlen=capacity)  # records of the last steps, oldest first
         self.num_steps = 0  # how many steps there were
+        self.num_updates = 0  # how many updates of guarded optimizers, or backwards without any
         # Told of each step before its record joins the others, for the oldest may leave them then.
         self.writers = Writers(self.records, capacity, every)
         # Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
@@ -283,6 +284,11 @@ class StepRecorder:
         raise_failed(update)
         return update.step
 
+    def note_update(self) -> None:
+        """A guarded optimizer has made a step, or skipped it: later backwards belong to the next one."""
+        with self.lock:
+            self.num_updates += 1
+
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
         """Add records that the host knows to the last step, if there is one."""
         with self.lock:
@@ -316,6 +322,9 @@ class StepRecorder:
     def _append(self, record: StepRecord) -> None:
         """Let a record join the others; the lock is held."""
         record.step = self.num_steps
+        if not self.guards:
+            self.num_updates += 1
+        record.update = self.num_updates
         if self.records:
             self.records[-1].let_go()
         try:

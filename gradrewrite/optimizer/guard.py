@@ -395,6 +395,8 @@ class Guard:
         """Record the figures known after the update."""
         for states in self._states:
             states.note_step(id(self))
+        for attachment in self.attached:
+            attachment.recorder.note_update()
         self._add_ratios(before)
         if bad is not None:
             self._verdict.look_at_counts()

@@ -25,7 +25,7 @@ from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure, measure_all
-from gradrewrite.ir.statistics import STATISTICS, norm_of, with_carries
+from gradrewrite.ir.statistics import STATISTICS, from_sums, norm_of, to_summands
 from gradrewrite.policy.actions import NormScaling
 from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.lowering import Measure, lower_action
@@ -156,7 +156,10 @@ def _exchange(
     Each set of ranks makes one sum and, where extremes are among its figures, one maximum.
     """
     slots = [figure.slot for figure in figures]
-    flat = [torch.stack(list(own)) if own else torch.zeros(0, dtype=torch.float64, device=device) for own in found]
+    flat = [
+        torch.stack(own) if own else torch.zeros(0, dtype=torch.float64, device=device)
+        for own in _summands(slots, found)
+    ]
     given = list(zip(flat, (figure.parts for figure in figures), slots, strict=True))
     extremes = _Exchange(settings, device)
     for values, parts, slot in given:
@@ -173,16 +176,28 @@ def _exchange(
         sums.add(slot.ranks, encode(values, parts, slot.how, most))
     sums.begin(collectives.begin_sum)
     results = [] if votes is None else [sums.take(settings.voters)]
-    wholes = []
+    combined = []
     for slot, most in zip(slots, largest, strict=True):
         known = extremes.take(slot.ranks) if most is None and has_extreme(slot.how) else most
-        wholes.append(decode(sums.take(slot.ranks), known, slot.how))
-    wholes = with_carries([slot.statistic for slot in slots], wholes)
+        combined.append(decode(sums.take(slot.ranks), known, slot.how))
+    wholes = from_sums([slot.statistic for slot in slots], torch.stack(combined)).unbind() if slots else ()
     for slot, whole in zip(slots, wholes, strict=True):
         dtypes = {member.site.dtype for member in slot.members}  # the same on a rank that has none of them
         dtype = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
         results.append(whole.to(dtype))
     return results
+
+
+def _summands(slots: Sequence[Slot], found: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Figures of this rank's parts, as those that combine; a statistic of one gradient has at most one part."""
+    here = [n for n, own in enumerate(found) if len(own) == 1]
+    names = [slots[n].statistic for n in here]
+    if not here:
+        return [list(own) for own in found]
+    widest = torch.float64 if any(found[n][0].dtype == torch.float64 for n in here) else torch.float32
+    summands = to_summands(names, torch.stack([found[n][0].to(widest) for n in here]))
+    combining = dict(zip(here, summands.unbind(), strict=True))
+    return [[combining[n]] if n in combining else list(own) for n, own in enumerate(found)]
 
 
 class _Exchange:

@@ -201,7 +201,7 @@ class _Builder:
         rewriter = self.rewriter
         node = rewriter.current(point.node)
         keys = tuple(rewriter.packing.numbering.new(measure.statistics, str(point.site)))
-        rewriter.packing.note_sampled(measure.action, keys)
+        rewriter.packing.note_measured(measure, keys, point.site)
         self.measured[point.order] += [
             RecordNode((k,), node, is_forward=False, skips=measure.fails == "skip") for k in keys
         ]

@@ -34,6 +34,7 @@ from gradrewrite.ir.stages import reduce_all
 from gradrewrite.ir.statistics import (
     IN_UNITS,
     STATISTICS,
+    UNSCALED,
     largest_of,
     mean_of,
     measure_shards,
@@ -254,13 +255,16 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
         ordered = [*plain.items(), *in_units.items()]
         groups = [dict(own) for _, own in itertools.groupby(ordered, lambda item: STATISTICS[item[1]].traced)]
     else:
-        groups = [group for group in (plain, in_units) if group]
+        unscaled = {name: in_units.pop(name) for name, key in list(in_units.items()) if key in UNSCALED}
+        groups = [group for group in (plain, in_units, unscaled) if group]
     figures: dict[str, Leaf] = {}
     for group in groups:
-        values = measure(tensor, list(group.values()), is_opaque=recording.is_opaque)
-        if group.keys() <= in_units.keys():
-            assert recording.scale is not None
-            values = values / recording.scale
+        measured, is_scaled = tensor, recording.scale is not None and not IN_UNITS.isdisjoint(group.values())
+        if is_scaled and not UNSCALED.isdisjoint(group.values()):
+            measured = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / recording.scale
+            is_scaled = False
+        values = measure(measured, list(group.values()), is_opaque=recording.is_opaque)
+        values = values / recording.scale if is_scaled else values
         figures |= zip(group, recording.figures(values, len(group)), strict=True)
     check = figures.popitem() if fails is not None else None
     if figures:

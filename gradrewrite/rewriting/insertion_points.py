@@ -33,6 +33,12 @@ class InsertionPoint:
     layout: Layout | None = None  # of the value, if the node is what this process holds of a DTensor
     value_layout: Layout | None = None  # that of what it is the gradient of
     is_part: bool = False  # the value is a plain part of a global tensor
+    replicas: int = 1  # how many ranks have the same value
+
+    def __post_init__(self) -> None:
+        """Take note of the ranks of a DTensor: what is measured is the global one."""
+        if self.layout is not None:
+            self.replicas = self.layout.mesh.size()
 
 
 def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint], list[Site]]:

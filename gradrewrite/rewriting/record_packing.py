@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +19,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck, SiteOp
+from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck, MeasuredTensor, SiteOp
 from gradrewrite.ir.reports import (
     Check,
     Clip,
@@ -37,7 +37,15 @@ from gradrewrite.ir.reports import (
 from gradrewrite.ir.values import num_bytes
 from gradrewrite.policy.sampling import interval_of
 from gradrewrite.rewriting.forward_values import ForwardValues
-from gradrewrite.rewriting.lowering import GroupInsertion, Insertion, Replace, ReplaceGroup, ScaleGroup, WeighExamples
+from gradrewrite.rewriting.lowering import (
+    GroupInsertion,
+    Insertion,
+    Measure,
+    Replace,
+    ReplaceGroup,
+    ScaleGroup,
+    WeighExamples,
+)
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
 
@@ -56,6 +64,7 @@ class RecordPacking:
     kept_as: list[str] = field(default_factory=list)  # what each of them is
     kept_every: list[int] = field(default_factory=list)  # after how many steps it is kept again
     # keys of measurements, by the number of steps from one to the next
+    measured: dict[RecordKey, MeasuredTensor] = field(default_factory=dict)
     sampled: dict[int, set[RecordKey]] = field(default_factory=lambda: defaultdict(set))
     groups: list[str] = field(default_factory=list)  # that are clipped together
     noisy: set[str] = field(default_factory=set)
@@ -75,6 +84,7 @@ class RecordPacking:
         reports: Sequence[Report[Leaf]],
         outputs: Sequence[fx.Node],
         members: Sequence[Site] = (),
+        replicas: int = 1,
     ) -> tuple[list[RecordKey], list[Check[RecordKey]]]:
         """Take the reports of a traced action; return the keys of its records, at ``where``, and its finite checks.
 
@@ -112,14 +122,19 @@ class RecordPacking:
             found = tuple(key for _, key in flat)
             is_forward, skips = site.kind == "activation", not skipping.isdisjoint(found)
             self.records.append(RecordNode(found, outputs[number], is_forward, skips))
-        self.note_sampled(insertion.action, [key for _, key in ordered])
+        self.note_measured(insertion, [key for _, key in ordered], site, replicas)
         return [key for _, key in ordered], checks
 
-    def note_sampled(self, action: Any, keys: Sequence[RecordKey]) -> None:
-        """Take note of the records of an action, if it only measures."""
-        every = interval_of(action)
+    def note_measured(
+        self, insertion: Insertion | GroupInsertion, keys: Sequence[RecordKey], site: Site, replicas: int = 1
+    ) -> None:
+        """Take note of the records of an action that measures a tensor, of which so many ranks have the same."""
+        every = interval_of(insertion.action)
         if every is not None:
             self.sampled[every].update(keys)
+        if isinstance(insertion, Measure) and site.kind != "step":  # whose gradient all ranks have
+            size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
+            self.measured |= {key: MeasuredTensor(insertion.statistics[key.record], size, replicas) for key in keys}
 
     def note_op(self, site: Site) -> None:
         """List the op of a recorded site, if it has one."""
@@ -200,6 +215,7 @@ class RecordPacking:
             noisy=frozenset(self.noisy),
             sampled=tuple((every, frozenset(keys)) for every, keys in self.sampled.items()),
             kept_every=tuple(self.kept_every),
+            measured=self.measured,
             ops=tuple(self.ops),
         )
 

@@ -27,7 +27,7 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import number_of
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
+from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck, MeasuredTensor
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.reports import Check
 from gradrewrite.ir.scaling import scale_where
@@ -237,7 +237,9 @@ class Rewriter:
                     raise AssertionError("averages come in buckets")
                 case _:
                     assert_never(insertion)
-            keys, checks = self.packing.add(insertion, str(point.site), point.site, traced.reports, extras)
+            keys, checks = self.packing.add(
+                insertion, str(point.site), point.site, traced.reports, extras, replicas=point.replicas
+            )
             made = [] if self.examples is None else self.examples.take_new()
             self.edits.append(Edit(point.site, insertion.action, tuple(n.name for n in (*made, *new)), tuple(keys)))
             for check in checks:
@@ -285,7 +287,7 @@ class Rewriter:
         if not measurement.statistics:
             return
         keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site)))
-        self.packing.note_sampled(measurement.action, keys)
+        self.packing.note_measured(measurement, keys, point.site, point.replicas)
         statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind == "activation"
         skips = measurement.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
@@ -360,6 +362,7 @@ class Rewriter:
             self.edits.append(Edit(point.site, action, names))
             self._averaged.update(names)
         for point, result in zip(points, results, strict=True):
+            point.replicas *= action.processes().size()
             self._replace(point, result)
 
     def _behind(self, nodes: Sequence[fx.Node]) -> fx.Node:
@@ -530,6 +533,9 @@ class Rewriter:
         outside, numbering = tangents if marked.is_last else [], self.packing.numbering
         records, self.counters = insert_boundary_counters(self.graph, inputs, outside, numbering)
         self.packing.records += records
+        self.packing.measured |= {
+            key: MeasuredTensor("nonfinite", None, 1) for record in records for key in record.keys
+        }
         if any(collectives.is_collective(node) and node.name not in self._averaged for node in self.graph.nodes):
             return None  # the model computes with other processes, which may not replay this step
         return ReplayGraph(

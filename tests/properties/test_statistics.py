@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradrewrite.ir import native_statistics, ops
+from gradrewrite.ir.exponents import EXPONENTS, FIRST, NUMBER
+from gradrewrite.ir.moments import MOMENTS, from_raw, to_raw
 from gradrewrite.ir.statistics import COUNTS, FINGERPRINT, STATISTICS, combine_fingerprints, fingerprint_of
 
-NAMES = tuple(STATISTICS)
+NAMES = tuple(name for name, statistic in STATISTICS.items() if statistic.is_native)
 ALL = ",".join(NAMES)
 SHARES = ("zeros", "saturated_tanh", "saturated_sigmoid")
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,7 +44,7 @@ def test_numbers_of_the_compiled_function_are_those_of_the_table() -> None:
     (found,) = re.findall(r"enum Statistic : int64_t \{(.*?)\};", source, re.DOTALL)
     names = [re.sub(r"(?<!^)([A-Z]|\d)", r"_\1", name.strip().removeprefix("k")).lower() for name in found.split(",")]
 
-    assert names == list(STATISTICS)
+    assert names == list(NAMES)
 
 
 def exact(x: Tensor) -> dict[str, float]:
@@ -64,6 +66,7 @@ def exact(x: Tensor) -> dict[str, float]:
         "saturated_tanh": sum(abs(v) >= high for v in values) / max(n, 1),
         "saturated_sigmoid": sum(v >= high or v <= low for v in values) / max(n, 1),
         **dict(zip(FINGERPRINT, fingerprint(x), strict=True)),
+        "numel": n,
     }
 
 
@@ -239,3 +242,78 @@ def test_a_compiled_fingerprint_is_that_of_the_result(dtype: torch.dtype) -> Non
     x = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)[:, ::3]
     y, got = torch.compile(halved, fullgraph=True)(x)
     assert got.tolist() == fingerprint(y)
+
+
+def exact_moments(values: Sequence[float]) -> list[float]:
+    """Mean, standard deviation, skewness and kurtosis by exact arithmetic, each rounded once to float64."""
+    if not values or not all(map(math.isfinite, values)):
+        return [math.nan] * 4
+    n, exact_values = len(values), list(map(Fraction, values))
+    mean = sum(exact_values) / n
+    second, third, fourth = (sum((v - mean) ** k for v in exact_values) / n for k in (2, 3, 4))
+    if second == 0:
+        return [float(mean), 0.0, math.nan, math.nan]
+    sign = -1.0 if third < 0 else 1.0
+    skewness = sign * math.sqrt(third * third / second**3)
+    return [
+        float(mean),
+        _norm(list(map(float, (v - mean for v in exact_values)))) / math.sqrt(n),
+        skewness,
+        float(fourth / second**2),
+    ]
+
+
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.lists(st.floats(-1.0, 1.0), min_size=1, max_size=30),
+    st.sampled_from([1.0, 1e-30, 1e30]),
+)
+@example(torch.float32, [1e-12, 2e-12, -5e-12], 1.0)
+@example(torch.float32, [0.25] * 7, 1.0)
+@example(torch.float64, [math.nan, 1.0], 1.0)
+def test_moments_are_the_exact_ones(dtype: torch.dtype, values: list[float], size: float) -> None:
+    x = (torch.tensor(values, dtype=torch.float64) * size).to(dtype)
+    wanted = exact_moments(x.double().tolist())
+    spread = (max(x.double().tolist()) - min(x.double().tolist())) / max(x.double().abs().max().item(), 1e-300)
+    for got in (ops.measure(x, MOMENTS, is_opaque=False), ops.pack_eagerly([x], ",".join(MOMENTS))):
+        eps = torch.finfo(got.dtype).eps
+        largest = x.double().abs().max().item()
+        mean, std, *shape = got.tolist()
+        assert mean == pytest.approx(wanted[0], abs=50 * eps * largest, nan_ok=True)
+        assert std == pytest.approx(wanted[1], rel=1e-5, abs=50 * eps * largest, nan_ok=True)
+        if spread > 1e-3 and wanted[1] > 1e-2 * largest:
+            assert shape == pytest.approx(wanted[2:], rel=1e-3, abs=1e-3, nan_ok=True)
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(-10.0, 10.0).map(lambda v: round(v, 3)), min_size=1, max_size=9), min_size=1, max_size=5
+    )
+)
+def test_moments_of_parts_combine(parts: list[list[float]]) -> None:
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
+    raw = torch.stack([to_raw(ops.measure(x, MOMENTS, is_opaque=False)) for x in tensors])
+    weights = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+    got = from_raw((raw * weights[:, None]).sum(0) / weights.sum())
+    wanted = exact_moments([v for part in parts for v in part])
+    assert got[:2].tolist() == pytest.approx(wanted[:2], abs=1e-6)  # of two that are nearly equal: see from_raw
+    if wanted[1] > 0.1:
+        assert got.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.sampled_from((*EDGES, *SPECIAL)) | st.floats(allow_nan=False, width=32), max_size=30),
+)
+def test_exponents_are_the_exact_ones(dtype: torch.dtype, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float64).to(dtype)
+    wanted = [0] * len(EXPONENTS)
+    for value in map(abs, x.double().tolist()):
+        if math.isnan(value):
+            wanted[NUMBER + 2] += 1
+        elif value in (0.0, math.inf):
+            wanted[NUMBER + (value == math.inf)] += 1
+        else:
+            wanted[min(max(math.frexp(value)[1] - 1 - FIRST, 0), NUMBER - 1)] += 1
+    for got in (ops.measure(x, EXPONENTS, is_opaque=False), ops.pack_eagerly([x], ",".join(EXPONENTS))):
+        assert got.tolist() == wanted

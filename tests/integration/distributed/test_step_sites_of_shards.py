@@ -97,7 +97,14 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 POLICY = [
-    gr.on("step:*", [ClipByValue(1.5), CheckFinite("record"), Observe("norm", "max_abs", "mean_abs", "min", "zeros")]),
+    gr.on(
+        "step:*",
+        [
+            ClipByValue(1.5),
+            CheckFinite("record"),
+            Observe("norm", "max_abs", "mean_abs", "min", "zeros", "kurtosis", "exponents", "fingerprint"),
+        ],
+    ),
     gr.on("step:*", L2(0.1)),
     gr.on("step:*", ClipByGlobalNorm(1.0)),
     gr.on("step:*", DecayWeights(0.01)),

@@ -25,7 +25,10 @@ from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, ClipByN
 from ranks import outcomes_of, run_parts
 
 WIDTH, BLOCKS, ROWS, LENGTH, STEPS, RANKS = 8, 2, 3, 4, 20, 2
-STATISTICS = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros")
+STATISTICS = (
+    *("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros"),
+    *("std", "kurtosis", "exponents"),
+)
 
 
 class Block(nn.Module):

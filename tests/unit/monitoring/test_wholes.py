@@ -1,0 +1,75 @@
+"""Figures of wholes from those of parts, against the figures of the whole tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradrewrite.ir import ops
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import MeasuredTensor
+from gradrewrite.ir.statistics import STATISTICS
+from gradrewrite.monitoring.wholes import Summands
+
+NAMES = tuple(STATISTICS)
+KEYS = {name: RecordKey.of(name, "error:a") for name in NAMES}
+
+pytestmark = pytest.mark.pure
+
+
+def figures(x: Tensor) -> dict[RecordKey, float]:
+    return dict(zip(KEYS.values(), ops.pack_eagerly([x], ",".join(NAMES)).tolist(), strict=True))
+
+
+def measured(size: int | None, replicas: int = 1) -> dict[RecordKey, MeasuredTensor]:
+    return {key: MeasuredTensor(name, size, replicas) for name, key in KEYS.items()}
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e3, 1e3).map(lambda v: round(v, 2)), max_size=6), min_size=1, max_size=4),
+    st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), max_size=1),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_parts_make_the_whole(parts: list[list[float]], special: list[float], knows_size: bool, replicas: int) -> None:
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in [*parts, special]]
+    summands = Summands()
+    for x in tensors:
+        for _ in range(replicas):
+            summands.add(figures(x), measured(x.numel() if knows_size else None, replicas), None)
+    wanted = figures(torch.cat(tensors))
+    for key, got in summands.figures().items():
+        if key.record in ("skewness", "kurtosis") and not wanted[KEYS["std"]] > 0.1:
+            continue  # see moments.from_raw
+        assert got == pytest.approx(wanted[key], rel=1e-9, abs=1e-4 if key.record == "std" else 1e-9, nan_ok=True), key
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200, 1.0])
+def test_norms_neither_overflow_nor_vanish(size: float) -> None:
+    summands, key = Summands(), KEYS["norm"]
+    for value in (3.0, 4.0):
+        summands.add({key: value * size}, measured(1), None)
+    assert summands.figures()[key] == pytest.approx(5.0 * size, rel=1e-14)
+
+
+def test_records_without_a_statistic_are_averaged() -> None:
+    key, other = RecordKey.of("bound", "error:a"), RecordKey.of("mine", "error:a")
+    summands = Summands()
+    summands.add({key: 1.0, other: 4.0}, {}, None)
+    summands.add({key: 3.0}, {}, None)
+    assert summands.figures() == {key: 2.0, other: 4.0}
+
+
+@pytest.mark.parametrize(("how", "wanted"), [("mean", 3.0), ("max", 4.0), ("sum", 6.0)])
+def test_other_ways(how: str, wanted: float) -> None:
+    summands, key = Summands(), KEYS["norm"]
+    for value in (2.0, 4.0):
+        summands.add({key: value}, measured(1), how)  # type: ignore[arg-type]
+    assert summands.figures()[key] == wanted
+    summands.add({key: math.nan}, measured(1), how)  # type: ignore[arg-type]
+    assert math.isnan(summands.figures()[key])
