@@ -15,12 +15,14 @@ from torch import Tensor, distributed
 
 from gradrewrite._compat import dynamo, optimizers
 from gradrewrite._utils.warnings import warn
+from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
+from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
 from gradrewrite.optimizer.verdict import UpdateVerdict
@@ -223,6 +225,7 @@ class Guard:
         self._step_sites = StepSites(targets, self.attached, groups) if has_policy else None
         self._verdict = UpdateVerdict(optimizer, targets, self.attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
+        self._losses = Losses()
         self._ratios = ratios
         self._warned_of_no_step = False
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
@@ -314,9 +317,25 @@ class Guard:
         assert optimizer is not None
         self._verdict.note(optimizer, bad, parameters)
 
+    @property
+    def may_have_step_actions(self) -> bool:
+        """Whether a policy may have actions at step sites."""
+        return self._step_sites is not None and self._step_sites.may_act
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Take a loss that was logged, a copy with one element."""
+        if self.may_have_step_actions:
+            self._losses.note(loss)
+
+    def count_backward(self, backward: int) -> None:
+        """Take note of a backward by its number, whose gradients a loss belongs to."""
+        if self.may_have_step_actions:
+            self._losses.note_backward(backward)
+
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The gradients go, and the verdict with them."""
+        """The gradients go, and the verdict and their losses with them."""
         self._verdict.drop(optimizer)
+        self._losses.drop()
         self._follow_all()
         return inner(*args, **kwargs)
 
@@ -377,14 +396,40 @@ class Guard:
         ballot = self._verdict.ballot(optimizer, bad)
         outcome = StepOutcome()
         if self._step_sites is not None:
-            outcome = self._step_sites.run(optimizer, inner, scale, ballot)
-        self._verdict.start(ballot, outcome.verdict)
+            outcome = self._step_sites.run(optimizer, inner, scale, ballot, self._losses)
+        checked = _worst(bad, outcome.verdict)
+        bad, judgements = self._judge(optimizer, bad, ballot, outcome)
+        self._losses.clear()
+        outcome = outcome.with_judgements(judgements)
         for at in self.attached:
             if outcome.outputs.packs or outcome.outputs.kept:
                 at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step)
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None else []
-        return outcome, self._verdict.decide(optimizer, bad, ballot, outcome.verdict), before
+        if bad is not None:
+            self._verdict.count(bad, checked, judgements)
+        remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
+        return outcome, bad, before
+
+    def _judge(
+        self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, outcome: StepOutcome
+    ) -> tuple[Tensor | None, list[Judgement]]:
+        """Return the verdict of all ranks on all checks and figures, None if there are none, and the judgements."""
+        figures, verdict = outcome.figures, outcome.verdict
+        judgements = figures.judge_norms()
+        own = _worst(verdict, *(judgement.verdict for judgement in judgements))
+        self._verdict.start(ballot, own)
+        bad = self._verdict.decide(optimizer, bad, ballot, own)
+        if judgements and bad is not None and ballot is not None and not figures.is_agreed:
+            bad = self._verdict.vote_again(bad, ballot)
+        if not figures.takes_losses:
+            return bad, judgements
+        if ballot is None and not self._losses:
+            raise no_loss(next(judge for judge in figures.judges if judge.action.of == "loss"))
+        device = optimizer.param_groups[0]["params"][0].device
+        sums = self._losses.sums(device) if ballot is None else ballot.figures()
+        of_loss = figures.judge_loss(sums)
+        return _worst(bad, *(judgement.verdict for judgement in of_loss)), [*judgements, *of_loss]
 
     def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record the figures known after the update."""
@@ -441,6 +486,14 @@ class Guard:
                     "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
                     'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
                 )
+
+
+def _worst(*verdicts: Tensor | None) -> Tensor | None:
+    """Return the largest of verdicts, 0-d, on the device of the first one; None without any."""
+    found = [verdict.reshape(()) for verdict in verdicts if verdict is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.stack([verdict.to(found[0].device, non_blocking=True) for verdict in found]).amax()
 
 
 def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:

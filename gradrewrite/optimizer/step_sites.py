@@ -25,12 +25,14 @@ from gradrewrite.errors import NoSuchSiteError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.statistics import total_norm_of
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.step_record import verdicts_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
+from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
-from gradrewrite.policy.actions import ParameterScaling
+from gradrewrite.policy.actions import ParameterScaling, UpdateJudge
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
@@ -57,6 +59,23 @@ class StepOutcome:
     is_unscaled: bool = False  # whether the gradients are no longer multiplied by the loss scale
     # Parameters that are multiplied after the update, by the factor's action.
     parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]] = ()
+    figures: Figures = field(default_factory=Figures)  # for the judges
+
+    def with_judgements(self, judgements: Sequence[Judgement]) -> StepOutcome:
+        """Return the outcome with the records of judgements, in a pack of their own."""
+        if not judgements:
+            return self
+        own, number = self.outputs, len(self.outputs.packs)
+        keys = tuple(key for judgement in judgements for key in judgement.judge.recorded)
+        outputs = replace(
+            own,
+            packs=(*own.packs, keys),
+            keys=(*own.keys, *keys),
+            num_skips=(*own.num_skips, 0),
+            verdicts=(*own.verdicts, False),
+        )
+        pack = torch.cat([judgement.recorded for judgement in judgements])
+        return replace(self, outputs=outputs, tensors=[*self.tensors[:number], pack, *self.tensors[number:]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +85,14 @@ class _Plan:
     live: Sequence[Tensor]  # its live inputs
     gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
     kept: tuple[int, ...]  # positions among its gradients of those that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    plan: _Plan | None  # for the gradients that are here; None without actions
+    exchange: ExchangeSettings | None  # without a plan: other ranks may have gradients
+    judges: tuple[Judge, ...]
+    is_agreed: bool  # see ``Figures``
 
 
 class StepSites:
@@ -80,7 +107,7 @@ class StepSites:
         self._sessions: list[weakref.ref[Session] | None] = []
         self._num_graphs: list[int] = []
         self._named: list[tuple[int, str] | None] = []  # target and name of each parameter; None where it has none
-        self._plans: OrderedDict[Hashable, _Plan | ExchangeSettings | None] = OrderedDict()
+        self._plans: OrderedDict[Hashable, _Work] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
         self._warned_of_strangers = False
         self._warned_of_lost = False
@@ -119,12 +146,17 @@ class StepSites:
         return any(t.session is not None and t.session.rules.may_have_step_sites for t in self._targets)
 
     def run(
-        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], scale: Tensor | None, ballot: Ballot | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Any],
+        scale: Tensor | None,
+        ballot: Ballot | None,
+        losses: Losses,
     ) -> StepOutcome:
         """Run the actions on the gradients before their update by ``step``, in place.
 
         ``scale`` is that of a GradScaler by which gradients are still multiplied. The ballot is decided here where
-        figures of sharded gradients are exchanged too.
+        figures of sharded gradients are exchanged too; losses are sent along where a judge asks for them.
         """
         self._check_alive()
         if not self.may_act:
@@ -147,16 +179,23 @@ class StepSites:
                 self._plans[key] = self._plan(parameters, gradients, divides, voters)
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        plan = self._plans[key]
-        if isinstance(plan, _Plan):
-            if ballot is not None and not plan.rewrite.takes_votes and not any(plan.rewrite.outputs.num_skips):
+        work = self._plans[key]
+        figures = Figures(work.judges, {}, self._states(), work.is_agreed)
+        if ballot is not None and figures.takes_losses:
+            ballot.send(losses.sums(parameters[0].device))
+        if work.plan is not None:
+            rewrite = work.plan.rewrite
+            if ballot is not None and not (rewrite.takes_votes or any(rewrite.outputs.num_skips) or rewrite.judged):
                 ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
-            return self._run(plan, parameters, gradients, scale, ballot)
-        if plan is not None:  # other ranks may have gradients
-            sums = send_nothing(plan, None if ballot is None else ballot.votes, parameters[0].device)
+            return self._run(work.plan, parameters, gradients, scale, ballot, figures)
+        if work.exchange is not None:  # other ranks may have gradients
+            sums, norms = send_nothing(work.exchange, None if ballot is None else ballot.votes, parameters[0].device)
             if ballot is not None and sums is not None:
                 ballot.decide(sums)
-        return StepOutcome()
+            keys = [(type(judge.action), judge.action.group) for judge in work.judges]
+            totals = {n: total_norm_of(norms[key])[0] for n, key in enumerate(keys) if key in norms}
+            figures = replace(figures, norms=totals)
+        return StepOutcome(figures=figures)
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph for a step with all gradients, without edits if there are no actions; nothing runs.
@@ -176,7 +215,9 @@ class StepSites:
                 code="optimizer",
             )
         shown = [n for n in known if asked[n][1]] or known
-        settings = replace(settings, exchange=self._exchange(asked, parameters, gradients, None))
+        everywhere, missing = self._everywhere(asked, parameters, gradients)
+        exchange = self._exchange(asked, everywhere, missing, None)
+        settings = replace(settings, exchange=exchange, judges=_judges_of(everywhere))
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
 
@@ -209,19 +250,25 @@ class StepSites:
             session.rules.note_step_answers(answered.position[1:] for answered in answers)
         return asked
 
+    def _everywhere(
+        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients
+    ) -> tuple[_Asked, Sequence[Tensor | None]]:
+        """Return the answers at gradients that this rank lacks too, where others may have them, with all gradients.
+
+        A gradient that is missing is its parameter.
+        """
+        missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
+        may_differ = not asked or any(tensor is not None and is_dtensor(tensor) for tensor in missing)
+        everywhere = self._ask(parameters, missing) if may_differ and len(asked) < len(parameters) else asked
+        return everywhere, missing
+
     def _exchange(
-        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients, voters: tuple[int, ...] | None
+        self, asked: _Asked, everywhere: _Asked, missing: Sequence[Tensor | None], voters: tuple[int, ...] | None
     ) -> ExchangeSettings | None:
         """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any.
 
         ``voters`` are None for a graph that is only shown: it may be asked for by one rank alone.
         """
-        missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
-        if not any(tensor is not None and is_dtensor(tensor) for tensor in missing):
-            return None
-        everywhere = asked
-        if len(asked) < len(parameters):
-            everywhere = self._ask(parameters, missing)
         position = {n: number for number, n in enumerate(n for n, (_, answers) in asked.items() if answers)}
         sites = [
             SpreadSite(site, spread, answers, position.get(n))
@@ -238,10 +285,17 @@ class StepSites:
         groups = {ranks: group_of(ranks) for ranks in sets}
         rank = this_rank()
         assert rank is not None  # there are several
-        return ExchangeSettings(tuple(sites), groups, rank, voters or ())
+        takes_losses = any(action.of == "loss" for action in _judges_of(everywhere))
+        return ExchangeSettings(tuple(sites), groups, rank, voters or (), NUM_FIGURES if takes_losses else 0)
 
     def _run(
-        self, plan: _Plan, parameters: _Parameters, gradients: _Gradients, scale: Tensor | None, ballot: Ballot | None
+        self,
+        plan: _Plan,
+        parameters: _Parameters,
+        gradients: _Gradients,
+        scale: Tensor | None,
+        ballot: Ballot | None,
+        figures: Figures,
     ) -> StepOutcome:
         rewrite = plan.rewrite
         own = [local_of(g).detach() for n in plan.gradients if (g := gradients[n]) is not None]
@@ -259,6 +313,7 @@ class StepSites:
                     target.session.config.states.begin_step()
             results = list(plan.run(*inputs, *plan.live))
             factors, tensors = results[: len(rewrite.scaled)], results[len(rewrite.scaled) :]
+            totals = [tensors.pop(0) for _ in rewrite.judged]
             if ballot is not None and rewrite.takes_votes:
                 ballot.decide(tensors.pop(0))
             if rewrite.outputs.states:
@@ -284,6 +339,7 @@ class StepSites:
                 (action, [local_of(parameters[plan.gradients[n]]) for n in members])
                 for action, members in rewrite.parameter_factors
             ],
+            replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
         )
 
     def _states(self) -> StateStore | None:
@@ -340,17 +396,18 @@ class StepSites:
 
     def _plan(
         self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]
-    ) -> _Plan | ExchangeSettings | None:
-        """Ask, rewrite and compile for the present gradients; None without actions.
-
-        Where only spread gradients that are missing here may have actions, their exchange.
-        """
+    ) -> _Work:
+        """Ask, rewrite and compile for the present gradients."""
         asked = self._ask(parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
-        exchange = self._exchange(asked, parameters, gradients, voters)
+        everywhere, missing = self._everywhere(asked, parameters, gradients)
+        exchange = self._exchange(asked, everywhere, missing, voters)
+        actions = _judges_of(everywhere)
+        is_agreed = exchange is None or _is_agreed(exchange, everywhere)
         if not own:
-            return exchange
-        settings = StepSettings(divides, self._suffix, exchange, self._states())
+            judges = tuple(Judge.at(action, f"step:group:{action.group}{self._suffix}") for action in actions)
+            return _Work(None, exchange, judges, is_agreed)
+        settings = StepSettings(divides, self._suffix, exchange, self._states(), actions)
         engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
@@ -358,7 +415,7 @@ class StepSites:
             run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
-        return _Plan(rewrite, run, live, own, kept)
+        return _Work(_Plan(rewrite, run, live, own, kept), exchange, rewrite.judges, is_agreed)
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
@@ -374,6 +431,25 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
 def step_rules_of(session: Session) -> list[Rule]:
     """Return a policy's rules for step sites."""
     return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
+
+
+def _judges_of(asked: _Asked) -> tuple[UpdateJudge, ...]:
+    """Return the judges among the answers, each once."""
+    actions = (answered.action for _, answers in asked.values() for answered in answers)
+    return tuple(dict.fromkeys(action for action in actions if isinstance(action, UpdateJudge)))
+
+
+def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:
+    """Return whether all ranks that vote have the same total norms: all gradients are spread over just these."""
+    if not exchange.voters:
+        return True
+    spread = {member.site: member.spread.ranks for member in exchange.sites}
+    judged = (site for site, answers in asked.values() if any(_judges_norm(a.action) for a in answers))
+    return all(site is None or spread.get(site) == exchange.voters for site in judged)
+
+
+def _judges_norm(action: Any) -> bool:
+    return isinstance(action, UpdateJudge) and action.of == "total_norm"
 
 
 def _rewrite(
