@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from gradrewrite._compat import dynamo, optimizers
+from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.warnings import warn
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
@@ -330,7 +331,14 @@ class Guard:
     def count_backward(self, backward: int) -> None:
         """Take note of a backward by its number, whose gradients a loss belongs to."""
         if self.may_have_step_actions:
-            self._losses.note_backward(backward)
+            self._losses.note_backward(backward, self._is_cleared)
+
+    def _is_cleared(self) -> bool:
+        """Whether there are no gradients; those of shards may be elsewhere while micro-batches add up (FSDP2)."""
+        optimizer = self._optimizer()
+        parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        plain = [p for p in parameters if not is_dtensor(p)]
+        return bool(plain) and all(p.grad is None for p in plain)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict and their losses with them."""
@@ -422,10 +430,10 @@ class Guard:
         bad = self._verdict.decide(optimizer, bad, ballot, own)
         if judgements and bad is not None and ballot is not None and not figures.is_agreed:
             bad = self._verdict.vote_again(bad, ballot)
-        if not figures.takes_losses:
+        if not figures.judges_of_loss:
             return bad, judgements
         if ballot is None and not self._losses:
-            raise no_loss(next(judge for judge in figures.judges if judge.action.of == "loss"))
+            raise no_loss(figures.judges_of_loss[0].judge)
         device = optimizer.param_groups[0]["params"][0].device
         sums = self._losses.sums(device) if ballot is None else ballot.figures()
         of_loss = figures.judge_loss(sums)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradrewrite._compat import dynamo_cache, fake_tensors, make_fx
+from gradrewrite.backends.engines import AotEager, Engine
 from gradrewrite.errors import PolicyError, SpikeError, spike_text
+from gradrewrite.ir import editing
+from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.reports import StateUpdate
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.policy.actions import UpdateJudge, describe
-from gradrewrite.policy.recording import recording
-from gradrewrite.policy.state_store import StateScope, StateStore, write_states
+from gradrewrite.policy.recording import Recording, recording
+from gradrewrite.policy.state_store import StateStore, write_states
 
 NUM_FIGURES = 2  # of a rank for the mean loss of all: the sum of its losses, and their number
 
@@ -47,7 +55,7 @@ class Judgement:
 
     judge: Judge
     values: Tensor  # ``[4]``, float64 where the device has it: figure, limit, 1 if it is a spike, number of its parts
-    scope: StateScope  # the states after an accepted figure
+    states: Sequence[tuple[Tensor, Tensor]]  # tensors of its states, with what they are if the update is made
 
     @property
     def verdict(self) -> Tensor:
@@ -100,19 +108,57 @@ def no_loss(judge: Judge) -> PolicyError:
     )
 
 
-def judge_figure(judge: Judge, figure: Tensor, states: StateStore | None, number: Tensor | None = None) -> Judgement:
-    """Judge a figure, 0-d; ``number`` is that of the losses behind it, 0-d."""
-    scope = (states or StateStore()).scope(judge.where)
-    with torch.no_grad(), recording(figure.device, states=scope):
-        limit, is_spike = judge.action.judge(figure)
-    parts = torch.ones_like(limit) if number is None else number.to(limit.dtype)
-    return Judgement(judge, torch.stack([figure.to(limit.dtype), limit, is_spike.to(limit.dtype), parts]), scope)
+class Judging:
+    """The code of a judge; Inductor compiles it for each kind of figure when it is first needed."""
+
+    def __init__(self, judge: Judge, states: StateStore, engine: Engine) -> None:
+        self.judge, self._states, self._engine = judge, states, engine
+        self._known: dict[tuple[torch.device, torch.dtype], tuple[Callable[..., Any], list[Tensor], list[Tensor]]] = {}
+
+    def __call__(self, figure: Tensor, number: Tensor | None = None) -> Judgement:
+        """Judge a figure, 0-d; ``number`` is that of the losses behind it, 0-d."""
+        inputs = [figure.detach(), torch.ones_like(figure) if number is None else number]
+        with torch.no_grad():
+            if isinstance(self._engine, AotEager):  # decomposed nodes take longer, one by one
+                with self._recording(figure.device) as reported:
+                    values, *new = self._run(reported, *inputs)
+                return Judgement(self.judge, values, list(zip(_states_of(reported), new, strict=True)))
+            kind = (figure.device, figure.dtype)
+            if kind not in self._known:
+                with fake_tensors.outside_of_modes(), dynamo_cache.compiling():
+                    self._known[kind] = self._compile(inputs)
+            run, live, targets = self._known[kind]
+            values, *new = run(*inputs, *live)
+        return Judgement(self.judge, values, list(zip(targets, new, strict=True)))
+
+    def _recording(self, device: torch.device) -> AbstractContextManager[Recording]:
+        return recording(device, states=self._states.scope(self.judge.where))
+
+    def _run(self, reported: Recording, figure: Tensor, number: Tensor) -> list[Tensor]:
+        """Return the values of a judgement, and the new values of states."""
+        reported.clear()
+        limit, is_spike = self.judge.action.judge(figure)
+        reported.close()
+        values = [t.to(limit.dtype) for t in (figure, limit, is_spike, number)]
+        return [torch.stack(values), *reported.outputs]
+
+    def _compile(self, inputs: Sequence[Tensor]) -> tuple[Callable[..., Any], list[Tensor], list[Tensor]]:
+        """Return the code, its live inputs, and the tensors of the states that it returns new values of."""
+        with self._recording(inputs[0].device) as reported:
+            traced = make_fx.trace(partial(self._run, reported), fake_tensors.fakes_of(inputs))
+        gm, live = editing.with_live_inputs(traced)
+        code = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
+        return code, live, _states_of(reported)
+
+
+def _states_of(reported: Recording) -> list[Tensor]:
+    return [report.state for report in reported.reports if isinstance(report, StateUpdate)]
 
 
 def remember(judgements: Sequence[Judgement], skipped: Tensor | None) -> None:
     """Write the states of judges, unless the update was skipped: ``skipped`` is one element, 0 if it is made."""
     for judgement in judgements:
-        targets, values = zip(*judgement.scope.updates.values(), strict=True)
+        targets, values = zip(*judgement.states, strict=True)
         if skipped is not None:
             is_made = skipped.reshape(()).to(targets[0].device, non_blocking=True) == 0
             values = tuple(torch.where(is_made, new, old) for old, new in zip(targets, values, strict=True))
@@ -133,8 +179,12 @@ class Losses:
         """Take a loss, a copy with one element."""
         self._packs.append(loss)
 
-    def note_backward(self, backward: int) -> None:
-        """Take note of a backward by its number."""
+    def note_backward(self, backward: int, is_cleared: Callable[[], bool]) -> None:
+        """Take note of a backward by its number; ``is_cleared`` tells whether the gradients before it are gone."""
+        if backward in self._backwards:
+            return
+        if self._packs and self._backwards and is_cleared():
+            self.drop()
         self._backwards.add(backward)
 
     def clear(self) -> None:
@@ -170,21 +220,19 @@ class Losses:
 class Figures:
     """The figures of an update for its judges."""
 
-    judges: tuple[Judge, ...] = ()
-    norms: Mapping[int, Tensor] | None = None  # total norms, 0-d, by the position of the judge
-    states: StateStore | None = None
+    judges: tuple[Judging, ...] = ()
+    norms: Mapping[int, Tensor] = field(default_factory=dict)  # total norms, 0-d, by the position of the judge
     is_agreed: bool = True  # whether all ranks that skip together have equal norms, or vote on the verdicts here
 
     @property
-    def takes_losses(self) -> bool:
-        """Whether a judge asks for the mean loss."""
-        return any(judge.action.of == "loss" for judge in self.judges)
+    def judges_of_loss(self) -> list[Judging]:
+        """The judges that ask for the mean loss."""
+        return [judging for judging in self.judges if judging.judge.action.of == "loss"]
 
     def judge_norms(self) -> list[Judgement]:
         """Judge total norms."""
-        return [judge_figure(self.judges[n], norm, self.states) for n, norm in (self.norms or {}).items()]
+        return [self.judges[n](norm) for n, norm in self.norms.items()]
 
     def judge_loss(self, sums: Tensor) -> list[Judgement]:
         """Judge the mean loss, from the sum of all losses and their number, ``[2]``; NaN without any."""
-        judges = [judge for judge in self.judges if judge.action.of == "loss"]
-        return [judge_figure(judge, sums[0] / sums[1], self.states, sums[1]) for judge in judges]
+        return [judging(sums[0] / sums[1], sums[1]) for judging in self.judges_of_loss]

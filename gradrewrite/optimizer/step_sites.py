@@ -15,7 +15,7 @@ from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.formatting import nearest
 from gradrewrite._utils.warnings import warn
-from gradrewrite.backends.engines import AotEager
+from gradrewrite.backends.engines import AotEager, Engine
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, this_rank
@@ -29,7 +29,7 @@ from gradrewrite.ir.statistics import total_norm_of
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.step_record import verdicts_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
-from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Losses
+from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling, UpdateJudge
@@ -91,7 +91,7 @@ class _Plan:
 class _Work:
     plan: _Plan | None  # for the gradients that are here; None without actions
     exchange: ExchangeSettings | None  # without a plan: other ranks may have gradients
-    judges: tuple[Judge, ...]
+    judges: tuple[Judging, ...]
     is_agreed: bool  # see ``Figures``
 
 
@@ -180,8 +180,8 @@ class StepSites:
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         work = self._plans[key]
-        figures = Figures(work.judges, {}, self._states(), work.is_agreed)
-        if ballot is not None and figures.takes_losses:
+        figures = Figures(work.judges, is_agreed=work.is_agreed)
+        if ballot is not None and figures.judges_of_loss:
             ballot.send(losses.sums(parameters[0].device))
         if work.plan is not None:
             rewrite = work.plan.rewrite
@@ -192,7 +192,8 @@ class StepSites:
             sums, norms = send_nothing(work.exchange, None if ballot is None else ballot.votes, parameters[0].device)
             if ballot is not None and sums is not None:
                 ballot.decide(sums)
-            keys = [(type(judge.action), judge.action.group) for judge in work.judges]
+            actions = [judging.judge.action for judging in work.judges]
+            keys = [(type(action), action.group) for action in actions]
             totals = {n: total_norm_of(norms[key])[0] for n, key in enumerate(keys) if key in norms}
             figures = replace(figures, norms=totals)
         return StepOutcome(figures=figures)
@@ -215,7 +216,7 @@ class StepSites:
                 code="optimizer",
             )
         shown = [n for n in known if asked[n][1]] or known
-        everywhere, missing = self._everywhere(asked, parameters, gradients)
+        everywhere, missing = self._everywhere(asked, parameters, gradients, None)
         exchange = self._exchange(asked, everywhere, missing, None)
         settings = replace(settings, exchange=exchange, judges=_judges_of(everywhere))
         with dynamo_cache.compiling():
@@ -251,14 +252,14 @@ class StepSites:
         return asked
 
     def _everywhere(
-        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients
+        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients, voters: tuple[int, ...] | None
     ) -> tuple[_Asked, Sequence[Tensor | None]]:
         """Return the answers at gradients that this rank lacks too, where others may have them, with all gradients.
 
         A gradient that is missing is its parameter.
         """
         missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
-        may_differ = not asked or any(tensor is not None and is_dtensor(tensor) for tensor in missing)
+        may_differ = (voters and not asked) or any(tensor is not None and is_dtensor(tensor) for tensor in missing)
         everywhere = self._ask(parameters, missing) if may_differ and len(asked) < len(parameters) else asked
         return everywhere, missing
 
@@ -400,22 +401,29 @@ class StepSites:
         """Ask, rewrite and compile for the present gradients."""
         asked = self._ask(parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
-        everywhere, missing = self._everywhere(asked, parameters, gradients)
+        everywhere, missing = self._everywhere(asked, parameters, gradients, voters)
         exchange = self._exchange(asked, everywhere, missing, voters)
         actions = _judges_of(everywhere)
         is_agreed = exchange is None or _is_agreed(exchange, everywhere)
         if not own:
             judges = tuple(Judge.at(action, f"step:group:{action.group}{self._suffix}") for action in actions)
-            return _Work(None, exchange, judges, is_agreed)
+            return _Work(None, exchange, self._judgings(judges), is_agreed)
         settings = StepSettings(divides, self._suffix, exchange, self._states(), actions)
-        engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
             gm, live = runnable(rewrite)
-            run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
+            run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
-        return _Work(_Plan(rewrite, run, live, own, kept), exchange, rewrite.judges, is_agreed)
+        return _Work(_Plan(rewrite, run, live, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
+
+    @property
+    def _engine(self) -> Engine:
+        return next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
+
+    def _judgings(self, judges: Sequence[Judge]) -> tuple[Judging, ...]:
+        states = self._states()
+        return () if states is None else tuple(Judging(judge, states, self._engine) for judge in judges)
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
@@ -440,12 +448,12 @@ def _judges_of(asked: _Asked) -> tuple[UpdateJudge, ...]:
 
 
 def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:
-    """Return whether all ranks that vote have the same total norms: all gradients are spread over just these."""
+    """Return whether all ranks that vote have the same total norms: all gradients are spread over them."""
     if not exchange.voters:
         return True
     spread = {member.site: member.spread.ranks for member in exchange.sites}
     judged = (site for site, answers in asked.values() if any(_judges_norm(a.action) for a in answers))
-    return all(site is None or spread.get(site) == exchange.voters for site in judged)
+    return all(site is None or set(exchange.voters).issubset(spread.get(site, ())) for site in judged)
 
 
 def _judges_norm(action: Any) -> bool:
