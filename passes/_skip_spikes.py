@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradrewrite.passes._settings import check_number, short_repr, store_python_numbers
 from gradrewrite.policy.actions import JudgedFigure
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.policy.state import State
 from gradrewrite.sites import Kind
 
@@ -70,8 +71,8 @@ class SkipSpikes:
     def __post_init__(self) -> None:
         store_python_numbers(self)
         for name in ("sigma", "window"):
-            if isinstance(getattr(self, name), Tensor):
-                raise TypeError(f"SkipSpikes: {name} is a number, got a tensor")
+            if isinstance(getattr(self, name), Tensor | Schedule):
+                raise TypeError(f"SkipSpikes: {name} is a number, got a {type(getattr(self, name)).__name__}")
             check_number("SkipSpikes", name, getattr(self, name))
         if not 0 < self.sigma < math.inf:
             raise ValueError(f"SkipSpikes: sigma must be > 0 and finite, got {self.sigma!r}")

@@ -26,6 +26,7 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.reports import Check, Kept, StateUpdate
 from gradrewrite.ir.statistics import norm_of, total_norm_of
+from gradrewrite.optimizer.spikes import Judge
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,
     SlotPart,
@@ -34,8 +35,7 @@ from gradrewrite.optimizer.step_exchange import (
     reason_not_elementwise,
     slots_of,
 )
-from gradrewrite.optimizer.spikes import Judge
-from gradrewrite.policy.actions import GroupAction, NormScaling, ParameterScaling, UpdateJudge, takes_value
+from gradrewrite.policy.actions import GroupAction, ParameterScaling, UpdateJudge, takes_value
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.scope import Context, refuse

@@ -395,9 +395,7 @@ class StepSites:
                 "the model that the guard was given; make the optimizer from model.parameters()"
             )
 
-    def _plan(
-        self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]
-    ) -> _Work:
+    def _plan(self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]) -> _Work:
         """Ask, rewrite and compile for the present gradients."""
         asked = self._ask(parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
