@@ -185,10 +185,10 @@ class Monitor:
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a scalar of your own, such as the loss, to the step of the last backward; nothing waits for the device.
 
-        Its address is ``name@run``. Where no backward records anything, but step sites may (``SkipSpikes``), it is added
-        to the step that the next ``optimizer.step()`` makes. ``SkipSpikes(of="loss")`` reads ``"loss"``: log it once
-        for each micro-batch, before ``optimizer.step()``. Logged again before the next backward is over, the last value is kept. NaN and
-        infinities are kept as they are. What is logged after ``flush`` or ``to_jsonl`` has written the step is
+        Its address is ``name@run``. Logged again before the next backward is over, the last value is kept. NaN and
+        infinities are kept as they are. Where no backward records anything, but step sites may, it is added to the
+        step that the next ``optimizer.step()`` makes. ``SkipSpikes(of="loss")`` reads ``"loss"``: log it once for each
+        micro-batch, before ``optimizer.step()``. What is logged after ``flush`` or ``to_jsonl`` has written the step is
         in the monitor and not in the file; a warning tells once.
 
         Args:
