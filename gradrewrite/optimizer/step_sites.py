@@ -168,7 +168,21 @@ class StepSites:
             if grad is not None and is_dtensor(grad) and (whole := added_up(grad)) is not grad:
                 parameter.grad = whole
         gradients = [p.grad for p in parameters]
-        divides = _may_divide(optimizer, step)
+        work = self._work_on(parameters, gradients, _may_divide(optimizer, step), ballot)
+        figures = Figures(work.judges, is_agreed=work.is_agreed)
+        if ballot is not None and figures.judges_of_loss:
+            ballot.send(losses.sums(parameters[0].device))
+        if work.plan is not None:
+            rewrite = work.plan.rewrite
+            if ballot is not None and not (rewrite.takes_votes or any(rewrite.outputs.num_skips) or rewrite.judged):
+                ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
+            return self._run(work.plan, parameters, gradients, scale, ballot, figures)
+        if work.exchange is not None:  # other ranks may have gradients
+            figures = _send_nothing(work.exchange, figures, ballot, parameters[0].device)
+        return StepOutcome(figures=figures)
+
+    def _work_on(self, parameters: _Parameters, gradients: _Gradients, divides: bool, ballot: Ballot | None) -> _Work:
+        """Return the work on the present gradients; it is kept for later steps."""
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
         kinds = (p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True))
         key = (divides, voters, *kinds)
@@ -179,24 +193,7 @@ class StepSites:
                 self._plans[key] = self._plan(parameters, gradients, divides, voters)
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        work = self._plans[key]
-        figures = Figures(work.judges, is_agreed=work.is_agreed)
-        if ballot is not None and figures.judges_of_loss:
-            ballot.send(losses.sums(parameters[0].device))
-        if work.plan is not None:
-            rewrite = work.plan.rewrite
-            if ballot is not None and not (rewrite.takes_votes or any(rewrite.outputs.num_skips) or rewrite.judged):
-                ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
-            return self._run(work.plan, parameters, gradients, scale, ballot, figures)
-        if work.exchange is not None:  # other ranks may have gradients
-            sums, norms = send_nothing(work.exchange, None if ballot is None else ballot.votes, parameters[0].device)
-            if ballot is not None and sums is not None:
-                ballot.decide(sums)
-            actions = [judging.judge.action for judging in work.judges]
-            keys = [(type(action), action.group) for action in actions]
-            totals = {n: total_norm_of(norms[key])[0] for n, key in enumerate(keys) if key in norms}
-            figures = replace(figures, norms=totals)
-        return StepOutcome(figures=figures)
+        return self._plans[key]
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph for a step with all gradients, without edits if there are no actions; nothing runs.
@@ -437,6 +434,16 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
 def step_rules_of(session: Session) -> list[Rule]:
     """Return a policy's rules for step sites."""
     return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
+
+
+def _send_nothing(exchange: ExchangeSettings, figures: Figures, ballot: Ballot | None, device: torch.device) -> Figures:
+    """Take part in an exchange without a gradient; return the figures with the norms of the others' gradients."""
+    sums, norms = send_nothing(exchange, None if ballot is None else ballot.votes, device)
+    if ballot is not None and sums is not None:
+        ballot.decide(sums)
+    actions = [judging.judge.action for judging in figures.judges]
+    keys = [(type(action), action.group) for action in actions]
+    return replace(figures, norms={n: total_norm_of(norms[key])[0] for n, key in enumerate(keys) if key in norms})
 
 
 def _judges_of(asked: _Asked) -> tuple[UpdateJudge, ...]:

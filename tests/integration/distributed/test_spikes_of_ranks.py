@@ -161,9 +161,7 @@ def reduced_loss(rank: int) -> Any:
 def one_rank_logs(rank: int) -> Any:
     """The loss of the last stage of a pipeline is the loss of all; without any, all ranks raise."""
     model = gr.transform(make(), gr.on("step:*", LOSS))
-    optimizer = gr.guard(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, process_group=distributed.group.WORLD
-    )
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, process_group=distributed.group.WORLD)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     if rank == 1:
