@@ -19,9 +19,9 @@ from gradrewrite.sites import Kind
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SkipSpikes:
-    """Skip an update whose total norm or loss is a spike: more than ``sigma`` standard deviations above the mean.
+    """Skip an update after a spike of the total norm or loss.
 
-    Mean and standard deviation (with Bessel's correction) are those of the last ``window`` accepted figures: of updates
+    A spike is more than ``sigma`` standard deviations above the mean. Mean and standard deviation (with Bessel's correction) are those of the last ``window`` accepted figures: of updates
     that were made. A figure of an update that was skipped is not among them, whoever skipped it: this action,
     ``CheckFinite("skip")``, a GradScaler, or another rank. A figure that is not finite always skips. A finite one never
     does before ``max(2, window // 2)`` figures were accepted, half of the window, rounded down.
@@ -86,9 +86,9 @@ class SkipSpikes:
         return tensors
 
     def judge(self, figure: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the limit and whether a figure is a spike, both 0-d; remember a figure that is none.
+        """Return the limit of a figure, and whether it is a spike.
 
-        The guard writes the state only where the update is made.
+        Both are 0-d. A figure that is no spike is remembered. The guard writes the state only where the update is made.
         """
         wide = torch.float32 if figure.device.type == "mps" else torch.float64
         window = State((self.window,), 0.0, wide, name="SkipSpikes.window")
@@ -105,9 +105,9 @@ class SkipSpikes:
 
 
 def _limit(values: Tensor, size: Tensor, sigma: float) -> Tensor:
-    """Mean plus ``sigma`` standard deviations of the values that are not NaN, ``size`` in number.
+    """Return mean plus ``sigma`` standard deviations of some values.
 
-    By the largest absolute value: squares do not overflow, and the limit of equal values is their value exactly.
+    They are those that are not NaN, ``size`` in number. By the largest absolute value: squares do not overflow, and the limit of equal values is their value exactly.
     """
     largest = values.abs().nan_to_num(0.0).amax()
     unit = torch.where(largest > 0, largest, 1.0)

@@ -51,6 +51,8 @@ class _SkipGuard(Protocol):
     @property
     def may_have_step_actions(self) -> bool: ...  # whether these may exist
     @property
+    def makes_next_record(self) -> bool: ...  # whether a backward has run since its last step, and they may exist
+    @property
     def num_skipped(self) -> Tensor | None: ...  # skipped updates, on its device; None if none was counted
 
 
@@ -307,8 +309,8 @@ class StepRecorder:
     def log(self, key: RecordKey, pack: Tensor) -> bool:
         """Add a record of the user's to the last step, or the next one; False without a step to come.
 
-        It is for the next one where the last step is that of an update alone and has it already: the backward since
-        has recorded nothing, and the next update makes the step.
+        It is for the next one where the last step is that of an update alone, and a backward has run since, or it has
+        the record already: the backward has recorded nothing, and the next update makes the step.
         """
         with self.lock:
             guards = self.live_guards if self.guards else []
@@ -316,7 +318,8 @@ class StepRecorder:
                 for guard in guards:
                     guard.note_loss(pack)
             last = self.records[-1] if self.records else None
-            is_ahead = last is None or (not last.graphs and (key,) in last.late)
+            is_over = any(guard.makes_next_record for guard in guards)
+            is_ahead = last is None or (not last.graphs and (is_over or (key,) in last.late))
             if is_ahead and any(guard.may_have_step_actions for guard in guards):
                 self._early[key,] = pack
                 return True

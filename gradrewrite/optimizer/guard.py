@@ -46,11 +46,11 @@ def guard(
     update_ratios: bool = False,
     process_group: distributed.ProcessGroup | None = None,
 ) -> _Optimizer:
-    """Run step-site actions before each update; skip it after a failed check.
+    """Run step-site actions before each update; skip it after a failed check, or a spike.
 
-    The checks are those of ``CheckFinite("skip")``. A step site is the gradient that ``optimizer.step()`` uses:
-    accumulated over backwards and, under a GradScaler, unscaled, whether or not ``unscale_`` was called. Its name is
-    the parameter's. The policies of the models are asked at the step sites of the optimizer's parameters, once for each
+    The checks are those of ``CheckFinite("skip")``, and ``SkipSpikes``. A step site is the gradient that
+    ``optimizer.step()`` uses: accumulated over backwards and, under a GradScaler, unscaled, whether or not ``unscale_``
+    was called. Its name is the parameter's. The policies of the models are asked at the step sites of the optimizer's parameters, once for each
     set of gradients that are there (``None`` is left out, at most 16 such sets are kept compiled), and the actions run
     as one graph, compiled if the model is. After the step ``.grad`` holds the gradient that was used. Records are added
     to those of the last backward; they make a step of their own where no backward has recorded anything since this
@@ -72,9 +72,9 @@ def guard(
     counts all.
 
     On several ranks all of a process group skip a step that one of them skips: after a failed check, or where a
-    GradScaler found an infinity for a fused optimizer. Every ``step`` then makes one all-reduce of two numbers, and
-    those of the step sites of sharded gradients, so all ranks must call ``step`` equally often. The host waits for no
-    device; on the CPU the collective itself blocks. ``monitor.skipped`` and ``skipped@optimizer`` are those of the
+    GradScaler found an infinity for a fused optimizer. Every ``step`` then makes one all-reduce of two numbers (four
+    with ``SkipSpikes(of="loss")``), and those of the step sites of sharded gradients, so all ranks must call ``step``
+    equally often. The host waits for no device; on the CPU the collective itself blocks. ``monitor.skipped`` and ``skipped@optimizer`` are those of the
     group. An optimizer that is not fused is not called at all by a GradScaler that found an infinity;
     DistributedDataParallel and FSDP2 let all ranks find it.
 
@@ -86,8 +86,9 @@ def guard(
             the others' are numbered, ``step:weight#1``, in the order of the optimizer; each policy is asked without the
             number. All records go to each monitor. A model that is restored and rewritten again in place stays
             guarded: its new policy holds, and its new monitor gets the records.
-        max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step`` (with
-            a fused optimizer on a GPU as soon as the count has arrived).
+        max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step``, or
+            ``SpikeError`` if the last one was skipped for a spike (with a fused optimizer on a GPU as soon as the
+            count has arrived).
         update_ratios: Record ``update_ratio@gradient:<name>``, the L2 length of the update over that of the parameter,
             ``||w_after - w_before|| / ||w_before||``, in the record of the last backward: for each parameter of the
             optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
@@ -323,13 +324,18 @@ class Guard:
         """Whether a policy may have actions at step sites."""
         return self._step_sites is not None and self._step_sites.may_act
 
+    @property
+    def makes_next_record(self) -> bool:
+        """Whether a backward has run since its last step, and step sites may have actions."""
+        return self.may_have_step_actions and self._losses.num_backwards > 0
+
     def note_loss(self, loss: Tensor) -> None:
         """Take a loss that was logged, a copy with one element."""
         if self.may_have_step_actions:
             self._losses.note(loss)
 
     def count_backward(self, backward: int) -> None:
-        """Take note of a backward by its number, whose gradients a loss belongs to."""
+        """Take note of a backward, by its number."""
         if self.may_have_step_actions:
             self._losses.note_backward(backward, self._is_cleared)
 

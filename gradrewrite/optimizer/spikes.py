@@ -1,4 +1,4 @@
-"""Spikes: figures of updates, judged by what was accepted before them."""
+"""Spikes: verdicts on updates from figures and the accepted ones before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Judge:
 
     @classmethod
     def at(cls, action: UpdateJudge, where: str) -> Judge:
-        """Make a judge with the only records of their names at a site."""
+        """Make a judge with the first records at a site."""
         figure, limit, spike = (RecordKey(name, 1, where) for name in (action.of, "spike_limit", "spike"))
         return cls(action, where, (figure, limit, spike))
 
@@ -89,7 +89,7 @@ class Spike:
         return spike_text(str(self.judge.keys[0]), self.figure, self.limit)
 
     def error(self, step: int, note: str) -> SpikeError:
-        """Return the error of a training that does not go on."""
+        """Return the error that ends the training."""
         return SpikeError(str(self.judge.keys[0]), figure=self.figure, limit=self.limit, step=step, note=note)
 
     def raise_without_parts(self) -> None:
@@ -109,7 +109,10 @@ def no_loss(judge: Judge) -> PolicyError:
 
 
 class Judging:
-    """The code of a judge; Inductor compiles it for each kind of figure when it is first needed."""
+    """The code of a judge.
+
+    Inductor compiles it for each kind of figure when it is first needed.
+    """
 
     def __init__(self, judge: Judge, states: StateStore, engine: Engine) -> None:
         self.judge, self._states, self._engine = judge, states, engine
@@ -127,7 +130,10 @@ class Judging:
         return Judgement(self.judge, values, list(zip(targets, new, strict=True)))
 
     def _judge_first(self, inputs: Sequence[Tensor]) -> Judgement:
-        """Judge the first figure of a kind, which makes the states; of all others, op by op, this is faster than nodes."""
+        """Judge the first figure of a kind, op by op.
+
+        It makes the states. Without Inductor all figures are judged so: decomposed nodes would take longer.
+        """
         figure = inputs[0]
         with self._recording(figure.device) as reported:
             values, *new = self._run(reported, *inputs)
@@ -148,7 +154,7 @@ class Judging:
         return [torch.stack(values), *reported.outputs]
 
     def _compile(self, inputs: Sequence[Tensor]) -> tuple[Callable[..., Any], list[Tensor], list[Tensor]]:
-        """Return the code, its live inputs, and the tensors of the states that it returns new values of."""
+        """Return the code, its live inputs, and the tensors of its states."""
         with self._recording(inputs[0].device) as reported:
             traced = make_fx.trace(partial(self._run, reported), fake_tensors.fakes_of(inputs))
         gm, live = editing.with_live_inputs(traced)
@@ -161,7 +167,10 @@ def _states_of(reported: Recording) -> list[Tensor]:
 
 
 def remember(judgements: Sequence[Judgement], skipped: Tensor | None) -> None:
-    """Write the states of judges, unless the update was skipped: ``skipped`` is one element, 0 if it is made."""
+    """Write the states of judges, unless the update was skipped.
+
+    ``skipped`` has one element, 0 if the update is made; None: it is.
+    """
     for judgement in judgements:
         targets, values = zip(*judgement.states, strict=True)
         if skipped is not None:
@@ -171,11 +180,12 @@ def remember(judgements: Sequence[Judgement], skipped: Tensor | None) -> None:
 
 
 class Losses:
-    """The losses that were logged since the last step of an optimizer, one for each micro-batch."""
+    """The losses since the last step, one for each micro-batch."""
 
     def __init__(self) -> None:
         self._packs: list[Tensor] = []
-        self._backwards: set[int] = set()
+        self.num_backwards = 0  # since then
+        self._last_backward = -1
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -185,30 +195,34 @@ class Losses:
         self._packs.append(loss)
 
     def note_backward(self, backward: int, is_cleared: Callable[[], bool]) -> None:
-        """Take note of a backward by its number; ``is_cleared`` tells whether the gradients before it are gone."""
-        if backward in self._backwards:
+        """Take note of a backward by its number.
+
+        ``is_cleared`` tells whether the gradients of those before it are gone; then their losses go.
+        """
+        if backward == self._last_backward:
             return
-        if self._packs and self._backwards and is_cleared():
+        if self._packs and self.num_backwards and is_cleared():
             self.drop()
-        self._backwards.add(backward)
+        self._last_backward = backward
+        self.num_backwards += 1
 
     def clear(self) -> None:
         """Begin anew: the update is made or skipped."""
         self._packs.clear()
-        self._backwards.clear()
+        self.num_backwards = 0
 
     def drop(self) -> None:
-        """Drop the losses of gradients that are thrown away: one for each backward.
+        """Drop the losses of discarded gradients, one for each backward.
 
-        One that was logged before its backward stays.
+        A loss that was logged before its backward stays.
         """
-        del self._packs[: len(self._backwards)]
-        self._backwards.clear()
+        del self._packs[: self.num_backwards]
+        self.num_backwards = 0
 
     def sums(self, device: torch.device) -> Tensor:
-        """Return their sum and their number, ``[2]``, float64 where the device has it.
+        """Return their sum and their number.
 
-        Nothing is uploaded where the host has a loss: numbers are arguments of kernels.
+        They are ``[2]``, float64 where the device has it. Nothing is uploaded where the host has a loss: numbers are arguments of kernels.
         """
         wide = torch.float32 if device.type == "mps" else torch.float64
         figures = torch.zeros(NUM_FIGURES, dtype=wide, device=device)
@@ -239,5 +253,8 @@ class Figures:
         return [self.judges[n](norm) for n, norm in self.norms.items()]
 
     def judge_loss(self, sums: Tensor) -> list[Judgement]:
-        """Judge the mean loss, from the sum of all losses and their number, ``[2]``; NaN without any."""
+        """Judge the mean loss from the sum of losses and their number.
+
+        They are given as ``[2]``; the mean of none is NaN.
+        """
         return [judging(sums[0] / sums[1], sums[1]) for judging in self.judges_of_loss]

@@ -146,7 +146,12 @@ CASES: dict[str, Case] = {
     ),
     "step, spikes": Case(on("step:*", ClipByGlobalNorm(1e-2), SkipSpikes(window=4)), guard={}),
     "step, spikes of the loss, GradScaler": Case(
-        on("step:*", SkipSpikes(window=4, of="loss")), guard={}, scale="scaler", accumulate=2, keeps_gradients=True, logs=True
+        on("step:*", SkipSpikes(window=4, of="loss")),
+        guard={},
+        scale="scaler",
+        accumulate=2,
+        keeps_gradients=True,
+        logs=True,
     ),
     "step, observed, GradScaler": Case(on("step:*", Observe(*ALL)), guard={}, scale="scaler"),
     # Documented to wait: "raise" at the end of the backward, a guard of an optimizer that cannot skip on the device.

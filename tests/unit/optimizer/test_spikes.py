@@ -353,8 +353,11 @@ def test_log_works_where_no_backward_records_anything() -> None:
         model(torch.ones(1, 2)).sum().backward()
         model.monitor.log("loss", n)
         model.monitor.log("tokens", 10 * n)
+        if n == 2:
+            model.monitor.log("rare", 7)
         optimizer.step()
         model.monitor.log("late", 100 * n)
+    assert "rare@run" in model.monitor.latest()
     assert [model.monitor.history(f"{name}@run") for name in ("loss", "tokens", "late")] == [
         [0.0, 1.0, 2.0], [0.0, 10.0, 20.0], [0.0, 100.0, 200.0]
     ]  # fmt: skip
