@@ -21,10 +21,11 @@ from gradrewrite.sites import Kind
 class SkipSpikes:
     """Skip an update after a spike of the total norm or loss.
 
-    A spike is more than ``sigma`` standard deviations above the mean. Mean and standard deviation (with Bessel's correction) are those of the last ``window`` accepted figures: of updates
-    that were made. A figure of an update that was skipped is not among them, whoever skipped it: this action,
-    ``CheckFinite("skip")``, a GradScaler, or another rank. A figure that is not finite always skips. A finite one never
-    does before ``max(2, window // 2)`` figures were accepted, half of the window, rounded down.
+    A spike is more than ``sigma`` standard deviations above the mean. Mean and standard deviation (with Bessel's
+    correction) are those of the last ``window`` accepted figures: of updates that were made. A figure of an update that
+    was skipped is not among them, whoever skipped it: this action, ``CheckFinite("skip")``, a GradScaler, or another
+    rank. A figure that is not finite always skips. A finite one never does before ``max(2, window // 2)`` figures were
+    accepted, half of the window, rounded down.
 
     ``"total_norm"`` is the L2 norm of the unscaled gradients of the group, after the actions of the single sites and
     before every group action, as ``ClipByGlobalNorm`` computes it. ``"loss"`` is the mean of all
@@ -107,7 +108,8 @@ class SkipSpikes:
 def _limit(values: Tensor, size: Tensor, sigma: float) -> Tensor:
     """Return mean plus ``sigma`` standard deviations of some values.
 
-    They are those that are not NaN, ``size`` in number. By the largest absolute value: squares do not overflow, and the limit of equal values is their value exactly.
+    They are those that are not NaN, ``size`` in number. By the largest absolute value: squares do not overflow, and the
+    limit of equal values is their value exactly.
     """
     largest = values.abs().nan_to_num(0.0).amax()
     unit = torch.where(largest > 0, largest, 1.0)

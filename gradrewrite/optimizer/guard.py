@@ -50,11 +50,11 @@ def guard(
 
     The checks are those of ``CheckFinite("skip")``, and ``SkipSpikes``. A step site is the gradient that
     ``optimizer.step()`` uses: accumulated over backwards and, under a GradScaler, unscaled, whether or not ``unscale_``
-    was called. Its name is the parameter's. The policies of the models are asked at the step sites of the optimizer's parameters, once for each
-    set of gradients that are there (``None`` is left out, at most 16 such sets are kept compiled), and the actions run
-    as one graph, compiled if the model is. After the step ``.grad`` holds the gradient that was used. Records are added
-    to those of the last backward; they make a step of their own where no backward has recorded anything since this
-    optimizer's last step.
+    was called. Its name is the parameter's. The policies of the models are asked at the step sites of the optimizer's
+    parameters, once for each set of gradients that are there (``None`` is left out, at most 16 such sets are kept
+    compiled), and the actions run as one graph, compiled if the model is. After the step ``.grad`` holds the gradient
+    that was used. Records are added to those of the last backward; they make a step of their own where no backward has
+    recorded anything since this optimizer's last step.
 
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
@@ -74,9 +74,9 @@ def guard(
     On several ranks all of a process group skip a step that one of them skips: after a failed check, or where a
     GradScaler found an infinity for a fused optimizer. Every ``step`` then makes one all-reduce of two numbers (four
     with ``SkipSpikes(of="loss")``), and those of the step sites of sharded gradients, so all ranks must call ``step``
-    equally often. The host waits for no device; on the CPU the collective itself blocks. ``monitor.skipped`` and ``skipped@optimizer`` are those of the
-    group. An optimizer that is not fused is not called at all by a GradScaler that found an infinity;
-    DistributedDataParallel and FSDP2 let all ranks find it.
+    equally often. The host waits for no device; on the CPU the collective itself blocks. ``monitor.skipped`` and
+    ``skipped@optimizer`` are those of the group. An optimizer that is not fused is not called at all by a GradScaler
+    that found an infinity; DistributedDataParallel and FSDP2 let all ranks find it.
 
     Args:
         optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision. Of an

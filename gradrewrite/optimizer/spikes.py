@@ -222,7 +222,8 @@ class Losses:
     def sums(self, device: torch.device) -> Tensor:
         """Return their sum and their number.
 
-        They are ``[2]``, float64 where the device has it. Nothing is uploaded where the host has a loss: numbers are arguments of kernels.
+        They are ``[2]``, float64 where the device has it. Nothing is uploaded where the host has a loss: numbers are
+        arguments of kernels.
         """
         wide = torch.float32 if device.type == "mps" else torch.float64
         figures = torch.zeros(NUM_FIGURES, dtype=wide, device=device)
