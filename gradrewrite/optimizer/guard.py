@@ -411,7 +411,7 @@ class Guard:
         outcome = StepOutcome()
         if self._step_sites is not None:
             outcome = self._step_sites.run(optimizer, inner, scale, ballot, self._losses)
-        checked = _worst(bad, outcome.verdict)
+        checked = _worst(bad, outcome.verdict) if outcome.figures.judges else bad
         bad, judgements = self._judge(optimizer, bad, ballot, outcome)
         self._losses.clear()
         outcome = outcome.with_judgements(judgements)
@@ -422,7 +422,8 @@ class Guard:
         before = self._ratios.before(optimizer) if self._ratios is not None else []
         if bad is not None:
             self._verdict.count(bad, checked, judgements)
-        remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
+        if judgements:
+            remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
         return outcome, bad, before
 
     def _judge(

@@ -94,7 +94,7 @@ class Spike:
 
     def raise_without_parts(self) -> None:
         """Raise PolicyError if it is a mean of no losses."""
-        if self.num_parts == 0:
+        if self.judge.action.of == "loss" and self.num_parts == 0:
             raise no_loss(self.judge)
 
 
