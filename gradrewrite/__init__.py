@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gradrewrite.errors import PrecedingSite as PrecedingSite
     from gradrewrite.errors import RewriteError as RewriteError
     from gradrewrite.errors import RewriteWarning as RewriteWarning
+    from gradrewrite.errors import SpikeError as SpikeError
     from gradrewrite.errors import TraceError as TraceError
     from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
     from gradrewrite.instrumentation.probes import tap as tap
@@ -64,7 +65,7 @@ _PUBLIC = {
     "diagnostics.run_log": "Finding Step read_jsonl",
     "errors": (
         "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "
-        "RewriteError RewriteWarning TraceError UnsupportedGradientError"
+        "RewriteError RewriteWarning SpikeError TraceError UnsupportedGradientError"
     ),
     "instrumentation.probes": "tap",
     "ir.edits": "Edit",

@@ -9,6 +9,7 @@ RewriteError
  +-- NotRewrittenError            (RuntimeError) torch would run the plain model
  +-- TraceError                   (RuntimeError) the model fails while it is traced, or has no backward
  +-- NonFiniteError               (ArithmeticError) a finite check failed
+ +-- SpikeError                   (ArithmeticError) too many updates in a row were skipped, the last for a spike
 
 RewriteWarning (UserWarning)      something differs from what the policy says, and is said once
 
@@ -194,6 +195,44 @@ class NonFiniteError(RewriteError, ArithmeticError):
             count = len(self.others)
             text += f"; {count} other sites were not finite" if count > 1 else "; 1 other site was not finite"
         return f"{text}; {self.note}" if self.note else text
+
+
+class SpikeError(RewriteError, ArithmeticError):
+    """Too many updates in a row were skipped, the last one by ``SkipSpikes``.
+
+    Attributes:
+        address: The figure, ``record@site``: ``total_norm@step:group:default``.
+        figure: Its value.
+        limit: The largest value that would have been accepted; infinite where only NaN and infinity skip.
+        step: Number of the last step of the monitor, from 0.
+        note: How many updates were skipped.
+    """
+
+    code = "spikes"
+
+    def __init__(self, address: str, *, figure: float, limit: float, step: int = 0, note: str = "") -> None:
+        super().__init__(address)
+        self.address, self.figure, self.limit, self.step, self.note = address, figure, limit, step, note
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _spike_error, (self.address, self.figure, self.limit, self.step, self.note)
+
+    @property
+    def text(self) -> str:
+        """See ``RewriteError``."""
+        found = f"step {self.step}: {spike_text(self.address, self.figure, self.limit)}"
+        return f"{found}; {self.note}" if self.note else found
+
+
+def _spike_error(address: str, figure: float, limit: float, step: int, note: str) -> SpikeError:
+    return SpikeError(address, figure=figure, limit=limit, step=step, note=note)
+
+
+def spike_text(address: str, figure: float, limit: float) -> str:
+    """Return a sentence on a figure that is above its limit, or not finite."""
+    if not math.isfinite(figure):
+        return f"{address} was {figure:g}, which is not finite"
+    return f"{address} was {figure:.6g}, above its limit {limit:.6g}"
 
 
 class RewriteWarning(UserWarning):

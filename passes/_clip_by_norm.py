@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite.ir.scaling import scale_where
-from gradrewrite.ir.statistics import norm_of, norms_of
+from gradrewrite.ir.statistics import norm_of, norms_of, total_norm_of
 from gradrewrite.passes._settings import (
     bound_of,
     check_norm,
@@ -98,9 +98,7 @@ class GroupNormClip(ABC):
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
-        wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-        flat = torch.cat([n.to(norms[0].device, wide).reshape(-1) for n in norms])
-        total = norm_of(flat, self.norm_type)
+        total, flat = total_norm_of(norms, self.norm_type)
         bound, acts = bound_and_verdict(total, self.record_bound(total, flat))
         return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)
 

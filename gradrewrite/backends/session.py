@@ -63,6 +63,8 @@ class Session:
     def note_backward(self, backward: int) -> None:
         """Tell the guards of a backward, and the checks of rules."""
         guards = self.recorder.guards
+        for guard in guards:
+            guard.count_backward(backward)
         if not any(guard.has_stepped for guard in guards):
             for guard in guards:
                 guard.note_backward()

@@ -14,9 +14,9 @@ from gradrewrite.policy.state_store import StateStore
 def state_dict(model: Any) -> dict[str, Any]:
     """Return the state of a model's actions, for a checkpoint; a copy.
 
-    The state of ``AutoClip``, ``ZClip`` and every ``gr.State`` that the compiled graphs have used, by site and name,
-    and the step that each ``gr.Schedule`` is at. Parameters and buffers are in ``model.state_dict()``, which is that of
-    the plain model.
+    The state of ``AutoClip``, ``ZClip``, ``SkipSpikes`` and every ``gr.State`` that the compiled graphs have used, by
+    site and name, and the step that each ``gr.Schedule`` is at. Parameters and buffers are in ``model.state_dict()``,
+    which is that of the plain model.
 
     Args:
         model: What ``gr.transform`` or ``gr.backend`` returned.

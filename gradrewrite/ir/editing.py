@@ -217,6 +217,21 @@ def lift_live(gm: fx.GraphModule) -> list[tuple[str, Any]]:
     return [(name, placeholder.meta["val"]) for name, placeholder in lifted.items()]
 
 
+def with_live_inputs(traced: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return a traced function with its real tensors as its last inputs, and these tensors."""
+    graph = fx.Graph()
+    inputs = [graph.node_copy(node) for node in traced.graph.find_nodes(op="placeholder")]
+    graph.output(tuple(inputs))
+    gm = fx.GraphModule({}, graph)
+    results, _ = splice(traced, graph, inputs, graph.output_node(), "is_backward")
+    graph.output_node().args = (tuple(results),)
+    live = live_tensors(graph)
+    names = [name for name, _ in lift_live(gm)]
+    graph.lint()
+    gm.recompile()
+    return gm, [live[name] for name in names]
+
+
 def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
     """Return the live tensors of a joint graph, by name."""
     owner = graph.owning_module

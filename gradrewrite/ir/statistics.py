@@ -79,6 +79,13 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     return [norm for norm in norms if norm is not None]
 
 
+def total_norm_of(norms: Sequence[Tensor], order: float = 2.0) -> tuple[Tensor, Tensor]:
+    """The norm of several tensors as one vector, 0-d, and their own norms, flat; they are given in any shapes."""
+    wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    flat = torch.cat([n.to(norms[0].device, wide).reshape(-1) for n in norms])
+    return norm_of(flat, order), flat
+
+
 def norms_of_units(tensor: Tensor) -> Tensor:
     """L2 norms of the rows of dimension 0, as ``norm_of`` computes them: ``[rows, 1, ...]``, float32 or float64.
 

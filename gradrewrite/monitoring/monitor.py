@@ -245,7 +245,9 @@ class Monitor:
         """Add a scalar of your own, such as the loss, to the step of the last backward; nothing waits for the device.
 
         Its address is ``name@run``. Logged again before the next backward is over, the last value is kept. NaN and
-        infinities are kept as they are. What is logged after ``flush`` or ``to_jsonl`` has written the step is
+        infinities are kept as they are. Where no backward records anything, but step sites may, it is added to the
+        step that the next ``optimizer.step()`` makes. ``SkipSpikes(of="loss")`` reads ``"loss"``: log it once for each
+        micro-batch, before ``optimizer.step()``. What is logged after ``flush`` or ``to_jsonl`` has written the step is
         in the monitor and not in the file; a warning tells once.
 
         Args:
@@ -254,7 +256,7 @@ class Monitor:
                 (float64 if it is that or no floating point, else float32).
 
         Raises:
-            RuntimeError: No backward has been recorded yet.
+            RuntimeError: No backward has been recorded yet, and no guarded optimizer may have actions at step sites.
             TypeError: ``name`` is no string, or ``value`` no real number.
             ValueError: ``name`` is empty or has an ``@``, or ``value`` has not exactly one element.
 
@@ -269,10 +271,11 @@ class Monitor:
             True
         """
         pack = pack_of(name, value)
-        if not self._recorder.add_late((RecordKey.of(name, "run"),), pack):
+        if not self._recorder.log(RecordKey.of(name, "run"), pack):
             raise RuntimeError(
                 f"monitor.log({name!r}, ...) adds to the last backward, and none has been recorded yet: call it after "
-                "loss.backward(), with a policy that records something (Observe, CheckFinite, a clip by norm)"
+                "loss.backward(), with a policy that records something (Observe, CheckFinite, a clip by norm), or with "
+                "actions at step sites and gr.guard"
             )
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:

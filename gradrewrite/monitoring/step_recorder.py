@@ -27,6 +27,7 @@ from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 _MAX_OPEN = 1000
+_LOSS = RecordKey("loss", 1, "run")
 
 
 class _SkipGuard(Protocol):
@@ -34,6 +35,8 @@ class _SkipGuard(Protocol):
 
     def begin(self) -> None: ...  # a backward begins
     def note_backward(self) -> None: ...  # a rewritten backward runs, whether or not it records anything
+    def count_backward(self, backward: int) -> None: ...  # the same, with the number of the backward
+    def note_loss(self, loss: Tensor) -> None: ...  # a loss was logged, a copy with one element
     def follow(self) -> None: ...  # joins the recorders of the models' current monitors
     def leave(self) -> None: ...  # its optimizer is gone: its steps do not count any more
 
@@ -46,6 +49,10 @@ class _SkipGuard(Protocol):
     def has_stepped(self) -> bool: ...  # whether its optimizer has made a step
     @property
     def has_step_sites(self) -> bool: ...  # whether it runs the actions at step sites
+    @property
+    def may_have_step_actions(self) -> bool: ...  # whether these may exist
+    @property
+    def makes_next_record(self) -> bool: ...  # whether a backward has run since its last step, and they may exist
     @property
     def num_skipped(self) -> Tensor | None: ...  # skipped updates, on its device; None if none was counted
 
@@ -86,6 +93,8 @@ class StepRecorder:
         self.process_group: distributed.ProcessGroup | None = None
         # DistributedDataParallel that the model was last called in.
         self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
+        # Records for the next step, of a backward that records nothing: its update makes the record.
+        self._early: dict[tuple[RecordKey, ...], Tensor] = {}
         self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False
         self._outer = threading.local()  # ``backward``: the outer one of a recomputed part of the model
@@ -308,6 +317,25 @@ class StepRecorder:
                 self.writers.note_late(self.records[-1].step, keys[0])
             return True
 
+    def log(self, key: RecordKey, pack: Tensor) -> bool:
+        """Add a record of the user's to the last step, or the next one; False without a step to come.
+
+        It is for the next one where the last step is that of an update alone, and a backward has run since, or it has
+        the record already: the backward has recorded nothing, and the next update makes the step.
+        """
+        with self.lock:
+            guards = self.live_guards if self.guards else []
+            if key == _LOSS:
+                for guard in guards:
+                    guard.note_loss(pack)
+            last = self.records[-1] if self.records else None
+            is_over = any(guard.makes_next_record for guard in guards)
+            is_ahead = last is None or (not last.graphs and (is_over or (key,) in last.late))
+            if is_ahead and any(guard.may_have_step_actions for guard in guards):
+                self._early[key,] = pack
+                return True
+            return self.add_late((key,), pack)
+
     def _finish(self, task: int) -> None:
         self._outer_backwards.discard(task)
         with self.lock:
@@ -325,6 +353,9 @@ class StepRecorder:
         if not self.guards:
             self.num_updates += 1
         record.update = self.num_updates
+        for keys, pack in self._early.items():
+            record.add_late(keys, pack)
+        self._early.clear()
         if self.records:
             self.records[-1].let_go()
         try:

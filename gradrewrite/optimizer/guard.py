@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, distributed
 
 from gradrewrite._compat import dynamo, optimizers
+from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.warnings import warn
+from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
+from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
 from gradrewrite.optimizer.verdict import UpdateVerdict
@@ -43,15 +46,15 @@ def guard(
     update_ratios: bool = False,
     process_group: distributed.ProcessGroup | None = None,
 ) -> _Optimizer:
-    """Run step-site actions before each update; skip it after a failed check.
+    """Run step-site actions before each update; skip it after a failed check, or a spike.
 
-    The checks are those of ``CheckFinite("skip")``. A step site is the gradient that ``optimizer.step()`` uses:
-    accumulated over backwards and, under a GradScaler, unscaled, whether or not ``unscale_`` was called. Its name is
-    the parameter's. The policies of the models are asked at the step sites of the optimizer's parameters, once for each
-    set of gradients that are there (``None`` is left out, at most 16 such sets are kept compiled), and the actions run
-    as one graph, compiled if the model is. After the step ``.grad`` holds the gradient that was used. Records are added
-    to those of the last backward; they make a step of their own where no backward has recorded anything since this
-    optimizer's last step.
+    The checks are those of ``CheckFinite("skip")``, and ``SkipSpikes``. A step site is the gradient that
+    ``optimizer.step()`` uses: accumulated over backwards and, under a GradScaler, unscaled, whether or not ``unscale_``
+    was called. Its name is the parameter's. The policies of the models are asked at the step sites of the optimizer's
+    parameters, once for each set of gradients that are there (``None`` is left out, at most 16 such sets are kept
+    compiled), and the actions run as one graph, compiled if the model is. After the step ``.grad`` holds the gradient
+    that was used. Records are added to those of the last backward; they make a step of their own where no backward has
+    recorded anything since this optimizer's last step.
 
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
@@ -69,11 +72,11 @@ def guard(
     counts all.
 
     On several ranks all of a process group skip a step that one of them skips: after a failed check, or where a
-    GradScaler found an infinity for a fused optimizer. Every ``step`` then makes one all-reduce of two numbers, and
-    those of the step sites of sharded gradients, so all ranks must call ``step`` equally often. The host waits for no
-    device; on the CPU the collective itself blocks. ``monitor.skipped`` and ``skipped@optimizer`` are those of the
-    group. An optimizer that is not fused is not called at all by a GradScaler that found an infinity;
-    DistributedDataParallel and FSDP2 let all ranks find it.
+    GradScaler found an infinity for a fused optimizer. Every ``step`` then makes one all-reduce of two numbers (four
+    with ``SkipSpikes(of="loss")``), and those of the step sites of sharded gradients, so all ranks must call ``step``
+    equally often. The host waits for no device; on the CPU the collective itself blocks. ``monitor.skipped`` and
+    ``skipped@optimizer`` are those of the group. An optimizer that is not fused is not called at all by a GradScaler
+    that found an infinity; DistributedDataParallel and FSDP2 let all ranks find it.
 
     Args:
         optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision. Of an
@@ -83,8 +86,9 @@ def guard(
             the others' are numbered, ``step:weight#1``, in the order of the optimizer; each policy is asked without the
             number. All records go to each monitor. A model that is restored and rewritten again in place stays
             guarded: its new policy holds, and its new monitor gets the records.
-        max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step`` (with
-            a fused optimizer on a GPU as soon as the count has arrived).
+        max_consecutive_skips: After so many skipped steps in a row ``NonFiniteError`` is raised from ``step``, or
+            ``SpikeError`` if the last one was skipped for a spike (with a fused optimizer on a GPU as soon as the
+            count has arrived).
         update_ratios: Record ``update_ratio@gradient:<name>``, the L2 length of the update over that of the parameter,
             ``||w_after - w_before|| / ||w_before||``, in the record of the last backward: for each parameter of the
             optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
@@ -223,6 +227,7 @@ class Guard:
         self._step_sites = StepSites(targets, self.attached, groups) if has_policy else None
         self._verdict = UpdateVerdict(optimizer, targets, self.attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
+        self._losses = Losses()
         self._ratios = ratios
         self._warned_of_no_step = False
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
@@ -314,9 +319,37 @@ class Guard:
         assert optimizer is not None
         self._verdict.note(optimizer, bad, parameters)
 
+    @property
+    def may_have_step_actions(self) -> bool:
+        """Whether a policy may have actions at step sites."""
+        return self._step_sites is not None and self._step_sites.may_act
+
+    @property
+    def makes_next_record(self) -> bool:
+        """Whether a backward has run since its last step, and step sites may have actions."""
+        return self.may_have_step_actions and self._losses.num_backwards > 0
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Take a loss that was logged, a copy with one element."""
+        if self.may_have_step_actions:
+            self._losses.note(loss)
+
+    def count_backward(self, backward: int) -> None:
+        """Take note of a backward, by its number."""
+        if self.may_have_step_actions:
+            self._losses.note_backward(backward, self._is_cleared)
+
+    def _is_cleared(self) -> bool:
+        """Whether there are no gradients; those of shards may be elsewhere while micro-batches add up (FSDP2)."""
+        optimizer = self._optimizer()
+        parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        plain = [p for p in parameters if not is_dtensor(p)]
+        return bool(plain) and all(p.grad is None for p in plain)
+
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The gradients go, and the verdict with them."""
+        """The gradients go, and the verdict and their losses with them."""
         self._verdict.drop(optimizer)
+        self._losses.drop()
         self._follow_all()
         return inner(*args, **kwargs)
 
@@ -377,14 +410,41 @@ class Guard:
         ballot = self._verdict.ballot(optimizer, bad)
         outcome = StepOutcome()
         if self._step_sites is not None:
-            outcome = self._step_sites.run(optimizer, inner, scale, ballot)
-        self._verdict.start(ballot, outcome.verdict)
+            outcome = self._step_sites.run(optimizer, inner, scale, ballot, self._losses)
+        checked = _worst(bad, outcome.verdict) if outcome.figures.judges else bad
+        bad, judgements = self._judge(optimizer, bad, ballot, outcome)
+        self._losses.clear()
+        outcome = outcome.with_judgements(judgements)
         for at in self.attached:
             if outcome.outputs.packs or outcome.outputs.kept:
                 at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step, self._is_due)
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
-        return outcome, self._verdict.decide(optimizer, bad, ballot, outcome.verdict), before
+        if bad is not None:
+            self._verdict.count(bad, checked, judgements)
+        if judgements:
+            remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
+        return outcome, bad, before
+
+    def _judge(
+        self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, outcome: StepOutcome
+    ) -> tuple[Tensor | None, list[Judgement]]:
+        """Return the verdict of all ranks on all checks and figures, None if there are none, and the judgements."""
+        figures, verdict = outcome.figures, outcome.verdict
+        judgements = figures.judge_norms()
+        own = _worst(verdict, *(judgement.verdict for judgement in judgements))
+        self._verdict.start(ballot, own)
+        bad = self._verdict.decide(optimizer, bad, ballot, own)
+        if judgements and bad is not None and ballot is not None and not figures.is_agreed:
+            bad = self._verdict.vote_again(bad, ballot)
+        if not figures.judges_of_loss:
+            return bad, judgements
+        if ballot is None and not self._losses:
+            raise no_loss(figures.judges_of_loss[0].judge)
+        device = optimizer.param_groups[0]["params"][0].device
+        sums = self._losses.sums(device) if ballot is None else ballot.figures()
+        of_loss = figures.judge_loss(sums)
+        return _worst(bad, *(judgement.verdict for judgement in of_loss)), [*judgements, *of_loss]
 
     def _is_due(self, every: int) -> bool:
         """Return whether a measurement with this interval is due in this step, in one of the models."""
@@ -448,6 +508,14 @@ class Guard:
                     "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
                     'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
                 )
+
+
+def _worst(*verdicts: Tensor | None) -> Tensor | None:
+    """Return the largest of verdicts, 0-d, on the device of the first one; None without any."""
+    found = [verdict.reshape(()) for verdict in verdicts if verdict is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.stack([verdict.to(found[0].device, non_blocking=True) for verdict in found]).amax()
 
 
 def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:

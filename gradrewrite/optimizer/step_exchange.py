@@ -26,7 +26,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure, measure_all
 from gradrewrite.ir.statistics import STATISTICS, from_sums, norm_of, to_summands
-from gradrewrite.policy.actions import NormScaling
+from gradrewrite.policy.actions import NormScaling, UpdateJudge
 from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.lowering import Measure, lower_action
 from gradrewrite.sites import Site
@@ -49,6 +49,7 @@ class ExchangeSettings:
     sites: tuple[SpreadSite, ...]  # gradients, in the order of the optimizer
     groups: Mapping[tuple[int, ...], distributed.ProcessGroup]  # a process group for the ranks of each of them
     voters: tuple[int, ...] = ()  # ranks that exchange verdicts; ``()`` if none do
+    num_sent: int = 0  # how many figures follow the verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +76,18 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
         if isinstance(found := lower_action(answered.action, member.site), Measure)
         for name in found.statistics.values()
     ]
-    norms: dict[tuple[Hashable, tuple[int, ...], Site | None], tuple[NormScaling, list[SpreadSite]]] = {}
+    norms: dict[tuple[Hashable, tuple[int, ...], Site | None], tuple[NormScaling | UpdateJudge, list[SpreadSite]]] = {}
     for member in sites:
         for action in (answered.action for answered in member.answers):
-            if isinstance(action, NormScaling):
+            if isinstance(action, NormScaling) or (isinstance(action, UpdateJudge) and action.of == "total_norm"):
                 alone = member.site if getattr(action, "log", False) else None
                 key = (type(action), action.group), member.spread.ranks, alone
                 members = norms.setdefault(key, (action, []))[1]
                 if member not in members[-1:]:  # two rules may answer with one group
                     members.append(member)
     for (group, ranks, _), (action, members) in norms.items():
-        slots.append(Slot(ranks, Combination("norm", action.norm_type), "norm", tuple(members), group))
+        order = action.norm_type if isinstance(action, NormScaling) else 2.0
+        slots.append(Slot(ranks, Combination("norm", order), "norm", tuple(members), group))
     return slots
 
 
@@ -137,11 +139,21 @@ def insert_exchange(
     return (results, None, new) if votes is None else (results[1:], results[0], new)
 
 
-def send_nothing(settings: ExchangeSettings, votes: Tensor | None, device: torch.device) -> Tensor | None:
-    """Take part in an exchange without a gradient; returns the sums of the verdicts of all ranks, if there are any."""
+def send_nothing(
+    settings: ExchangeSettings, votes: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, dict[Hashable, list[Tensor]]]:
+    """Take part in an exchange without a gradient.
+
+    Returns the sums of the verdicts of all ranks, if there are any, and the norms of each group.
+    """
     figures = [SlotPart(slot) for slot in slots_of(settings.sites)]
     results = _exchange(settings, figures, [[] for _ in figures], votes, device)
-    return None if votes is None else results[0]
+    sums = None if votes is None else results.pop(0)
+    norms: dict[Hashable, list[Tensor]] = defaultdict(list)
+    for figure, result in zip(figures, results, strict=True):
+        if figure.slot.group is not None:
+            norms[figure.slot.group].append(result)
+    return sums, norms
 
 
 def _exchange(
@@ -231,9 +243,12 @@ class _Exchange:
 def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
     """Return the statistics of tensors, 0-d each; on the CPU all of one tensor are measured by one operation."""
     results: dict[int, Tensor] = {}
+    first: dict[Hashable, int] = {}  # of equal figures
+    equal = [first.setdefault((id(t), slot.statistic, slot.how), n) for n, (t, slot) in enumerate(wanted)]
     alike: dict[tuple[str, ...], list[tuple[Tensor, list[int]]]] = defaultdict(list)
     of_tensor: dict[int, tuple[Tensor, list[int]]] = {}
-    for n, (tensor, slot) in enumerate(wanted):
+    for n in first.values():
+        tensor, slot = wanted[n]
         if slot.how.kind == "norm" and slot.how.order != 2:
             results[n] = norm_of(tensor, slot.how.order)
         elif tensor.device.type != "cpu" or tensor.is_complex():
@@ -245,7 +260,7 @@ def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
     for statistics, members in alike.items():
         found = measure_all([(tensor, statistics) for tensor, _ in members]).unbind()
         results |= zip((n for _, numbers in members for n in numbers), found, strict=True)
-    return [results[n] for n in range(len(wanted))]
+    return [results[n] for n in equal]
 
 
 def constants_of(graph: fx.Graph) -> list[Any]:

@@ -22,9 +22,11 @@ from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.reports import Check, Kept, StateUpdate
-from gradrewrite.ir.statistics import norm_of
+from gradrewrite.ir.statistics import norm_of, total_norm_of
+from gradrewrite.optimizer.spikes import Judge
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,
     SlotPart,
@@ -33,7 +35,7 @@ from gradrewrite.optimizer.step_exchange import (
     reason_not_elementwise,
     slots_of,
 )
-from gradrewrite.policy.actions import GroupAction, NormScaling, ParameterScaling, takes_value
+from gradrewrite.policy.actions import GroupAction, ParameterScaling, UpdateJudge, takes_value
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Omitted
@@ -43,7 +45,9 @@ from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, Tra
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import (
     Average,
+    GroupInsertion,
     Insertion,
+    JudgeGroup,
     Measure,
     Replace,
     ScaleGroup,
@@ -79,14 +83,15 @@ class StepSettings:
     suffix: str = ""  # what follows the name of a group in the site of its records (``#1`` for the second optimizer)
     exchange: ExchangeSettings | None = None  # what ranks exchange; None where no gradient is spread over several
     states: StateStore | None = None  # what actions remember; None if they have no model
+    judges: tuple[UpdateJudge, ...] = ()  # those at step sites, of gradients that this rank lacks too
 
 
 @dataclass(frozen=True, slots=True)
 class StepRewrite:
     """A step graph: gradients, parameters that actions read, the loss scale and the votes of this rank in.
 
-    It returns the gradients in their order, a factor for each of ``scaled``, the sums of the votes of all ranks, the
-    packed records, and what is kept.
+    It returns the gradients in their order, a factor for each of ``scaled``, the total norms for judges, the sums of
+    the votes of all ranks, the packed records, and what is kept.
     """
 
     shown: JointGraph  # graph with its edits
@@ -103,6 +108,8 @@ class StepRewrite:
     outputs: BackwardOutputs  # auxiliary outputs
     # Factors of parameters after the update, with the positions of their gradients.
     parameter_factors: Sequence[tuple[ParameterScaling, Sequence[int]]]
+    judges: tuple[Judge, ...] = ()
+    judged: tuple[int, ...] = ()  # positions of the judges that are given total norms, in the order of these
 
 
 def rewrite_step(
@@ -115,11 +122,13 @@ def rewrite_step(
     """
     builder = _Builder(gradients, settings)
     plan = lower((point, given.answers) for point, given in zip(builder.points, gradients, strict=True))
-    groups = plan.groups
-    divides = settings.divides and not further and len(groups) == 1 and len(groups[0].points) == len(gradients)
+    groups = [group for group in plan.groups if not isinstance(group, JudgeGroup)]
     # A float32 divisor is as good as one in the gradient's own precision where that is no wider.
-    divides = divides and all(given.gradient.dtype in _NARROW for given in gradients)
-    takes_scale = divides and not any(map(is_in_units, [*groups, *chain.from_iterable(plan.single.values())]))
+    may_divide = settings.divides and all(given.gradient.dtype in _NARROW for given in gradients)
+    divides = may_divide and not further and len(groups) == 1 and len(groups[0].points) == len(gradients)
+    is_only_judged = may_divide and not groups and len(plan.groups) > 0
+    takes_scale = divides or is_only_judged
+    takes_scale = takes_scale and not any(map(is_in_units, [*groups, *chain.from_iterable(plan.single.values())]))
     scale = builder.add_input("loss_scale", ()) if takes_scale else None
     for point, own in plan.single.items():
         spread = builder.spreads[point.order]
@@ -132,6 +141,7 @@ def rewrite_step(
             builder.parameter_factors[action].append(point.order)
     if settings.exchange is not None:
         builder.exchange(settings.exchange)
+    builder.insert_judges([group for group in plan.groups if isinstance(group, JudgeGroup)], scale)
     is_divided = False
     for number, group in enumerate(groups):
         later = {point for other in groups[number + 1 :] for point in other.points}
@@ -141,6 +151,7 @@ def rewrite_step(
         else:
             builder.refuse_parts(group.action, group.points)
             builder.rewriter.insert_group(group, builder.where(group.action))
+    builder.name_judges(plan.groups)
     return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
 
 
@@ -167,6 +178,9 @@ class _Builder:
         self.spreads = [given.spread for given in gradients]
         self.measured: dict[int, list[RecordNode]] = defaultdict(list)  # of parts on this rank, by the point's order
         self.norms: dict[Hashable, list[tuple[tuple[Site, ...], fx.Node]]] = defaultdict(list)  # of groups, by members
+        self.measured_norms: dict[Hashable, tuple[list[fx.Node], list[int], list[fx.Node]]] = {}
+        self.totals: dict[int, tuple[fx.Node, tuple[str, ...]]] = {}  # of judges, by position, with all their nodes
+        self.judges: list[Judge] = []
         self.exchanged: list[fx.Node] = []
         self.votes: fx.Node | None = None
         self.scaled: list[tuple[int, ...]] = []
@@ -254,7 +268,8 @@ class _Builder:
             figures.append(SlotPart(slot, tuple(nodes), tuple(parts), part is not None and part.skips))
             uses.append(part)
         checks = [(r.node, r.statistics) for r in packing.records if r.skips and r.statistics]
-        votes = self.add_input("votes", (NUM_VOTES,), torch.float64) if settings.voters else None
+        size = NUM_VOTES + settings.num_sent
+        votes = self.add_input("votes", (size,), torch.float64) if settings.voters else None
         device = value_of(self.nodes[-1]).device
         results, self.votes, self.exchanged = insert_exchange(self.graph, settings, figures, checks, votes, device)
         for use, figure, node in zip(uses, figures, results, strict=True):
@@ -275,8 +290,9 @@ class _Builder:
         wholes = self.norms[type(action), action.group]
         plain = [point for point in points if self.spreads[point.order] is None]
         nodes = [rewriter.current(point.node) for point in plain]
-        is_apart = self._is_measured_apart(action, nodes)
-        norms, order, measured = self._measured_norms(nodes) if is_apart and nodes else (nodes, range(len(nodes)), [])
+        known = self._norms_apart(nodes) if action.norm_type == 2 else None
+        is_apart = known is not None
+        norms, order, measured = known or (nodes, list(range(len(nodes))), [])
         norms = [*(node for _, node in wholes), *norms]
         members = [*(site for sites, _ in wholes for site in sites), *(plain[n].site for n in order)]
         measured = [*self.exchanged, *measured] if wholes else measured
@@ -311,10 +327,65 @@ class _Builder:
         self.scaled.append(tuple(point.order for point in points))
         self.factors.append(result)
 
-    def _is_measured_apart(self, action: NormScaling, nodes: Sequence[fx.Node]) -> bool:
-        """Whether one operation of ours measures the gradients, and reads each of them once."""
+    def insert_judges(self, groups: Sequence[JudgeGroup], scale: fx.Node | None) -> None:
+        """Insert the total norms for judges, before group actions change a gradient."""
+        points_of = {(type(group.action), group.action.group): group.points for group in groups}
+        for number, action in enumerate(self.settings.judges):
+            if action.of == "total_norm":
+                key = type(action), action.group
+                self._insert_total(number, [node for _, node in self.norms[key]], points_of.get(key, ()), scale)
+
+    def _insert_total(
+        self, number: int, wholes: Sequence[fx.Node], points: Sequence[InsertionPoint], scale: fx.Node | None
+    ) -> None:
+        nodes = [self.rewriter.current(point.node) for point in points if self.spreads[point.order] is None]
+        norms, _, measured = (self._norms_apart(nodes, always=True) if nodes else None) or ([], [], [])
+        inputs = [*wholes, *norms, *([] if scale is None else [scale])]
+        if not (wholes or norms):
+            return
+
+        def total(*values: Tensor) -> list[Tensor]:
+            found = list(values) if scale is None else [norm / values[-1].to(norm.device) for norm in values[:-1]]
+            return [total_norm_of(found)[0]]
+
+        traced = make_fx.trace(total, [value_of(node) for node in inputs])
+        (node,), new = editing.splice(traced, self.graph, inputs, self.graph.output_node(), "is_backward")
+        made = [*(self.exchanged if wholes else ()), *measured, *new]
+        self.totals[number] = node, tuple(one.name for one in made)
+
+    def name_judges(self, groups: Sequence[GroupInsertion]) -> None:
+        """Make the keys of the records of judges, behind those of group actions."""
+        numbering = self.rewriter.packing.numbering
+        points_of = {group.action: group.points for group in groups if isinstance(group, JudgeGroup)}
+        for number, action in enumerate(self.settings.judges):
+            where, points = self.where(action), points_of.get(action, ())
+            is_known = action.of == "total_norm" and _records_total(groups, action.group, points)
+            figure = RecordKey(action.of, 1, where) if is_known else numbering.new([action.of], where)[0]
+            limit, spike = numbering.new(["spike_limit", "spike"], where)
+            judge = Judge(action, where, (figure, limit, spike), not is_known)
+            self.judges.append(judge)
+            _, names = self.totals.get(number, (None, ()))
+            for n, point in enumerate(points):
+                self.rewriter.edits.append(Edit(point.site, action, () if n else names, judge.keys))
+
+    def _norms_apart(
+        self, nodes: Sequence[fx.Node], *, always: bool = False
+    ) -> tuple[list[fx.Node], list[int], list[fx.Node]] | None:
+        """Measure L2 norms of these nodes, each read once; see ``_measured_norms``.
+
+        None where they are better measured with what reads them, unless ``always``, and have not been measured.
+        """
+        key = tuple(nodes)
         values = [value_of(node) for node in nodes]
-        return action.norm_type == 2 and all(v.device.type == "cpu" and not v.is_complex() for v in values)
+        if key in self.measured_norms or not nodes:
+            return self.measured_norms.get(key)
+        if all(v.device.type == "cpu" and not v.is_complex() for v in values):
+            self.measured_norms[key] = self._measured_norms(nodes)
+        elif always:
+            traced = make_fx.trace(lambda *tensors: [norm_of(tensor) for tensor in tensors], values)
+            norms, new = editing.splice(traced, self.graph, nodes, self.graph.output_node(), "is_backward")
+            self.measured_norms[key] = norms, list(range(len(nodes))), new
+        return self.measured_norms.get(key)
 
     def _measured_norms(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[int], list[fx.Node]]:
         """Measure norms together with all else that is measured of these nodes and was put off.
@@ -355,7 +426,8 @@ class _Builder:
         """Add the auxiliary outputs."""
         rewriter, graph = self.rewriter, self.graph
         rewriter.packing.follow(rewriter.current, graph)
-        added = [*self.factors, *([] if self.votes is None else [self.votes])]
+        totals = [node for node, _ in self.totals.values()]
+        added = [*self.factors, *totals, *([] if self.votes is None else [self.votes])]
         if added:
             editing.add_outputs(graph, added)
         outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
@@ -368,6 +440,7 @@ class _Builder:
         names = tuple(node.name for node in record_nodes if node.name in present)
         labels = [str(point.site) for point in self.points]
         labels += ["grad_scale" if is_divided else "factor"] * len(self.factors)
+        labels += ["total norm"] * len(totals)
         labels += ["votes"] * (self.votes is not None)
         labels += ["records"] * len(outputs.packs) + [f"kept {site}" for site in outputs.kept]
         labels += [f"state {key}" for key, _ in outputs.states]
@@ -385,6 +458,8 @@ class _Builder:
             self.votes is not None,
             outputs,
             tuple(self.parameter_factors.items()),
+            tuple(self.judges),
+            tuple(self.totals),
         )
 
     def _plain(self) -> fx.GraphModule:
@@ -412,6 +487,18 @@ class _Builder:
         found.update(dict.fromkeys(records, Origin("backward", -1, op="records")))
         anchors = {p.site: Anchor(node.name, p.order) for p, node in zip(self.points, self.nodes, strict=True)}
         return Provenance(found, anchors, tuple(outputs))
+
+
+def _records_total(groups: Sequence[GroupInsertion], name: Hashable, points: Sequence[InsertionPoint]) -> bool:
+    """Return whether a clip records the total L2 norm of these gradients, unchanged before it, as that of a group."""
+    for group in groups:
+        if isinstance(group, JudgeGroup):
+            continue
+        if isinstance(group, ScaleGroup) and group.action.group == name and group.action.norm_type == 2:
+            return set(group.points) == set(points)
+        if not set(group.points).isdisjoint(points):
+            return False
+    return False
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:

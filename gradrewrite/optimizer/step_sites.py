@@ -15,7 +15,7 @@ from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.formatting import nearest
 from gradrewrite._utils.warnings import warn
-from gradrewrite.backends.engines import AotEager
+from gradrewrite.backends.engines import AotEager, Engine
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups
@@ -25,12 +25,14 @@ from gradrewrite.errors import NoSuchSiteError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.statistics import total_norm_of
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.step_record import verdicts_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
+from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
-from gradrewrite.policy.actions import ParameterScaling
+from gradrewrite.policy.actions import ParameterScaling, UpdateJudge
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
 from gradrewrite.policy.sampling import Measured, interval_of, sampled
 from gradrewrite.policy.scope import Context, refuse
@@ -58,6 +60,23 @@ class StepOutcome:
     is_unscaled: bool = False  # whether the gradients are no longer multiplied by the loss scale
     # Parameters that are multiplied after the update, by the factor's action.
     parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]] = ()
+    figures: Figures = field(default_factory=Figures)  # for the judges
+
+    def with_judgements(self, judgements: Sequence[Judgement]) -> StepOutcome:
+        """Return the outcome with the records of judgements, in a pack of their own."""
+        if not judgements:
+            return self
+        own, number = self.outputs, len(self.outputs.packs)
+        keys = tuple(key for judgement in judgements for key in judgement.judge.recorded)
+        outputs = replace(
+            own,
+            packs=(*own.packs, keys),
+            keys=(*own.keys, *keys),
+            num_skips=(*own.num_skips, 0),
+            verdicts=(*own.verdicts, False),
+        )
+        pack = torch.cat([judgement.recorded for judgement in judgements])
+        return replace(self, outputs=outputs, tensors=[*self.tensors[:number], pack, *self.tensors[number:]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +86,14 @@ class _Plan:
     live: Sequence[Tensor]  # its live inputs
     gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
     kept: tuple[int, ...]  # positions among its gradients of those that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    plan: _Plan | None  # for the gradients that are here; None without actions
+    exchange: ExchangeSettings | None  # without a plan: other ranks may have gradients
+    judges: tuple[Judging, ...]
+    is_agreed: bool  # see ``Figures``
 
 
 class StepSites:
@@ -81,9 +108,10 @@ class StepSites:
         self._sessions: list[weakref.ref[Session] | None] = []
         self._num_graphs: list[int] = []
         self._named: list[tuple[int, str] | None] = []  # target and name of each parameter; None where it has none
-        self._plans: OrderedDict[Hashable, _Plan | ExchangeSettings | None] = OrderedDict()
+        self._plans: OrderedDict[Hashable, _Work] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
         self._measures = False  # whether an action that was answered only measures
+        self._measured: tuple[Measured, ...] = ()  # by the models, in the step at hand; () for all
         self._warned_of_strangers = False
         self._warned_of_lost = False
         self.check_rules()
@@ -121,12 +149,17 @@ class StepSites:
         return any(t.session is not None and t.session.rules.may_have_step_sites for t in self._targets)
 
     def run(
-        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], scale: Tensor | None, ballot: Ballot | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Any],
+        scale: Tensor | None,
+        ballot: Ballot | None,
+        losses: Losses,
     ) -> StepOutcome:
         """Run the actions on the gradients before their update by ``step``, in place.
 
         ``scale`` is that of a GradScaler by which gradients are still multiplied. The ballot is decided here where
-        figures of sharded gradients are exchanged too.
+        figures of sharded gradients are exchanged too; losses are sent along where a judge asks for them.
         """
         self._check_alive()
         if not self.may_act:
@@ -138,38 +171,37 @@ class StepSites:
             if grad is not None and is_dtensor(grad) and (whole := added_up(grad)) is not grad:
                 parameter.grad = whole
         gradients = [p.grad for p in parameters]
-        divides = _may_divide(optimizer, step)
-        voters = () if ballot is None else self._groups.ranks_of(ballot.group)
-        plan = self._find_plan(parameters, gradients, divides, voters)
-        if isinstance(plan, _Plan):
-            if ballot is not None and not plan.rewrite.takes_votes and not any(plan.rewrite.outputs.num_skips):
+        work = self._work_on(parameters, gradients, _may_divide(optimizer, step), ballot)
+        figures = Figures(work.judges, is_agreed=work.is_agreed)
+        if ballot is not None and figures.judges_of_loss:
+            ballot.send(losses.sums(parameters[0].device))
+        if work.plan is not None:
+            rewrite = work.plan.rewrite
+            if ballot is not None and not (rewrite.takes_votes or any(rewrite.outputs.num_skips) or rewrite.judged):
                 ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
-            return self._run(plan, parameters, gradients, scale, ballot)
-        if plan is not None:  # other ranks may have gradients
-            sums = send_nothing(plan, None if ballot is None else ballot.votes, parameters[0].device)
-            if ballot is not None and sums is not None:
-                ballot.decide(sums)
-        return StepOutcome()
+            return self._run(work.plan, parameters, gradients, scale, ballot, figures)
+        if work.exchange is not None:  # other ranks may have gradients
+            figures = _send_nothing(work.exchange, figures, ballot, parameters[0].device)
+        return StepOutcome(figures=figures)
 
-    def _find_plan(
-        self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]
-    ) -> _Plan | ExchangeSettings | None:
-        """Return the plan for these gradients and the measurements of this step, made if it is not there."""
+    def _work_on(self, parameters: _Parameters, gradients: _Gradients, divides: bool, ballot: Ballot | None) -> _Work:
+        """Return the work on the present gradients; it is kept for later steps."""
+        voters = () if ballot is None else self._groups.ranks_of(ballot.group)
         kinds = [p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True)]
-        measured = tuple("all" if t.session is None else t.session.sampling.begin() for t in self._targets)
+        self._measured = tuple("all" if t.session is None else t.session.sampling.begin() for t in self._targets)
 
         def key() -> Hashable:
-            return (divides, voters, measured if self._measures else None, *kinds)
+            return (divides, voters, self._measured if self._measures else None, *kinds)
 
         if key() in self._plans:
             self._plans.move_to_end(key())
             return self._plans[key()]
         with fake_tensors.outside_of_modes():
-            plan = self._plan(parameters, gradients, divides, voters, measured)
-        self._plans[key()] = plan  # it is known now whether something is measured
+            work = self._plan(parameters, gradients, divides, voters)
+        self._plans[key()] = work  # it is known now whether something is measured
         if len(self._plans) > _MAX_PLANS:
             self._plans.popitem(last=False)
-        return plan
+        return work
 
     def trace(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph for a step with all gradients, without edits if there are no actions; nothing runs.
@@ -189,14 +221,16 @@ class StepSites:
                 code="optimizer",
             )
         shown = [n for n in known if asked[n][1]] or known
-        settings = replace(settings, exchange=self._exchange(asked, parameters, gradients, None))
+        everywhere, missing = self._everywhere(asked, parameters, gradients, None)
+        exchange = self._exchange(asked, everywhere, missing, None)
+        settings = replace(settings, exchange=exchange, judges=_judges_of(everywhere))
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
 
-    def _ask(self, parameters: _Parameters, gradients: _Gradients, measured: Sequence[Measured] = ()) -> _Asked:
+    def _ask(self, parameters: _Parameters, gradients: _Gradients) -> _Asked:
         """Ask the policies at each gradient that is there.
 
-        Actions that only measure are left out where ``measured`` of their model says so. Where several models have a
+        Actions that only measure are left out where they are not due. Where several models have a
         parameter of one name, the policies are asked at equal sites, and the ``call`` of
         the sites that are returned numbers the models, in the optimizer's order. PolicyError for an answer that is not
         allowed, UnsupportedGradientError for an action at a sparse gradient.
@@ -222,29 +256,29 @@ class StepSites:
             session.rules.note_step_answers(answered.position[1:] for answered in answers)
             session.sampling.note([answers])
             self._measures |= any(interval_of(answered.action) for answered in answers)
-            if measured:
-                answers = sampled(answers, site, measured[own[0]])
+            answers = sampled(answers, site, self._measured[own[0]]) if self._measured else answers
             asked[n] = (site, answers)
         return asked
 
+    def _everywhere(
+        self, asked: _Asked, parameters: _Parameters, gradients: _Gradients, voters: tuple[int, ...] | None
+    ) -> tuple[_Asked, Sequence[Tensor | None]]:
+        """Return the answers at gradients that this rank lacks too, where others may have them, with all gradients.
+
+        A gradient that is missing is its parameter.
+        """
+        missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
+        may_differ = (voters and not asked) or any(tensor is not None and is_dtensor(tensor) for tensor in missing)
+        everywhere = self._ask(parameters, missing) if may_differ and len(asked) < len(parameters) else asked
+        return everywhere, missing
+
     def _exchange(
-        self,
-        asked: _Asked,
-        parameters: _Parameters,
-        gradients: _Gradients,
-        voters: tuple[int, ...] | None,
-        measured: Sequence[Measured] = (),
+        self, asked: _Asked, everywhere: _Asked, missing: Sequence[Tensor | None], voters: tuple[int, ...] | None
     ) -> ExchangeSettings | None:
         """Return the ranks' exchange for spread gradients, those that this rank lacks included; None without any.
 
         ``voters`` are None for a graph that is only shown: it may be asked for by one rank alone.
         """
-        missing = [g if g is not None or not p.requires_grad else p for p, g in zip(parameters, gradients, strict=True)]
-        if not any(tensor is not None and is_dtensor(tensor) for tensor in missing):
-            return None
-        everywhere = asked
-        if len(asked) < len(parameters):
-            everywhere = self._ask(parameters, missing, measured)
         position = {n: number for number, n in enumerate(n for n, (_, answers) in asked.items() if answers)}
         sites = [
             SpreadSite(site, spread, answers, position.get(n))
@@ -259,10 +293,17 @@ class StepSites:
         sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
         group_of = self._groups.known if voters is None else self._groups.of_ranks
         groups = {ranks: group_of(ranks) for ranks in sets}
-        return ExchangeSettings(tuple(sites), groups, voters or ())
+        takes_losses = any(action.of == "loss" for action in _judges_of(everywhere))
+        return ExchangeSettings(tuple(sites), groups, voters or (), NUM_FIGURES if takes_losses else 0)
 
     def _run(
-        self, plan: _Plan, parameters: _Parameters, gradients: _Gradients, scale: Tensor | None, ballot: Ballot | None
+        self,
+        plan: _Plan,
+        parameters: _Parameters,
+        gradients: _Gradients,
+        scale: Tensor | None,
+        ballot: Ballot | None,
+        figures: Figures,
     ) -> StepOutcome:
         rewrite = plan.rewrite
         own = [local_of(g).detach() for n in plan.gradients if (g := gradients[n]) is not None]
@@ -280,6 +321,7 @@ class StepSites:
                     target.session.config.states.begin_step()
             results = list(plan.run(*inputs, *plan.live))
             factors, tensors = results[: len(rewrite.scaled)], results[len(rewrite.scaled) :]
+            totals = [tensors.pop(0) for _ in rewrite.judged]
             if ballot is not None and rewrite.takes_votes:
                 ballot.decide(tensors.pop(0))
             if rewrite.outputs.states:
@@ -305,6 +347,7 @@ class StepSites:
                 (action, [local_of(parameters[plan.gradients[n]]) for n in members])
                 for action, members in rewrite.parameter_factors
             ],
+            replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
         )
 
     def _states(self) -> StateStore | None:
@@ -359,32 +402,33 @@ class StepSites:
                 "the model that the guard was given; make the optimizer from model.parameters()"
             )
 
-    def _plan(
-        self,
-        parameters: _Parameters,
-        gradients: _Gradients,
-        divides: bool,
-        voters: tuple[int, ...],
-        measured: Sequence[Measured],
-    ) -> _Plan | ExchangeSettings | None:
-        """Ask, rewrite and compile for the present gradients; None without actions.
-
-        Where only spread gradients that are missing here may have actions, their exchange.
-        """
-        asked = self._ask(parameters, gradients, measured)
+    def _plan(self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]) -> _Work:
+        """Ask, rewrite and compile for the present gradients."""
+        asked = self._ask(parameters, gradients)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
-        exchange = self._exchange(asked, parameters, gradients, voters, measured)
+        everywhere, missing = self._everywhere(asked, parameters, gradients, voters)
+        exchange = self._exchange(asked, everywhere, missing, voters)
+        actions = _judges_of(everywhere)
+        is_agreed = exchange is None or _is_agreed(exchange, everywhere)
         if not own:
-            return exchange
-        settings = StepSettings(divides, self._suffix, exchange, self._states())
-        engine = next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
+            judges = tuple(Judge.at(action, f"step:group:{action.group}{self._suffix}") for action in actions)
+            return _Work(None, exchange, self._judgings(judges), is_agreed)
+        settings = StepSettings(divides, self._suffix, exchange, self._states(), actions)
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
             gm, live = runnable(rewrite)
-            run = engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
+            run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
-        return _Plan(rewrite, run, live, own, kept)
+        return _Work(_Plan(rewrite, run, live, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
+
+    @property
+    def _engine(self) -> Engine:
+        return next((t.engine for t in self._targets if t.engine is not None), None) or AotEager()
+
+    def _judgings(self, judges: Sequence[Judge]) -> tuple[Judging, ...]:
+        states = self._states()
+        return () if states is None else tuple(Judging(judge, states, self._engine) for judge in judges)
 
 
 def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
@@ -400,6 +444,35 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
 def step_rules_of(session: Session) -> list[Rule]:
     """Return a policy's rules for step sites."""
     return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
+
+
+def _send_nothing(exchange: ExchangeSettings, figures: Figures, ballot: Ballot | None, device: torch.device) -> Figures:
+    """Take part in an exchange without a gradient; return the figures with the norms of the others' gradients."""
+    sums, norms = send_nothing(exchange, None if ballot is None else ballot.votes, device)
+    if ballot is not None and sums is not None:
+        ballot.decide(sums)
+    actions = [judging.judge.action for judging in figures.judges]
+    keys = [(type(action), action.group) for action in actions]
+    return replace(figures, norms={n: total_norm_of(norms[key])[0] for n, key in enumerate(keys) if key in norms})
+
+
+def _judges_of(asked: _Asked) -> tuple[UpdateJudge, ...]:
+    """Return the judges among the answers, each once."""
+    actions = (answered.action for _, answers in asked.values() for answered in answers)
+    return tuple(dict.fromkeys(action for action in actions if isinstance(action, UpdateJudge)))
+
+
+def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:
+    """Return whether all ranks that vote have the same total norms: all gradients are spread over them."""
+    if not exchange.voters:
+        return True
+    spread = {member.site: member.spread.ranks for member in exchange.sites}
+    judged = (site for site, answers in asked.values() if any(_judges_norm(a.action) for a in answers))
+    return all(site is None or set(exchange.voters).issubset(spread.get(site, ())) for site in judged)
+
+
+def _judges_norm(action: Any) -> bool:
+    return isinstance(action, UpdateJudge) and action.of == "total_norm"
 
 
 def _rewrite(

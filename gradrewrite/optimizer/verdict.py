@@ -21,6 +21,7 @@ from gradrewrite.monitoring.host_copy import LateRecord, floats_of
 from gradrewrite.monitoring.messages import failure_of
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer._target import Attachment, Target
+from gradrewrite.optimizer.spikes import Judge, Judgement, Spike
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.optim")
@@ -65,9 +66,12 @@ class UpdateVerdict:
         self._is_agreed = False  # whether other ranks have a say in the counts
         self._by_device: dict[torch.device, Tensor] = {}
         self._judged: dict[int, weakref.ref[Tensor]] = {}  # parameters whose gradients the verdicts are about
-        self._counts: Tensor | None = None  # [in all, in a row], float64
-        self._arriving: deque[LateRecord] = deque()
+        self._counts: Tensor | None = None  # [in all, in a row, by spikes], float64
+        self._judges: list[Judge] = []  # of the last update
+        self._counted: Tensor | None = None  # the counts, and the values of the judgements on the last update
+        self._arriving: deque[tuple[LateRecord, list[Judge]]] = deque()
         self._reported = 0
+        self._num_spikes = 0  # as far as counts have arrived
 
     @property
     def num_skipped(self) -> Tensor | None:
@@ -110,7 +114,7 @@ class UpdateVerdict:
         """The update never came: a GradScaler did not call ``step``, or the gradients were thrown away."""
         bad = self.take(optimizer) if optimizer is not None else None
         if bad is not None and not self._is_agreed:  # ranks count together or not at all
-            self._count(bad)
+            self.count(bad)
 
     def take(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """1 if a check failed since the last step, 0 if none did; None if nothing was checked."""
@@ -161,7 +165,7 @@ class UpdateVerdict:
     def decide(
         self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, of_step_sites: Tensor | None
     ) -> Tensor | None:
-        """Return the verdict of all ranks on all checks, and count it; None if nothing was checked."""
+        """Return the verdict of all ranks on all checks; None if nothing was checked."""
         if ballot is not None:
             self._is_agreed = True
             bad, found_inf = ballot.result()
@@ -171,37 +175,66 @@ class UpdateVerdict:
         if of_step_sites is not None:  # of ranks that have parts of a gradient: more than agree
             own = of_step_sites if self._counts is None else of_step_sites.to(self._counts.device, non_blocking=True)
             bad = own if bad is None else torch.maximum(bad, own.to(bad.device, non_blocking=True))
-        if bad is not None:
-            self._count(bad)
         return bad
 
-    def _count(self, bad: Tensor) -> None:
+    def vote_again(self, bad: Tensor, ballot: Ballot) -> Tensor:
+        """Return the verdict of all ranks on one that was reached after their exchange."""
+        (verdict,) = Ballot(ballot.group, [bad], bad.device).result()
+        return verdict
+
+    def count(self, bad: Tensor, checked: Tensor | None = None, judgements: Sequence[Judgement] = ()) -> None:
+        """Count an update, made or skipped; ``checked`` is the verdict of the checks of this rank, without judges."""
         if self._counts is None:
-            self._counts = torch.zeros(2, dtype=torch.float64, device=bad.device)
+            self._counts = torch.zeros(3, dtype=torch.float64, device=bad.device)
         for attachment in self._attached:
             skipped = RecordKey("skipped", 1, f"optimizer:{attachment.seat.first_group}")
             attachment.recorder.add_late((skipped,), bad.reshape(1), is_own=True)
-        total, in_a_row = self._counts.unbind()
-        self._counts = torch.stack([total + bad, (in_a_row + 1) * bad])
+        total, in_a_row, spikes = self._counts.unbind()
+        judged = [judgement.values.to(bad.device, torch.float64, non_blocking=True) for judgement in judgements]
+        if judged:
+            spike = torch.stack(judged)[:, 2].amax()
+            spikes = spikes + (spike if checked is None else spike * (checked.to(bad.device, non_blocking=True) == 0))
+        self._counts = torch.stack([total + bad, (in_a_row + 1) * bad, spikes])
+        self._judges = [judgement.judge for judgement in judgements]
+        self._counted = torch.cat([self._counts, *judged]) if judged else self._counts
 
     def look_at_counts(self) -> None:
         """Report skipped updates, as far as their counts have arrived."""
-        if self._counts is None:
+        if self._counted is None:
             return
-        self._arriving.append(LateRecord((), self._counts))
-        self._arriving[-1].start_copy()
-        while self._arriving and self._arriving[0].is_here():
-            total, in_a_row = floats_of(self._arriving.popleft().pack)
-            self._report_skips(int(total), int(in_a_row))
+        self._arriving.append((LateRecord((), self._counted), self._judges))
+        self._arriving[-1][0].start_copy()
+        while self._arriving and self._arriving[0][0].is_here():
+            record, judges = self._arriving.popleft()
+            total, in_a_row, spikes, *values = floats_of(record.pack)
+            found = [Spike(judge, *values[4 * n : 4 * n + 4]) for n, judge in enumerate(judges)]
+            for spike in found:
+                spike.raise_without_parts()
+            self._report_skips(int(total), int(in_a_row), int(spikes), found)
 
-    def _report_skips(self, total: int, in_a_row: int) -> None:
+    def _report_skips(self, total: int, in_a_row: int, num_spikes: int, judged: Sequence[Spike]) -> None:
+        is_new, self._num_spikes = num_spikes > self._num_spikes, num_spikes
+        spike = next((one for one in judged if one.is_spike), None) if is_new else None  # why this one was skipped
         if total // _REPORT_EVERY > self._reported:
             self._reported = total // _REPORT_EVERY
-            logger.warning("%d updates skipped so far, because a finite check failed", total)
+            logger.warning("%d updates skipped so far, %s", total, _reasons(total, num_spikes, spike))
         if in_a_row >= self._max_consecutive_skips:
             limit = f"max_consecutive_skips={self._max_consecutive_skips}"
             reason = f"{in_a_row} updates in a row were skipped, so training does not go on ({limit})"
-            raise _skip_error(self._attached[0].recorder, reason, is_agreed=self._is_agreed)
+            recorder = self._attached[0].recorder
+            if spike is not None:
+                raise spike.error(recorder.num_steps - 1, reason)
+            raise _skip_error(recorder, reason, is_agreed=self._is_agreed)
+
+
+def _reasons(total: int, num_spikes: int, last: Spike | None) -> str:
+    """Return why updates were skipped: after failed checks, spikes, or both; ``last`` is the last one, if a spike."""
+    latest = "" if last is None else f" ({last.text})"
+    if not num_spikes:
+        return "because a finite check failed"
+    if num_spikes == total:
+        return f"because of spikes{latest}"
+    return f"{num_spikes} of them because of spikes{latest}, the others because a finite check failed"
 
 
 def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonFiniteError:

@@ -24,6 +24,7 @@ Policy: TypeAlias = "Callable[[Site], Answer] | Sequence[Policy]"
 
 ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
+JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
 
 BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
 ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
@@ -167,6 +168,21 @@ class NormScaling(GroupAction, Protocol):
 
         ``norms`` are those of all gradients, in tensors of any shape.
         """
+
+
+@runtime_checkable
+class UpdateJudge(GroupAction, Protocol):
+    """A group action that skips updates by one figure, at step sites (internal until 1.0).
+
+    Its ``apply_group`` returns the gradients unchanged.
+    """
+
+    @property
+    def of(self) -> JudgedFigure:
+        """The figure."""
+
+    def judge(self, figure: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the limit of a figure and whether it skips the update, 0-d; set states as if the update is made."""
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradrewrite._compat import fake_tensors
+from gradrewrite._compat import fake_tensors, make_fx
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.noise import NoiseSource
 from gradrewrite.policy.schedules import Schedule
@@ -117,7 +118,7 @@ class StateStore:
             )
         if key in self._tensors and known is not None and known.device == device:
             return known
-        with fake_tensors.outside_of_transforms():
+        with fake_tensors.outside_of_transforms() if make_fx.is_tracing() else contextlib.nullcontext():
             made = state.make(device) if known is None else known.to(device, copy=True)
         self._tensors[key], self._first[key] = made, state.init
         self._loaded.pop(key, None)

@@ -25,6 +25,7 @@ from gradrewrite.policy.actions import (
     NormScaling,
     ParameterScaling,
     SpecializingAction,
+    UpdateJudge,
     action_key,
     takes_value,
 )
@@ -99,8 +100,17 @@ class WeighExamples:
     rule: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgeGroup:
+    """A verdict on the update from one figure, at step sites; the values of the group stay as they are."""
+
+    action: UpdateJudge
+    points: Sequence[InsertionPoint]
+    rule: str
+
+
 Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter | Omitted
-GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples
+GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples | JudgeGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +166,7 @@ def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
     """Return whether an insertion needs the unscaled gradient; a group's factor takes the scale itself."""
     if isinstance(insertion, Measure):
         return not IN_UNITS.isdisjoint(insertion.statistics.values())
-    return not isinstance(insertion, ScaleGroup | ScaleParameter | Omitted)
+    return not isinstance(insertion, ScaleGroup | ScaleParameter | Omitted | JudgeGroup)
 
 
 def _groups(members: Sequence[tuple[InsertionPoint, Answered]]) -> list[GroupInsertion]:
@@ -177,6 +187,8 @@ def _lower_group(answered: Answered, points: Sequence[InsertionPoint]) -> GroupI
     action, rule = answered.action, answered.rule
     if isinstance(action, ExampleClip):
         return WeighExamples(action, points, rule)
+    if isinstance(action, UpdateJudge):
+        return JudgeGroup(action, points, rule)
     if isinstance(action, NormScaling):
         return ScaleGroup(action, points, rule)
     return ReplaceGroup(action, points, rule)

@@ -51,6 +51,7 @@ from gradrewrite.rewriting.lowering import (
     GroupInsertion,
     Insertion,
     InsertionPlan,
+    JudgeGroup,
     Measure,
     Replace,
     ReplaceGroup,
@@ -386,6 +387,8 @@ class Rewriter:
                 self._finish_group(group, where, nodes, *self._scale_group(group.action, points, nodes, mode))
             case ScaleGroup() | ReplaceGroup():
                 self._finish_group(group, where, nodes, *self._replace_group(group.action, points, nodes, mode))
+            case JudgeGroup():
+                raise AssertionError("judges are at step sites")
             case _:
                 assert_never(group)
 

@@ -24,6 +24,7 @@ from gradrewrite.passes import (
     NanToNum,
     Observe,
     Scale,
+    SkipSpikes,
     Zero,
 )
 
@@ -45,6 +46,7 @@ class Case:
         scale: ``"scaler"`` for a GradScaler; else the device of a tensor.
         accumulate: Backwards of a step.
         set_to_none: As ``zero_grad`` takes it.
+        logs: Whether it logs the loss of each micro-batch.
         writes: Whether records are written to a file.
         keeps_gradients: Whether ``.grad`` is read after the next forward; with CUDA graphs the next replay overwrites
             it, under plain torch.compile too.
@@ -58,6 +60,7 @@ class Case:
     scale: str = ""
     accumulate: int = 1
     set_to_none: bool = True
+    logs: bool = False
     writes: bool = False
     keeps_gradients: bool = False
 
@@ -141,6 +144,15 @@ CASES: dict[str, Case] = {
         guard={},
         monitor={"every": 1},
     ),
+    "step, spikes": Case(on("step:*", ClipByGlobalNorm(1e-2), SkipSpikes(window=4)), guard={}),
+    "step, spikes of the loss, GradScaler": Case(
+        on("step:*", SkipSpikes(window=4, of="loss")),
+        guard={},
+        scale="scaler",
+        accumulate=2,
+        keeps_gradients=True,
+        logs=True,
+    ),
     "step, observed, GradScaler": Case(on("step:*", Observe(*ALL)), guard={}, scale="scaler"),
     # Documented to wait: "raise" at the end of the backward, a guard of an optimizer that cannot skip on the device.
     "check, raise": Case(on("gradient:*", CheckFinite()), waits=1),
@@ -173,6 +185,8 @@ def train(case: Case, mode: str, gpu: SimulatedGpu | None, folder: Path) -> list
         for _ in range(case.accumulate):
             loss = model(x).square().sum()
             (loss if scaler is None else scaler.scale(loss)).backward()
+            if case.logs:
+                model.monitor.log("loss", loss)
         if scaler is None:
             optimizer.step()
         else:

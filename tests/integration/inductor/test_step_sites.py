@@ -11,9 +11,20 @@ from torch import Tensor
 
 import gradrewrite as gr
 from gradrewrite._compat import inductor
-from gradrewrite.passes import L2, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, DecayWeights, Keep, Observe
+from gradrewrite.passes import (
+    L2,
+    CheckFinite,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    DecayWeights,
+    Keep,
+    Observe,
+    SkipSpikes,
+)
 
 from models.small import SquaredTwoLayers
+from models.spikes import Reference
 
 
 @pytest.fixture
@@ -78,6 +89,34 @@ def test_equal_to_op_by_op(name: str, fused: bool, dtype: torch.dtype, compiled_
             assert latest[key] == pytest.approx(expected[key], rel=10 * tolerance, nan_ok=True), key
         assert got.monitor.kept().keys() == wanted.monitor.kept().keys()
     assert len(compiled_steps) == 2  # with and without one gradient
+
+
+@pytest.mark.parametrize("of", ["total_norm", "loss"])
+def test_spikes_are_those_of_the_definition(of: Any, compiled_steps: list[int]) -> None:
+    """The judge is compiled once, reads its window at every step, and is resumed."""
+    torch.manual_seed(0)
+    policy = gr.on("step:*", [SkipSpikes(3.0, window=6, of=of), ClipByGlobalNorm(0.1)])
+    model = gr.transform(SquaredTwoLayers(), policy)
+    model.compile()
+    optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), model)
+    reference, wanted, skipped, saved = Reference(3.0, 6), [], [], gr.state_dict(model)
+    for number in range(30):
+        optimizer.zero_grad()
+        loss = model(torch.linspace(-1, 1, 24).view(6, 4)) * {12: 1e3, 13: float("nan"), 20: 2.0}.get(number, 1.0)
+        loss.backward()
+        model.monitor.log("loss", loss)
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        skipped.append(all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)))
+        wanted.append(reference.is_spike(norm.item() if of == "total_norm" else loss.item()))
+        if number == 9:
+            saved = gr.state_dict(model)
+            gr.load_state_dict(model, {**saved, "states": {}})  # nothing is remembered
+            gr.load_state_dict(model, saved)
+    assert skipped == wanted
+    assert sum(wanted) >= 3
+    assert len(compiled_steps) == 2  # the actions, and the judge
 
 
 def test_below_the_bound_not_a_bit_changes(compiled_steps: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe, SkipSpikes
 
 from gpu.log import Count
 from models.gpt import Gpt
@@ -16,6 +16,7 @@ from models.gpt import Gpt
 # Launches for the gradients of all 29 parameters, and passes over them.
 CASES: dict[str, tuple[Any, int, float]] = {
     "global norm": ([CheckFinite("skip"), ClipByGlobalNorm(1.0)], 3, 1.0),
+    "spikes": ([CheckFinite("skip"), ClipByGlobalNorm(1.0), SkipSpikes()], 5, 1.0),
     "value": (ClipByValue(0.1), 1, 2.0),
     "observed": (Observe("norm", "max_abs"), 2, 1.0),
 }

@@ -43,6 +43,8 @@ class Update:
         ballot = self.verdict.ballot(self.optimizer, bad)
         self.verdict.start(ballot, None)
         bad = self.verdict.decide(self.optimizer, bad, ballot, None)
+        if bad is not None:
+            self.verdict.count(bad)
         self.verdict.look_at_counts()
         return None if bad is None else float(bad)
 
