@@ -7,6 +7,7 @@ from gradrewrite._compat.versions import check_torch
 from gradrewrite._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from gradrewrite._compare import compare as compare
     from gradrewrite._diagnosis import Diagnosis as Diagnosis
     from gradrewrite._diagnosis import diagnose as diagnose
     from gradrewrite._locate import locate as locate
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from gradrewrite.backends.state_dict import load_state_dict as load_state_dict
     from gradrewrite.backends.state_dict import state_dict as state_dict
     from gradrewrite.diagnostics.causes import Cause as Cause
+    from gradrewrite.diagnostics.first_difference import Difference as Difference
     from gradrewrite.diagnostics.run_log import Finding as Finding
     from gradrewrite.diagnostics.run_log import Step as Step
     from gradrewrite.diagnostics.run_log import read_jsonl as read_jsonl
@@ -56,12 +58,14 @@ if _untested:
 
 # Modules and their public names, imported on first use: a command that only reads files needs no compiler.
 _PUBLIC = {
+    "_compare": "compare",
     "_diagnosis": "Diagnosis diagnose",
     "_locate": "locate",
     "backends.backend": "Backend backend",
     "backends.explanation": "Explanation GraphReport",
     "backends.state_dict": "load_state_dict state_dict",
     "diagnostics.causes": "Cause",
+    "diagnostics.first_difference": "Difference",
     "diagnostics.run_log": "Finding Step read_jsonl",
     "errors": (
         "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "

@@ -18,7 +18,7 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import NonFiniteError, TraceError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.policy.actions import ANYWHERE, Policy
 from gradrewrite.policy.recording import record_statistics
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.sites import Kind, Site
@@ -56,23 +56,39 @@ def locate(
         raise TypeError(f"gr.locate takes an nn.Module, got {type(model).__name__}")
     state = state_of(model)
     original, own = (model, []) if state is None else (state.original, [state.config.policy])
+
+    def loss_of(output: Any) -> Tensor:
+        return _loss(output, loss_fn)
+
+    return run_once(original, [*own, _count_gradients], args, kwargs, loss_of).failure(anywhere=True)
+
+
+def run_once(
+    model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], Tensor]
+) -> Monitor:
+    """Run one forward and backward of a plain model op by op, with a policy; return its records.
+
+    Parameters, gradients, buffers, random state and inputs stay as they were.
+    """
     monitor = Monitor()
-    session = Session(RewriteConfig([*own, _count_gradients], dynamic=False), recorder_of(monitor), original)
+    session = Session(RewriteConfig(policy, dynamic=False), recorder_of(monitor), model)
     backend = Backend(session, AotEager(), monitor)
-    entry_point = EntryPoint(session, lambda _: backend, backend, original, {})
-    buffers = [(b, b.detach().clone(), b._version) for b in original.buffers()]
-    leaves = [t for t in (*original.parameters(), *tensors_in((args, kwargs))) if t.requires_grad and t.is_leaf]
+    entry_point = EntryPoint(session, lambda _: backend, backend, model, {})
+    given = list(tensors_in((args, kwargs)))
+    leaves = [t for t in (*model.parameters(), *given) if t.requires_grad and t.is_leaf]
+    written = [t for t in (*model.buffers(), *given) if not t.requires_grad]
+    before = [(t, t.detach().clone(), t._version) for t in written]
     try:
         with torch.enable_grad(), kept_random_state():
-            loss = _loss(entry_point(args, kwargs), loss_fn)
+            loss = loss_of(entry_point(args, kwargs))
             with contextlib.suppress(NonFiniteError):  # the policy's own checks: what follows says more
                 torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
         with torch.no_grad():
-            for buffer, before, version in buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
-    return monitor.failure(anywhere=True)
+            for tensor, value, version in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+    return monitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +113,18 @@ def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(f"gr.locate: loss_fn returns a tensor with one element, got {_text(loss)}")
         return loss
+    return sum_of_outputs(output, "gr.locate")
+
+
+def sum_of_outputs(output: Any, name: str) -> Tensor:
+    """The output if it is one differentiable tensor with one element, else the sum of all its differentiable ones.
+
+    TraceError, which begins with ``name``, if there is none.
+    """
     tensors = [t for t in tensors_in(output) if t.requires_grad]
     if not tensors:
         raise TraceError(
-            "gr.locate: no output of the model depends on a parameter or an input that needs a gradient",
+            f"{name}: no output of the model depends on a parameter or an input that needs a gradient",
             code="no-backward",
         )
     return (

@@ -24,18 +24,19 @@ _COMMANDS = {
     "doctor": "findings",
     "demo": "demo",
     "diagnose": "diagnosis",
+    "diff": "differences",
     "selftest": "selftest",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, the process's own if None; return 0, or 2 with one line on the error stream."""
+    """Run a command, the process's own if None; return its exit code, or 2 with one line on the error stream."""
     options = parse(argv)
     try:
         command = importlib.import_module(f"{__name__}.{_COMMANDS[options.command]}")
         with warnings.catch_warnings():
             warnings.showwarning = warn
-            getattr(command, options.command)(options)
+            code: int | None = getattr(command, options.command)(options)
     except Refused as err:
         return _fail(str(err))
     except Exception as err:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(err, RewriteError):
             raise
         return _fail(one_line(err))
-    return 0
+    return code or 0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -111,6 +112,18 @@ def _add_runs(commands: _Commands) -> None:
     doctor.add_argument(
         "--json", action="store_true", help="print a JSON list: causes, findings, rules without enough steps"
     )
+    diff = commands.add_parser("diff", help="name the first step, site, op and line at which two runs differ")
+    for name in ("a", "b"):
+        diff.add_argument(name, type=Path, metavar=f"{name}.jsonl", help="what monitor.to_jsonl wrote, of one rank")
+    diff.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="T",
+        help="largest relative difference (default: bits, or figures, are equal)",
+    )
+    diff.add_argument("--sites", default="*", metavar="PATTERN", help="only these, as 'step:*' (default: all)")
+    diff.add_argument("--html", type=Path, metavar="diff.html", help="write a page with both side by side too")
+    diff.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def _add_trainings(commands: _Commands) -> None:

@@ -209,6 +209,12 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 _UPPER = 0x9E3779B97F4B  # odd, so that each of the upper 16 bits of a 64-bit word changes the lower 48
 
 
+def words_of(x: Tensor) -> Tensor:
+    """The bits of each element as a signed whole number; those of complex elements as two, in a last dimension."""
+    real = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).resolve_neg()
+    return real.view(_WORDS[real.element_size()])
+
+
 def fingerprint_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Order-independent sum of the bits of a tensor, modulo 2^48: 16 bits each, the low ones first, 0-d int64.
 
@@ -218,9 +224,9 @@ def fingerprint_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     changes by one unit in the last place do not cancel. Signs of zeros and payloads of NaN count. Complex elements are
     two real ones. 0 if the tensor is empty.
     """
-    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    word = real.resolve_neg().view(_WORDS[real.element_size()]).to(torch.int64)
-    if real.element_size() == 8:
+    words = words_of(x)
+    word = words.to(torch.int64)
+    if words.element_size() == 8:
         word = word + (word >> 48) * _UPPER
     return _in_16_bits(reduce_all(torch.sum, word * (2 * word + 1)))  # int64 wraps modulo 2^64
 
