@@ -119,8 +119,8 @@ class ShiftedDropout(nn.Dropout):
     """Draws its mask from one number later on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        torch.rand(1)
-        return super().forward(x)
+        zero = torch.rand(1) * 0  # used, or the compiler leaves it out
+        return super().forward(x) + zero
 
 
 class ByHandNorm(nn.LayerNorm):
@@ -210,15 +210,15 @@ PLANTS = [
     Plant("gpt", "dtype", "activation:blocks.1.attn.qkv", _becomes("blocks.1.attn.qkv", NarrowLinear)),
     Plant("gpt", "dtype", "activation:blocks.0.mlp.down", _becomes("blocks.0.mlp.down", WideLinear)),
     Plant("pictures", "dtype", "activation:conv", _becomes("conv", NarrowConv)),
-    Plant("residual", "seed", "activation:layers.0.seeded", _seed("layers.0.seeded")),
-    Plant("residual", "seed", "activation:layers.2.seeded", _seed("layers.2.seeded")),
+    Plant("residual", "seed", "activation:layers.0.seeded/add", _seed("layers.0.seeded")),
+    Plant("residual", "seed", "activation:layers.2.seeded/add", _seed("layers.2.seeded")),
     Plant("residual", "seed", "activation:layers.1.drop", _becomes("layers.1.drop", ShiftedDropout)),
     Plant("residual", "bit", "activation:layers.0.norm", _flips("layers.0.norm.weight", 3, 10)),
     Plant("residual", "bit", "activation:layers.1.down", _flips("layers.1.down.weight", 17, 12)),
     Plant("residual", "bit", "activation:head", _flips("head.bias", 1, 22)),
     Plant("gpt", "bit", "activation:position", _flips("position.weight", 5, 0)),
     Plant("gpt", "bit", "activation:blocks.0.attn.proj", _flips("blocks.0.attn.proj.weight", 7, 20)),
-    Plant("gpt", "bit", "activation:blocks.1.norm2", _flips("blocks.1.norm2.bias", 4, 29)),
+    Plant("gpt", "bit", "activation:blocks.1.norm2", _flips("blocks.1.norm2.weight", 4, 9)),
     Plant("gpt", "bit", "activation:head", _flips("head.weight", 100, 31)),
     Plant("pictures", "bit", "activation:stem", _flips("stem.weight", 11, 14)),
     Plant("pictures", "bit", "activation:norm", _flips("norm.weight", 2, 3)),

@@ -70,7 +70,7 @@ def test_compare_names_the_site(plant: Plant) -> None:
     assert (found.site, found.other) == (plant.site, plant.site)
     assert found.kind == ("values" if plant.name == "residual: dtype at activation:head" else "bits")
     assert found.error > 0
-    assert found.op.rpartition("/")[0] == plant.site.partition(":")[2]
+    assert found.op.rpartition("/")[0] == plant.site.partition(":")[2].partition("/")[0]
     assert found.source.split(":")[0] in ("planted.py", "gpt.py")
     assert found.growth[0] == (found.site, found.error)
 
@@ -83,7 +83,7 @@ def test_run_logs_name_the_step_and_the_site(plant: Plant, logs: dict[str, list[
     assert compared.first is not None
     assert compared.first.site == plant.site
     assert compared.first.step == (1 if plant.kind in ("bit", "layer") else 0)
-    assert compared.first.op.rpartition("/")[0] == plant.site.partition(":")[2]
+    assert compared.first.op.rpartition("/")[0] == plant.site.partition(":")[2].partition("/")[0]
     assert compared.first.source.split(":")[0] in ("planted.py", "gpt.py")
 
 
