@@ -216,7 +216,7 @@ def test_compiled_modules_run_op_by_op_too() -> None:
 
 def test_refusals() -> None:
     net, x = TwoLayers(), torch.ones(2, 4)
-    with pytest.raises(TypeError, match="two nn.Modules, got function"):
+    with pytest.raises(TypeError, match=r"two nn\.Modules, got function"):
         gr.compare(net, lambda x: x, x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"one is rewritten; give model\.original"):
         gr.compare(net, gr.transform(copy.deepcopy(net), []), x)
