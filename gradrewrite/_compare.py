@@ -23,9 +23,9 @@ from gradrewrite.sites import Site
 def compare(
     a: nn.Module, b: nn.Module, /, *args: Any, names: Mapping[str, str] | None = None, **kwargs: Any
 ) -> Difference | None:
-    """Run two models once, forward and backward, and find the first site at which they differ.
+    """Run two models once, and find their first difference.
 
-    Both run op by op, from the same random state, on the same inputs. Compared are the values of all ops and module
+    Both run forward and backward, op by op, from the same random state, on the same inputs. Compared are the values of all ops and module
     outputs, their errors, and the gradients of parameters and inputs, in this order, by their names. Tensors of one
     dtype must have equal bits; those of two dtypes equal values. The loss of each is ``.loss`` of its output, or its
     output if that is one number, or else the sum of its differentiable outputs. Values that only one model has, as
@@ -88,7 +88,7 @@ def compare(
 
 
 def _values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[Site, Tensor]]:
-    """Return the values of a model at all of its sites, by the text of the site."""
+    """Return the values of a model at all sites, by their texts."""
 
     def keep(site: Site) -> passes.Keep | None:
         return None if site.kind == "step" else passes.Keep()
@@ -105,7 +105,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _renamed(text: str, inside: Mapping[str, str]) -> str:
-    """Return the name of a site of the first model in the second; the longest prefix counts."""
+    """Rename a site of the first model; the longest prefix counts."""
     kind, _, name = text.partition(":")
     for old in sorted(inside, key=len, reverse=True):
         if _begins(name, old):
@@ -115,7 +115,7 @@ def _renamed(text: str, inside: Mapping[str, str]) -> str:
 
 
 def _begins(name: str, module: str) -> bool:
-    """Whether a name is that of a module, or of something inside of it; everything is inside of ``""``."""
+    """Whether a name is a module's or inside of it; all are inside of ``""``."""
     return not module or name == module or name.startswith((f"{module}.", f"{module}/", f"{module}#"))
 
 
@@ -161,7 +161,10 @@ def _text(x: Tensor) -> str:
 
 
 def _relative_l1(x: Tensor, y: Tensor) -> float:
-    """``sum |x - y| / sum |y|``; equal elements, NaN and infinities included, differ by 0, other infinities by inf."""
+    """``sum |x - y| / sum |y|``.
+
+    Equal elements, NaN and infinities included, differ by 0; a NaN or an infinity on one side makes inf.
+    """
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     x, y = x.to(wide), y.to(x.device, wide)
     same = (x == y) | (x.isnan() & y.isnan())

@@ -66,7 +66,7 @@ def locate(
 def run_once(
     model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], Tensor]
 ) -> Monitor:
-    """Run one forward and backward of a plain model op by op, with a policy; return its records.
+    """Run one forward and backward op by op, with a policy; return the records.
 
     Parameters, gradients, buffers, random state and inputs stay as they were.
     """
@@ -117,9 +117,9 @@ def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def sum_of_outputs(output: Any, name: str) -> Tensor:
-    """The output if it is one differentiable tensor with one element, else the sum of all its differentiable ones.
+    """Return the output if it is one number, else the sum of its tensors.
 
-    TraceError, which begins with ``name``, if there is none.
+    Only differentiable ones count. TraceError, beginning with ``name``, if there is none.
     """
     tensors = [t for t in tensors_in(output) if t.requires_grad]
     if not tensors:

@@ -140,7 +140,7 @@ class Observe:
 
 
 def _records_of(statistic: str) -> list[tuple[str, str]]:
-    """Records of a statistic, each with the key of what it records: one, or as many as the statistic has parts."""
+    """Name the records of a statistic, one a part, with their keys of ``STATISTICS``."""
     return [(part, part) for part in PARTS.get(statistic, (statistic,))]
 
 

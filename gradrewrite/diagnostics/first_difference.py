@@ -47,7 +47,7 @@ class SiteDifference:
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """The first difference between two models or runs, and how far it grew.
+    """The first difference between two models or runs, and its growth.
 
     Attributes:
         rows: All compared sites from the first one that differs on, in order of execution: activations as the forward
@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def op(self) -> str:
-        """``module/op`` that makes the value, or of an error the value that it is the error of; ``""`` if unknown."""
+        """``module/op`` of the value, or of the value behind an error; ``""`` if unknown."""
         return self.rows[0].op
 
     @property
@@ -82,23 +82,29 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """Relative difference there; inf for another shape or a missing site, NaN where a log does not tell."""
+        """Relative difference at the first site.
+
+        inf for another shape or a missing site, NaN where a log does not tell.
+        """
         return self.rows[0].error
 
     @property
     def kind(self) -> DifferenceKind:
-        """``"bits"``, ``"values"`` (where types differ, or beyond a tolerance), ``"shape"`` or ``"missing"``."""
+        """``"bits"``, ``"values"``, ``"shape"`` or ``"missing"``.
+
+        ``"values"``: two dtypes, or figures of a log without fingerprints, or beyond a tolerance.
+        """
         kind = self.rows[0].kind
         assert kind is not None
         return kind
 
     @property
     def growth(self) -> tuple[tuple[str, float], ...]:
-        """The relative difference at each site from the first one on, in order of execution."""
+        """Relative differences by site from the first one on, in order of execution."""
         return tuple((row.site, row.error) for row in self.rows)
 
     def beyond(self, tolerance: float) -> Difference | None:
-        """Return the first difference of more than a relative ``tolerance``, if there is one.
+        """Return the first difference beyond a relative tolerance; None without one.
 
         What is not known (NaN) counts as more.
         """
@@ -109,7 +115,7 @@ class Difference:
         return f"Difference({self.site!r}, {self.kind!r}, error={self.error:.3g}; {len(self.rows)} sites)"
 
     def __str__(self) -> str:
-        """The first site with its op and line, then the sites at which the difference doubled."""
+        """The first site with op and line, then the growth."""
         shown = [("site", "relative difference"), *((row.site, f"{row.error:.3g}") for row in self._milestones())]
         lines = [self._headline(), plain_table(shown[0], shown[1:])]
         if len(self.steps) > 1:
@@ -124,13 +130,14 @@ class Difference:
         return f"first difference: {where}{name}{by}: {_KINDS[self.kind]}: {first.values[0]} and {first.values[1]}"
 
     def _milestones(self) -> list[SiteDifference]:
-        """The first site, and each of at least twice the difference of all before it."""
+        """The first site, each doubling of the difference, and the largest."""
         found, largest = [self.rows[0]], self.error
         for row in self.rows[1:]:
             if row.error > 0 and not row.error < 2 * largest and row.error != largest:
                 found.append(row)
                 largest = row.error
-        return found[:_SHOWN]
+        most = max(self.rows, key=lambda row: _known(row.error))
+        return [*found[:_SHOWN], *([most] if most.error > largest else [])]
 
     def _repr_html_(self) -> str:
         """A table of both, side by side."""
@@ -197,7 +204,7 @@ class LogComparison:
         return "\n".join([equal if self.first is None else str(self.first), *self.remarks])
 
     def render(self, path: str | os.PathLike[str]) -> str:
-        """Write ``path.html`` with both side by side; return its path. OSError if it cannot be written."""
+        """Write ``path.html`` with both side by side; return its path."""
         text = str(self) if self.first is None else "\n".join(self.remarks)
         table = "" if self.first is None else self.first._repr_html_()
         return write_page(path, "First difference", f"{table}<pre>{html.escape(text)}</pre>")
@@ -228,7 +235,10 @@ def _plain(value: float) -> float | str:
 
 
 def relative_difference(a: float, b: float) -> float:
-    """Return ``|a - b| / max(|a|, |b|)``: 0 for equal numbers and two NaN, inf for one NaN or one infinity."""
+    """Return ``|a - b| / max(|a|, |b|)``.
+
+    0 for equal numbers and for two NaN; inf for one NaN, one infinity, or two infinities of different signs.
+    """
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     error = abs(a - b) / max(abs(a), abs(b))
@@ -236,7 +246,10 @@ def relative_difference(a: float, b: float) -> float:
 
 
 def merged_order(a: Sequence[str], b: Sequence[str]) -> list[str]:
-    """Return the names of both: in the order of ``a``, those of ``b`` alone behind what they follow in ``b``."""
+    """Merge two sequences of names in the order of ``a``.
+
+    Names of ``b`` alone come behind the common name before them in ``b``, or at the beginning.
+    """
     known = set(a)
     after: dict[str, list[str]] = {}  # names of b alone, by the last common one before them
     last = ""
@@ -259,7 +272,7 @@ def compare_logs(
     sites: str = "*",
     names: tuple[str, str] = ("the first", "the second"),
 ) -> LogComparison:
-    """Compare the last runs of two logs, step by step and site by site in order of execution.
+    """Compare the last runs of two logs in order of execution.
 
     Without a tolerance a site with fingerprints in both is compared by them, any other by its figures, which must be
     equal. With one, figures are: the largest ``relative_difference`` of the records that both have, without
@@ -316,7 +329,7 @@ def _by_site(step: Step, pattern: str) -> _BySite:
 
 
 def _rows(a: _BySite, b: _BySite, ops: Mapping[str, SiteOp], tolerance: float | None) -> list[SiteDifference]:
-    """Compare the sites that both have, in order of execution; those of unknown kinds come last."""
+    """Compare the common sites in order of execution, unknown kinds last."""
     sites = [site for site in a if site in b]
     known = as_executed(sites)
     order = [*known, *(site for site in sites if site not in known)]
@@ -327,7 +340,7 @@ def _rows(a: _BySite, b: _BySite, ops: Mapping[str, SiteOp], tolerance: float | 
 def _row(
     site: str, a: Mapping[str, float], b: Mapping[str, float], ops: Mapping[str, SiteOp], tolerance: float | None
 ) -> SiteDifference | None:
-    """Compare the records of a site in one step; None where both have none to compare."""
+    """Compare the records of a site in one step; None without any."""
     common = [name for name in a if name in b]
     prints = [name for name in common if is_fingerprint(name)]
     figures = {name: relative_difference(a[name], b[name]) for name in common if name not in prints}

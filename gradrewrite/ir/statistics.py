@@ -210,15 +210,18 @@ _UPPER = 0x9E3779B97F4B  # odd, so that each of the upper 16 bits of a 64-bit wo
 
 
 def words_of(x: Tensor) -> Tensor:
-    """The bits of each element as a signed whole number; those of complex elements as two, in a last dimension."""
+    """The bits of each element as a signed whole number.
+
+    Those of a complex element are two, in a last dimension.
+    """
     real = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).resolve_neg()
     return real.view(_WORDS[real.element_size()])
 
 
 def fingerprint_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Order-independent sum of the bits of a tensor, modulo 2^48: 16 bits each, the low ones first, 0-d int64.
+    """Order-independent sum of the bits of a tensor, modulo 2^48.
 
-    It is ``sum v * (2 * v + 1)`` over the elements, modulo 2^48; ``v`` is the word of an element (8, 16 or 32 bits as a
+    Three 0-d int64 tensors with 16 bits each, the low ones first. It is ``sum v * (2 * v + 1)`` over the elements, modulo 2^48; ``v`` is the word of an element (8, 16 or 32 bits as a
     signed whole number), of 64 bits ``w + (w >> 48) * 0x9E3779B97F4B``. Both maps are such that one flipped bit always
     changes the sum (``v * (2 * v + 1)`` is a permutation of the numbers modulo 2^48), and it is not linear, so that two
     changes by one unit in the last place do not cancel. Signs of zeros and payloads of NaN count. Complex elements are
@@ -236,9 +239,9 @@ def _in_16_bits(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def combine_fingerprints(parts: Tensor) -> Tensor:
-    """Add fingerprints ``[..., 3]`` modulo 2^48: that of the whole, ``[3]``, from those of its parts.
+    """Add fingerprints modulo 2^48: that of a whole from its parts.
 
-    Figures are those of ``fingerprint_of`` or sums of them. The result has the same dtype.
+    ``[..., 3]`` becomes ``[3]``. Figures are those of ``fingerprint_of`` or sums of them. The result has the same dtype.
     """
     low, middle, high = parts.reshape(-1, 3).round().to(torch.int64).sum(0).unbind()
     return torch.stack(_in_16_bits(low + (middle << 16) + (high << 32))).to(parts.dtype)

@@ -23,7 +23,7 @@ from gradrewrite.cli import _COMMANDS, parse
 from helpers import ROOT
 
 PAGES = ROOT / "docs"
-RUN = ["guide", "index", "pictures", "report", "diagnosis", "benchmarks"]
+RUN = ["guide", "index", "pictures", "report", "diagnosis", "differences", "benchmarks"]
 TESTED_ELSEWHERE = ["distributed", "frameworks", "per-example", "state"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Sections of docs/comparison.md of which the first block needs a package.
@@ -66,7 +66,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def names(code: str) -> dict[str, Any]:
     """Return the names that code assumes; ``model`` is plain where it is transformed or diagnosed."""
     net, monitor, (x, y) = Net(), gr.Monitor(), batch()
-    plain = "gr.transform(model" in code or "gr.diagnose(" in code
+    plain = any(call in code for call in ("gr.transform(model", "gr.diagnose(", "gr.compare("))
     return {
         **{name: getattr(passes, name) for name in passes.__all__},
         **{"gr": gr, "viz": viz, "torch": torch, "x": x, "y": y, "net": net, "autoencoder": net, "f": net},
