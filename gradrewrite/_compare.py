@@ -25,11 +25,12 @@ def compare(
 ) -> Difference | None:
     """Run two models once, and find their first difference.
 
-    Both run forward and backward, op by op, from the same random state, on the same inputs. Compared are the values of all ops and module
-    outputs, their errors, and the gradients of parameters and inputs, in this order, by their names. Tensors of one
-    dtype must have equal bits; those of two dtypes equal values. The loss of each is ``.loss`` of its output, or its
-    output if that is one number, or else the sum of its differentiable outputs. Values that only one model has, as
-    those of ops that the other spells otherwise, are not compared; a gradient that only one has is a difference.
+    Both run forward and backward, op by op, from the same random state, on the same inputs. Compared are the values of
+    all ops and module outputs, their errors, and the gradients of parameters and inputs, in this order, by their names.
+    Tensors of one dtype must have equal bits; those of two dtypes equal values. The loss of each is ``.loss`` of its
+    output, or its output if that is one number, or else the sum of its differentiable outputs. Values that only one
+    model has, as those of ops that the other spells otherwise, are not compared; a gradient that only one has is a
+    difference.
 
     Both models, their gradients and buffers, the inputs and torch's random state stay as they were, bit for bit.
     The values of all sites of both models are in memory at once.

@@ -221,11 +221,12 @@ def words_of(x: Tensor) -> Tensor:
 def fingerprint_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Order-independent sum of the bits of a tensor, modulo 2^48.
 
-    Three 0-d int64 tensors with 16 bits each, the low ones first. It is ``sum v * (2 * v + 1)`` over the elements, modulo 2^48; ``v`` is the word of an element (8, 16 or 32 bits as a
-    signed whole number), of 64 bits ``w + (w >> 48) * 0x9E3779B97F4B``. Both maps are such that one flipped bit always
-    changes the sum (``v * (2 * v + 1)`` is a permutation of the numbers modulo 2^48), and it is not linear, so that two
-    changes by one unit in the last place do not cancel. Signs of zeros and payloads of NaN count. Complex elements are
-    two real ones. 0 if the tensor is empty.
+    Three 0-d int64 tensors with 16 bits each, the low ones first. It is ``sum v * (2 * v + 1)`` over the elements,
+    modulo 2^48; ``v`` is the word of an element (8, 16 or 32 bits as a signed whole number), of 64 bits
+    ``w + (w >> 48) * 0x9E3779B97F4B``. Both maps are such that one flipped bit always changes the sum
+    (``v * (2 * v + 1)`` is a permutation of the numbers modulo 2^48), and it is not linear, so that two changes by one
+    unit in the last place do not cancel. Signs of zeros and payloads of NaN count. Complex elements are two real ones.
+    0 if the tensor is empty.
     """
     words = words_of(x)
     word = words.to(torch.int64)
@@ -241,7 +242,7 @@ def _in_16_bits(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def combine_fingerprints(parts: Tensor) -> Tensor:
     """Add fingerprints modulo 2^48: that of a whole from its parts.
 
-    ``[..., 3]`` becomes ``[3]``. Figures are those of ``fingerprint_of`` or sums of them. The result has the same dtype.
+    ``[..., 3]`` becomes ``[3]``, of the same dtype. Figures are those of ``fingerprint_of`` or sums of them.
     """
     low, middle, high = parts.reshape(-1, 3).round().to(torch.int64).sum(0).unbind()
     return torch.stack(_in_16_bits(low + (middle << 16) + (high << 32))).to(parts.dtype)
