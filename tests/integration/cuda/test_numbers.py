@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+from gradrewrite.ir.statistics import FINGERPRINT, fingerprint_of
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Observe
 
 from helpers import assert_same_gradients, gradients_of
 from models.gpt import Gpt, batch
@@ -71,6 +72,22 @@ def test_numbers(name: str, policy: str) -> None:
         if key.startswith("zeros"):  # gradients of keys that are 0 but for rounding
             del records[key], wanted[key]
     assert records == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_fingerprints_are_those_of_the_values(dtype: torch.dtype) -> None:
+    """Of kernels in one stage and in two."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(80, 96), nn.GELU(), nn.Linear(96, 3)).to("cuda", dtype)
+    model = gr.transform(net, [gr.on(f"{kind}:*", [Observe("fingerprint", "norm"), Keep()]) for kind in KINDS])
+    model.compile()
+    model(torch.randn(64, 80, dtype=dtype).cuda()).square().sum().backward()
+
+    records, kept = model.monitor.latest(), model.monitor.kept()
+    assert len(kept) == 10
+    for site, value in kept.items():
+        wanted = [float(part) for part in fingerprint_of(value.cpu())]
+        assert [records[f"{name}@{site}"] for name in FINGERPRINT] == wanted, site
 
 
 @pytest.mark.parametrize("exponent", [-42, -30, 0, 30])

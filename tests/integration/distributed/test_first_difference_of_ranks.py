@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradrewrite as gr
 from gradrewrite.cli import main
+from gradrewrite.ir.statistics import FINGERPRINT, fingerprint_of
 from gradrewrite.passes import AllReduce, Observe
 
 from models.planted import flip
@@ -19,6 +22,7 @@ from ranks import outcomes_of, run_parts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS, BAD = 4, 2
+KINDS = ("gradient", "step")
 
 
 def replicas(rank: int) -> list[str]:
@@ -40,10 +44,50 @@ def replicas(rank: int) -> list[str]:
     return list(rewritten.monitor.latest())
 
 
-def test_the_site_of_a_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = outcomes_of(__file__, tmp_path, 2)
+def shards(rank: int) -> list[str]:
+    """Sites of a sharded parameter whose fingerprint is not that of the whole gradient."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    wrong = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False)).to(dtype)
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+        model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Replicate()]))
+        rewritten = gr.transform(model, [gr.on(f"{kind}:*", Observe("norm", "fingerprint")) for kind in KINDS])
+        optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), rewritten)
+        x = distribute_tensor(
+            torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).to(dtype), mesh, [Replicate()]
+        )
+        rewritten(x).full_tensor().square().mean().backward()
+        optimizer.step()
+        latest = rewritten.monitor.latest()
+        for name, parameter in model.named_parameters():
+            wanted = [float(part) for part in fingerprint_of(parameter.grad.full_tensor())]
+            for kind in KINDS:
+                got = [latest[f"{record}@{kind}:{name}"] for record in FINGERPRINT]
+                wrong += [f"{dtype} {kind}:{name}: {got} {wanted}"] * (got != wanted)
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[dict[str, Any]]:
+    return outcomes_of(__file__, folder, 2)
+
+
+def test_fingerprints_of_shards_are_those_of_the_whole(outcomes: list[dict[str, Any]]) -> None:
+    assert [outcome["shards"] for outcome in outcomes] == [[], []]
+
+
+def test_the_site_of_a_flipped_bit(
+    folder: Path, outcomes: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert all(isinstance(outcome["replicas"], list) for outcome in outcomes), outcomes
-    logs = [str(tmp_path / f"run.{rank}.jsonl") for rank in range(2)]
+    logs = [str(folder / f"run.{rank}.jsonl") for rank in range(2)]
 
     assert main(["diff", *logs]) == 1
     assert capsys.readouterr().out.startswith(f"first difference: step {BAD}, activation:2, 2/linear")
@@ -53,4 +97,4 @@ def test_the_site_of_a_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 if __name__ == "__main__":
-    run_parts([replicas])
+    run_parts([replicas, shards])
