@@ -61,7 +61,7 @@ class FiniteCheck:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTensor:
-    """What a record measures, for the figure of a whole from those of parts."""
+    """The tensor behind a record, for the figure of a whole."""
 
     statistic: str  # a key of ``statistics.STATISTICS``
     size: int | None  # number of elements; None where it is symbolic

@@ -342,7 +342,7 @@ def _runs(names: Sequence[str], parts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _replaced(vector: Tensor, replacements: Iterable[tuple[int, int, Tensor]]) -> Tensor:
-    """Replace ranges of a vector, which do not overlap and are in order."""
+    """Replace disjoint, ordered ranges of a vector."""
     pieces, position = [], 0
     for start, end, new in replacements:
         pieces += [vector[position:start], new]

@@ -57,7 +57,7 @@ class Summands:
     def add(
         self, records: Mapping[RecordKey, float], measured: Mapping[RecordKey, MeasuredTensor], how: How | None
     ) -> None:
-        """Add a part; ``how`` says what becomes of all records, None lets each measurement follow its statistic."""
+        """Add a part; where ``how`` is None each measurement follows its statistic."""
         known = measured if how is None else {}
         values = dict(records)
         for first in [key for key in known if known[key].statistic == MOMENTS[0] and key in values]:

@@ -36,7 +36,7 @@ class InsertionPoint:
     replicas: int = 1  # how many ranks have the same value
 
     def __post_init__(self) -> None:
-        """Take note of the ranks of a DTensor: what is measured is the global one."""
+        """Note the ranks of a DTensor: the global one is measured."""
         if self.layout is not None:
             self.replicas = self.layout.mesh.size()
 

@@ -128,7 +128,7 @@ class RecordPacking:
     def note_measured(
         self, insertion: Insertion | GroupInsertion, keys: Sequence[RecordKey], site: Site, replicas: int = 1
     ) -> None:
-        """Take note of the records of an action that measures a tensor, of which so many ranks have the same."""
+        """Note the records of a measurement; so many ranks have the same tensor."""
         every = interval_of(insertion.action)
         if every is not None:
             self.sampled[every].update(keys)
