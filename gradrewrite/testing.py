@@ -41,6 +41,7 @@ from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.policy.actions import GroupAction, Policy
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
+from gradrewrite.policy.sampling import Omitted
 from gradrewrite.policy.scope import group_of
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.lowering import Average, Insertion, Measure, Replace, ScaleParameter, lower_action
@@ -487,6 +488,8 @@ def _apply(insertion: Insertion, g: Tensor, value: Tensor) -> Tensor:
             return insertion.run(g, *further)
         case Average(action) | ScaleParameter(action):
             return action.apply(g)
+        case Omitted():
+            return insertion.apply(g)
         case _:
             assert_never(insertion)
 

@@ -268,7 +268,8 @@ class Attachment:
         rates = clips.take()
         if self._patterns is None:
             return main_figures(steps, rates) if steps else {}
-        latest = {key.replace("@", "/", 1): value for key, value in (self.monitor.latest() | rates).items()}
+        records = {key: value for step in steps for key, value in step.records.items()}  # the last one of each
+        latest = {key.replace("@", "/", 1): value for key, value in (records | rates).items()}
         return {tag: value for tag, value in latest.items() if any(fnmatchcase(tag, p) for p in self._patterns)}
 
     def note_own_clipping(self, setting: str, bound: float | Tensor | None) -> None:

@@ -259,12 +259,11 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
         groups = [group for group in (plain, in_units, unscaled) if group]
     figures: dict[str, Leaf] = {}
     for group in groups:
-        measured, is_scaled = tensor, recording.scale is not None and not IN_UNITS.isdisjoint(group.values())
-        if is_scaled and not UNSCALED.isdisjoint(group.values()):
-            measured = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / recording.scale
-            is_scaled = False
+        measured, scale = tensor, None if IN_UNITS.isdisjoint(group.values()) else recording.scale
+        if scale is not None and not UNSCALED.isdisjoint(group.values()):
+            measured, scale = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / scale, None
         values = measure(measured, list(group.values()), is_opaque=recording.is_opaque)
-        values = values / recording.scale if is_scaled else values
+        values = values if scale is None else values / scale
         figures |= zip(group, recording.figures(values, len(group)), strict=True)
     check = figures.popitem() if fails is not None else None
     if figures:

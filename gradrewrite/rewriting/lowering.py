@@ -109,6 +109,7 @@ class JudgeGroup:
     rule: str
 
 
+Reporting: TypeAlias = "Replace | Measure | GroupInsertion"  # what may have records
 Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter | Omitted
 GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples | JudgeGroup
 

@@ -38,11 +38,10 @@ from gradrewrite.ir.values import num_bytes
 from gradrewrite.policy.sampling import interval_of
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.lowering import (
-    GroupInsertion,
-    Insertion,
     Measure,
     Replace,
     ReplaceGroup,
+    Reporting,
     ScaleGroup,
     WeighExamples,
 )
@@ -78,7 +77,7 @@ class RecordPacking:
 
     def add(
         self,
-        insertion: Insertion | GroupInsertion,
+        insertion: Reporting,
         where: str,
         site: Site,
         reports: Sequence[Report[Leaf]],
@@ -125,9 +124,7 @@ class RecordPacking:
         self.note_measured(insertion, [key for _, key in ordered], site, replicas)
         return [key for _, key in ordered], checks
 
-    def note_measured(
-        self, insertion: Insertion | GroupInsertion, keys: Sequence[RecordKey], site: Site, replicas: int = 1
-    ) -> None:
+    def note_measured(self, insertion: Reporting, keys: Sequence[RecordKey], site: Site, replicas: int = 1) -> None:
         """Note the records of a measurement; so many ranks have the same tensor."""
         every = interval_of(insertion.action)
         if every is not None:
@@ -221,7 +218,7 @@ class RecordPacking:
 
 
 def _clip_records(
-    insertion: Insertion | GroupInsertion, where: str, site: Site, report: Clip[RecordKey], factor: RecordKey
+    insertion: Reporting, where: str, site: Site, report: Clip[RecordKey], factor: RecordKey
 ) -> ClipRecords:
     assert isinstance(insertion, Replace | ReplaceGroup | ScaleGroup | WeighExamples)
     action = without_addresses(repr(insertion.action))
