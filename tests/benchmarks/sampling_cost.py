@@ -93,7 +93,8 @@ def measure(steps: int, every: int) -> Costs:
     for _ in range(every):  # of these the first is measured, the others are not
         for step in ways.values():
             step()
-    compiled, seconds = counters["stats"]["unique_graphs"], {way: [] for way in ways}
+    compiled = counters["stats"]["unique_graphs"]
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(steps):
         for way in random.sample(list(ways), len(ways)):
             begin = time.process_time()

@@ -38,7 +38,8 @@ class Reference:
 def trace(seed: int, number: int) -> list[float]:
     """Positive figures with drifts, jumps to a new level, single spikes, series of them, inf and NaN."""
     draw = random.Random(seed)
-    level, found = 2.0, []
+    level = 2.0
+    found: list[float] = []
     while len(found) < number:
         kind = draw.random()
         level = min(max(level * math.exp(draw.gauss(-0.0005, 0.004)), 1e-3), 1e3)

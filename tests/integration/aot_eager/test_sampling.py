@@ -286,7 +286,7 @@ def test_logged_values_belong_to_their_step() -> None:
     [
         lambda: gr.Monitor(sample=0),
         lambda: gr.Monitor(sample=True),
-        lambda: gr.Monitor(sample=1.5),  # type: ignore[arg-type]
+        lambda: gr.Monitor(sample=1.5),
         lambda: Observe("norm", every=0),
         lambda: Observe("norm", every=-3),
         lambda: Keep(every=0),

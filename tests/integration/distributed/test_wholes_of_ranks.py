@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -104,6 +106,27 @@ def lacking(rank: int) -> Any:
     return found
 
 
+def sampled(rank: int) -> Any:
+    """Statistics of global tensors are collectives: all ranks measure in the same steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+    policy = [gr.on("error:0", Observe("norm", "max_abs")), gr.on("step:*", Observe("norm"))]
+    model = gr.transform(net, policy, monitor=gr.Monitor(sample=3))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, update_ratios=False)
+    found = []
+    for step in range(6):
+        if step == 4:
+            model.monitor.sample_next()
+        for part in range(2):
+            model(torch.full((2, 4), 1.0 + step + part)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({key: value for key, value in model.monitor.latest().items() if "norm@" in key})
+    return found
+
+
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return outcomes_of(__file__, tmp_path_factory.mktemp("four"), RANKS)
@@ -159,5 +182,14 @@ def test_records_that_a_rank_lacks(of_four: list[dict[str, Any]]) -> None:
             assert Counter(operations) == {"SUM": 1 + (step == 1), "MAX": 1}
 
 
+def test_ranks_measure_in_the_same_steps(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        found = outcomes["sampled"]
+        assert not isinstance(found, str), found
+        assert [bool(row) for row in found] == [True, False, False, True, True, False]
+        assert {"norm@error:0", "norm@step:0.weight"} <= found[0].keys()
+        assert found == of_four[0]["sampled"]
+
+
 if __name__ == "__main__":
-    run_parts([accumulated, lacking])
+    run_parts([accumulated, lacking, sampled])

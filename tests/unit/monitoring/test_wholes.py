@@ -69,7 +69,7 @@ def test_records_without_a_statistic_are_averaged() -> None:
 def test_other_ways(how: str, wanted: float) -> None:
     summands, key = Summands(), KEYS["norm"]
     for value in (2.0, 4.0):
-        summands.add({key: value}, measured(1), how)  # type: ignore[arg-type]
+        summands.add({key: value}, measured(1), how)
     assert summands.figures()[key] == wanted
-    summands.add({key: math.nan}, measured(1), how)  # type: ignore[arg-type]
+    summands.add({key: math.nan}, measured(1), how)
     assert math.isnan(summands.figures()[key])
