@@ -13,6 +13,7 @@ from torch import nn
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Observe
 
+from gpu.log import SimulatedGpu
 from helpers import CASES, assert_same_gradients, clip_norm, eager_gradients, make_case, policy_at, run_case
 
 
@@ -150,3 +151,32 @@ def test_records_outlive_the_next_replay(mode: str) -> None:
     assert total[0] > 0
     for tensor, factor in zip(kept, (1.0, 2.0, 3.0, 4.0), strict=True):
         torch.testing.assert_close(tensor, (model.two.weight * factor).expand(4, 3))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_both_graphs_of_a_sampled_model(mode: str, simulation: SimulatedGpu | None) -> None:
+    """With CUDA graphs, steps that measure and those between are captured apart."""
+    policy = [
+        gr.on("error:two", [Observe("norm"), ClipByNorm(1.5)]),
+        gr.on("gradient:*", [Observe("max_abs", "exponents"), ClipByGlobalNorm(1e9)]),
+    ]
+    net = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 1))).cuda()
+    model = gr.transform(net, policy, monitor=gr.Monitor(sample=3))
+    model.compile(mode=mode)
+    x, found, gradients = torch.ones(4, 3, device="cuda"), [], []
+    for _ in range(9):
+        model.zero_grad()
+        model(x).sum().backward()
+        found.append("norm@error:two" in model.monitor.latest())
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert found == [step % 3 == 0 for step in range(9)]
+    assert model.monitor.history("norm@error:two")[::3] == [2.0] * 3
+    assert model.monitor.history("norm.2@error:two") == [2.0] * 9
+    rows = [step.records for step in model.monitor.steps()]
+    for row in rows[::3]:
+        assert sum(value for key, value in row.items() if key.startswith("exponents") and "one.weight" in key) == 9
+    for own in gradients[1:]:
+        for gradient, first in zip(own, gradients[0], strict=True):
+            torch.testing.assert_close(gradient, first)
+    if mode == "reduce-overhead" and simulation is not None:
+        assert simulation.num_graphs == 4  # forward and backward of each
