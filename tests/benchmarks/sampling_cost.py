@@ -67,12 +67,12 @@ class Costs:
 def make_steps(every: int) -> tuple[gr.RewrittenModule, dict[str, Callable[[], None]]]:
     """Make both copies, and a function for a step of each."""
     torch.manual_seed(0)
-    plain = Gpt(4, width=192, context=64)
+    plain = Gpt(4, width=256, context=128)
     torch.manual_seed(0)
-    sampled = gr.transform(Gpt(4, width=192, context=64), POLICY, monitor=gr.Monitor(sample=every))
+    sampled = gr.transform(Gpt(4, width=256, context=128), POLICY, monitor=gr.Monitor(sample=every))
     plain.compile()
     sampled.compile()
-    data = batch(8, 64)
+    data = batch(8, 128)
 
     def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def step() -> None:

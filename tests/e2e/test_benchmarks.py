@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import page, per_example_cost, plots, results
+from benchmarks import page, per_example_cost, plots, results, sampling_cost
 from benchmarks.bounds import REASONS, bounds, missed, peak_ratio
 from benchmarks.cases import CASES, WAYS
 from benchmarks.measuring import allocations, largest_sum, time_in_turn
@@ -224,3 +224,19 @@ def test_the_costs_of_examples_are_those_of_the_json() -> None:
 
     rows = [per_example_cost.line(per_example_cost.Row(**row)) for row in measured["rows"]]
     assert [line for line in page.PER_EXAMPLE.read_text().splitlines() if line.startswith("| ")][1:] == rows
+
+
+@pytest.mark.pure
+def test_sampling_costs_a_hundredth() -> None:
+    """The committed run, which the page beside it rounds."""
+    folder = TESTS / "benchmarks"
+    found = json.loads((folder / "sampling_cost_cpu_202611.json").read_text())
+    found.pop("machine")
+    costs = sampling_cost.Costs(**found)
+    figures = costs.ratio, costs.ratio_of(measuring=False), costs.ratio_of(measuring=True)
+    assert len(costs.plain) == len(costs.sampled) == 200
+    assert (costs.every, costs.recompiled) == (10, 0)
+    assert figures[0] <= 1.01
+    assert figures[2] <= 1.10
+    page = (folder / "sampling_cost_cpu_202611.md").read_text()
+    assert [float(one) for one in re.findall(r"\| (\d\.\d{3}) \|", page)] == [round(figure, 3) for figure in figures]
