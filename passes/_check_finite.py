@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.passes._settings import short_repr
-from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.policy.actions import MEASURABLE
 from gradrewrite.policy.recording import record_statistics
 from gradrewrite.sites import Kind, Site
 
@@ -43,7 +43,7 @@ class CheckFinite:
     _: KW_ONLY
     nan_only: bool = False
 
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    kinds: ClassVar[frozenset[Kind]] = MEASURABLE
     has_units: ClassVar[bool] = False
     __repr__ = short_repr
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from gradrewrite.passes._settings import check_examples, short_repr, store_python_numbers
-from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
+from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import keep
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
@@ -74,7 +74,7 @@ class Keep:
     @property
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
-        return ANYWHERE if self.what == "tensor" else frozenset(("gradient",))
+        return MEASURABLE if self.what == "tensor" else frozenset(("gradient",))
 
     @property
     def has_units(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._settings import check_examples
-from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
+from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
@@ -102,7 +102,7 @@ class Observe:
     @property
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
-        return ANYWHERE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
+        return MEASURABLE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
 
     @property
     def has_units(self) -> bool:
@@ -148,7 +148,7 @@ def _records_of(statistic: str) -> list[tuple[str, str]]:
 class _Observation:
     chosen: tuple[tuple[str, str], ...]
 
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    kinds: ClassVar[frozenset[Kind]] = MEASURABLE
     has_units: ClassVar[bool] = False
 
     @property

@@ -23,6 +23,7 @@ from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
+from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
@@ -225,6 +226,7 @@ class Guard:
         groups = RankGroups()
         has_policy = any(target.session is not None for target in targets)
         self._step_sites = StepSites(targets, self.attached, groups) if has_policy else None
+        self._observed = ObservedState(targets, groups) if has_policy else None
         self._verdict = UpdateVerdict(optimizer, targets, self.attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._losses = Losses()
@@ -321,8 +323,10 @@ class Guard:
 
     @property
     def may_have_step_actions(self) -> bool:
-        """Whether a policy may have actions at step sites."""
-        return self._step_sites is not None and self._step_sites.may_act
+        """Whether a policy may have actions at step sites, or at what the update leaves."""
+        if self._step_sites is None or self._observed is None:
+            return False
+        return self._step_sites.may_act or self._observed.may_act
 
     @property
     def makes_next_record(self) -> bool:
@@ -366,7 +370,7 @@ class Guard:
         replaced = {} if outcome.divisor is None and not outcome.is_unscaled else {"grad_scale": outcome.divisor}
         with optimizers.attributes_set(optimizer, replaced):
             result = self._update(optimizer, functools.partial(inner, **kwargs), bad, outcome)
-        _finish(self, bad, before)
+        _finish(self, optimizer, bad, before)
         return loss if closure is not None else result
 
     @property
@@ -416,6 +420,7 @@ class Guard:
         self._losses.clear()
         outcome = outcome.with_judgements(judgements)
         for at in self.attached:
+            at.previous_step = at.last_step
             if outcome.outputs.packs or outcome.outputs.kept:
                 at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step, self._is_due)
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
@@ -451,15 +456,27 @@ class Guard:
         sampled = [target.session.sampling for target in self.targets if target.session is not None]
         return any(sampling.is_due(every) for sampling in sampled) or not sampled
 
-    def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
-        """Record the figures known after the update."""
-        for states in self._states:
-            states.note_step(id(self))
-        for attachment in self.attached:
-            attachment.recorder.note_update()
+    def finish(self, optimizer: torch.optim.Optimizer, bad: Tensor | None, before: Sequence[Before]) -> None:
+        """Record the figures known after the update; NonFiniteError if a check of these raises."""
+        try:
+            self._observe(optimizer)
+        finally:
+            for states in self._states:
+                states.note_step(id(self))
+            for attachment in self.attached:
+                attachment.recorder.note_update()
         self._add_ratios(before)
         if bad is not None:
             self._verdict.look_at_counts()
+
+    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record parameters and optimizer state, where a policy asks for them."""
+        if self._step_sites is None or self._observed is None or not self._observed.may_act:
+            return
+        num_guards = max(len(at.recorder.live_guards) for at in self.attached)
+        found = self._observed.measure(optimizer, self._step_sites.names(optimizer), id(self), num_guards)
+        for at in self.attached if found is not None else ():
+            at.last_step = at.recorder.collect_update(*found, at.previous_step, lambda _: True)
 
     def _update(
         self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome

@@ -156,6 +156,21 @@ def send_nothing(
     return sums, norms
 
 
+def exchange_figures(settings: ExchangeSettings, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Exchange the statistics of spread tensors, outside of a graph.
+
+    ``parts`` are those of this rank, one for each site. Returns a 0-d tensor for each slot (float32 or float64).
+    """
+    own = {member.site: part for member, part in zip(settings.sites, parts, strict=True)}
+    figures, wanted = [], []
+    for slot in slots_of(settings.sites):
+        (member,) = slot.members
+        part = own[member.site]
+        figures.append(SlotPart(slot, parts=(Part(member.spread, part.numel()),)))
+        wanted.append((part, slot))
+    return _exchange(settings, figures, [[figure] for figure in _measure(wanted)], None, parts[0].device)
+
+
 def _exchange(
     settings: ExchangeSettings,
     figures: Sequence[SlotPart],

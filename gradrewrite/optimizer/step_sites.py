@@ -33,7 +33,7 @@ from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement,
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling, UpdateJudge
-from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
+from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_at, step_site
 from gradrewrite.policy.sampling import Measured, interval_of, sampled
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
@@ -350,6 +350,16 @@ class StepSites:
             replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
         )
 
+    def names(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int] | None]:
+        """Return target, name and number among equal names of each parameter; None for one without a name."""
+        self._read_names([p for group in optimizer.param_groups for p in group["params"]])
+        counts: Counter[str] = Counter()
+        found: list[tuple[int, str, int] | None] = []
+        for own in self._named:
+            found.append(None if own is None else (*own, counts[own[1]]))
+            counts.update([] if own is None else [own[1]])
+        return found
+
     def _states(self) -> StateStore | None:
         """Return the state store of the first model; groups may have several models."""
         return next((t.session.config.states for t in self._targets if t.session is not None), None)
@@ -443,7 +453,7 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
 
 def step_rules_of(session: Session) -> list[Rule]:
     """Return a policy's rules for step sites."""
-    return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
+    return rules_at(session.config.policy, "step")
 
 
 def _send_nothing(exchange: ExchangeSettings, figures: Figures, ballot: Ballot | None, device: torch.device) -> Figures:

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
     "tensor_type": (
         P.ClipByNorm(1.0),
         Context(site("step"), tensor_type="NestedTensor"),
-        "step:w: the gradient is a NestedTensor; actions at step sites take plain tensors and DTensors only",
+        "step:w: the tensor is a NestedTensor; actions at step sites take plain tensors and DTensors only",
         Context(site("step"), tensor_type="DTensor"),
     ),
     "shards": (
