@@ -57,6 +57,13 @@ def guard(
     that was used. Records are added to those of the last backward; they make a step of their own where no backward has
     recorded anything since this optimizer's last step.
 
+    ``Observe``, ``Keep`` and ``CheckFinite`` (but not with ``"skip"``) also stand at parameters, ``param:NAME``, and at
+    the floating-point tensors of their state, ``state:NAME.KEY`` (``optimizer.state[parameter][KEY]``), as the step
+    leaves them: after the update, ``DecayWeights`` included, and unchanged where it was skipped. They are measured
+    outside of any graph; sharded tensors have the figures of the whole (in such steps one further all-reduce with
+    ``SUM``, and one with ``MAX`` where extremes are measured). A callback's answers count there only if it tells the
+    kind from others, so that ``lambda site: Observe("norm")`` says nothing about parameters.
+
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
     own; the quotient may differ from ``gradient * (max_norm / total norm)`` in the last bit. Otherwise gradients of a
@@ -95,7 +102,8 @@ def guard(
             optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
             a parameter was 0 before, NaN where it is not finite; complex numbers count by modulus. Nothing waits for
             the device; each step copies the parameters (in float32 at least) and reads them three times. A policy
-            that records nothing has nothing to add them to: a warning tells once. Not for sharded parameters.
+            that records nothing has nothing to add them to: a warning tells once. The ratio of a sharded parameter is
+            that of the whole: one more all-reduce for each set of ranks, in steps that are measured.
         process_group: The ranks that skip a step together. By default those of the DistributedDataParallel in which
             the model is called, of the largest group of ``AllReduce``, or of the device meshes of the parameters
             (FSDP2, tensor parallel); without any of these nothing is communicated. Needed where these are different
@@ -108,9 +116,10 @@ def guard(
         TypeError: ``optimizer`` is none, has a guard already, or evaluates its closure itself (LBFGS); or there is no
             monitor.
         ValueError: ``max_consecutive_skips`` is not a whole number >= 1; ``update_ratios`` with a bare monitor,
-            which knows no names, or (from ``step``) with sharded parameters; or this process is not in
-            ``process_group``; or a bound in a rule is a tensor that is negative.
-        NoSuchSiteError: A rule for step sites matches no parameter of its model (of a backend: from ``step``).
+            which knows no names; or this process is not in ``process_group``; or a bound in a rule is a tensor that is
+            negative.
+        NoSuchSiteError: A rule for ``step`` or ``param`` sites matches no parameter of its model (of a backend: from
+            ``step``); or (from ``step``) a rule for ``state`` sites none of the tensors in the optimizers' state.
         PolicyError: (from ``step``) ``process_group`` is needed; or ranks of a DistributedDataParallel may join
             (``model.join()``), and the others would wait for them.
         UnsupportedGradientError: (from ``step``) There is an action at a sparse gradient.
@@ -516,9 +525,8 @@ class Guard:
             session.warnings.flush_warnings()
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
-        for part in before:
-            ratios = part.ratios()
-            added = [attachment.recorder.add_late(part.keys, ratios) for attachment in self.attached]
+        for keys, ratios in self._ratios.after(before) if self._ratios is not None else ():
+            added = [attachment.recorder.add_late(keys, ratios) for attachment in self.attached]
             if not any(added) and not self._warned_of_no_step:
                 self._warned_of_no_step = True
                 warn(
