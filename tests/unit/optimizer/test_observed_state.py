@@ -77,7 +77,9 @@ def test_figures_are_those_of_plain_torch(name: str) -> None:
 
 
 def test_they_are_after_decay_and_in_the_row_of_the_backward() -> None:
-    model = rewritten([PARAMS, gr.on("step:*", [DecayWeights(0.5), Observe("norm")]), gr.on("error:one", Observe("norm"))])
+    model = rewritten(
+        [PARAMS, gr.on("step:*", [DecayWeights(0.5), Observe("norm")]), gr.on("error:one", Observe("norm"))]
+    )
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for n in range(2):
         step(model, optimizer, n)
@@ -217,7 +219,10 @@ def test_complex_parameters_have_no_order() -> None:
         (lambda site: ClipByValue(1.0) if site.kind != "activation" else None, False),
         (lambda site: (lambda g: g * 1.0) if site.kind not in ("activation", "input") else None, False),
         (lambda site: Observe("norm") if site.kind in ("step", "param", "state") else None, True),
-        (lambda site: Observe("norm") if site.matches("param:*") or site.matches("state:*") else Observe("max_abs"), True),
+        (
+            lambda site: Observe("norm") if site.matches("param:*") or site.matches("state:*") else Observe("max_abs"),
+            True,
+        ),
         (lambda site: {"param": Observe("norm"), "state": Observe("norm")}.get(site.kind), True),
     ],
 )
@@ -232,7 +237,13 @@ def test_callbacks_count_where_they_tell_the_kind(policy: Any, has_any: bool) ->
 
 
 def test_callback_that_raises_at_unknown_kinds_is_left_alone() -> None:
-    known: dict[Kind, Any] = {"error": None, "gradient": None, "activation": None, "input": None, "step": Observe("norm")}
+    known: dict[Kind, Any] = {
+        "error": None,
+        "gradient": None,
+        "activation": None,
+        "input": None,
+        "step": Observe("norm"),
+    }
     model = rewritten(lambda site: known[site.kind])
     optimizer = gr.guard(OPTIMIZERS["sgd"](model.parameters()), model)
     step(model, optimizer, 0)
