@@ -332,7 +332,7 @@ class Guard:
 
     @property
     def may_have_step_actions(self) -> bool:
-        """Whether a policy may have actions at step sites, or at what the update leaves."""
+        """Whether a policy may have actions at step sites, at parameters or at state."""
         if self._step_sites is None or self._observed is None:
             return False
         return self._step_sites.may_act or self._observed.may_act
@@ -484,7 +484,9 @@ class Guard:
             return
         num_guards = max(len(at.recorder.live_guards) for at in self.attached)
         found = self._observed.measure(optimizer, self._step_sites.names(optimizer), id(self), num_guards)
-        for at in self.attached if found is not None else ():
+        if found is None:
+            return
+        for at in self.attached:
             at.last_step = at.recorder.collect_update(*found, at.previous_step, lambda _: True)
 
     def _update(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, rul
 from gradrewrite.policy.sampling import interval_of
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import check_dense
-from gradrewrite.rewriting.lowering import Measure, lower_action
+from gradrewrite.rewriting.lowering import Measure, Replace, lower_action
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import Pattern, Site
 
@@ -45,6 +45,17 @@ class _Member:
     key: str | None  # of the state; None for the parameter itself
     target: int
     answers: tuple[Answered, ...]
+
+
+@dataclass(slots=True)
+class _Found:
+    """The measurements of one step."""
+
+    keys: dict[torch.device | None, list[RecordKey]] = field(default_factory=lambda: defaultdict(list))  # None: spread
+    plain: dict[torch.device, list[tuple[Tensor, list[str]]]] = field(default_factory=lambda: defaultdict(list))
+    spread: list[tuple[SpreadSite, Tensor]] = field(default_factory=list)
+    checks: list[FiniteCheck] = field(default_factory=list)
+    kept: list[tuple[Site, str, Tensor]] = field(default_factory=list)
 
 
 class ObservedState:
@@ -125,7 +136,7 @@ class ObservedState:
             if fake_tensors.is_wrapper(tensor) and not is_dtensor(tensor):
                 refuse(answered.action, Context(site, tensor_type=type(tensor).__name__))
             if tensor.is_complex():
-                lower_action(answered.action, site).run(local_of(tensor))  # which refuses what needs an order
+                _lowered(answered, site).run(local_of(tensor))  # which refuses what needs an order
         session.rules.note_step_answers(answered.position[1:] for answered in answers)
         return answers
 
@@ -140,46 +151,38 @@ class ObservedState:
         return replace(member, answers=tuple(a for a, every in intervals if every is None or is_due(every)))
 
     def _measure(self, given: Sequence[tuple[_Member, Tensor]]) -> tuple[BackwardOutputs, list[Tensor]]:
-        numbering = RecordNumbering()
-        plain: dict[torch.device, list[tuple[Tensor, list[str]]]] = defaultdict(list)
-        keys: dict[torch.device | None, list[RecordKey]] = defaultdict(list)  # by device; None for spread tensors
-        spread: list[tuple[SpreadSite, Tensor]] = []
-        order: list[RecordKey] = []
-        checks: list[FiniteCheck] = []
-        kept: list[tuple[Site, str, Tensor]] = []
+        numbering, found = RecordNumbering(), _Found()
         for member, tensor in given:
             site, part, layout = member.site, local_of(tensor).detach(), spread_of(tensor)
             is_spread = layout is not None and len(layout.ranks) > 1 and layout.size > 0
-            for answered in member.answers:
-                insertion = lower_action(answered.action, site, answered.rule)
-                if not isinstance(insertion, Measure):  # no other kind of action is allowed here
-                    kept.append((site, insertion.action.what, tensor.detach().clone()))
+            for insertion in (_lowered(answered, site) for answered in member.answers):
+                if isinstance(insertion, Replace):  # no other action that is none of ``Measure`` may stand here
+                    found.kept.append((site, insertion.action.what, tensor.detach().clone()))
                     continue
-                found = numbering.new(insertion.statistics, str(site))
-                order += found
-                keys[None if is_spread else part.device] += found
-                if found and not is_spread:
-                    plain[part.device].append((part, list(insertion.statistics.values())))
+                keys = numbering.new(insertion.statistics, str(site))
+                found.keys[None if is_spread else part.device] += keys
+                if keys and not is_spread:
+                    found.plain[part.device].append((part, list(insertion.statistics.values())))
                 if insertion.fails is not None:
-                    checks.append(FiniteCheck(site, insertion.fails, found[-1], len(checks), ""))
+                    found.checks.append(FiniteCheck(site, insertion.fails, keys[-1], len(found.checks), ""))
             if is_spread and layout is not None:
                 self._note_mesh(tensor)
-                spread.append((SpreadSite(site, layout, member.answers, None), part))
-        packs = {device: measure_all(reports) for device, reports in plain.items()}
-        if keys[None]:
-            packs[None] = self._exchange(spread)
+                found.spread.append((SpreadSite(site, layout, member.answers, None), part))
+        packs = [(found.keys[device], measure_all(reports)) for device, reports in found.plain.items()]
+        if found.keys[None]:
+            packs.append((found.keys[None], self._exchange(found.spread)))
         outputs = BackwardOutputs(
-            packs=tuple(tuple(keys[device]) for device in packs),
-            keys=tuple(order),
+            packs=tuple(tuple(keys) for keys, _ in packs),
+            keys=tuple(key for keys, _ in packs for key in keys),
             num_skips=(0,) * len(packs),
             verdicts=(False,) * len(packs),
-            kept=tuple(site for site, _, _ in kept),
-            kept_as=tuple(what for _, what, _ in kept),
-            kept_every=(1,) * len(kept),
-            checks=tuple(checks),
+            kept=tuple(site for site, _, _ in found.kept),
+            kept_as=tuple(what for _, what, _ in found.kept),
+            kept_every=(1,) * len(found.kept),
+            checks=tuple(found.checks),
             counts=frozenset(numbering.counts),
         )
-        return outputs, [*packs.values(), *(tensor for _, _, tensor in kept)]
+        return outputs, [*(pack for _, pack in packs), *(tensor for _, _, tensor in found.kept)]
 
     def _exchange(self, spread: Sequence[tuple[SpreadSite, Tensor]]) -> Tensor:
         sets = sorted({member.spread.ranks for member, _ in spread})
@@ -209,10 +212,11 @@ class ObservedState:
 
 
 def _tensors_of(state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    return dict(_named_tensors(state))
+    tensors = ((str(key), value) for key, value in state.items() if isinstance(value, Tensor))
+    return {key: value for key, value in tensors if value.is_floating_point() or value.is_complex()}
 
 
-def _named_tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
-    for key, value in state.items():
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            yield str(key), value
+def _lowered(answered: Answered, site: Site) -> Measure | Replace:
+    insertion = lower_action(answered.action, site, answered.rule)
+    assert isinstance(insertion, Measure | Replace)
+    return insertion
