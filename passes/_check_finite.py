@@ -28,7 +28,8 @@ class CheckFinite:
     Attributes:
         on_failure: ``"raise"`` raises ``NonFiniteError`` at the end of ``loss.backward()``, which then waits for
             the device once; ``"skip"`` makes ``gr.guard`` skip the update; ``"warn"`` warns when the count has
-            arrived, one step later; ``"record"`` only records.
+            arrived, one step later; ``"record"`` only records. At ``param`` and ``state`` sites, behind a guarded
+            ``optimizer.step()``, ``"raise"`` raises from the step, and ``"skip"`` is a ``PolicyError``.
         nan_only: Let infinities pass.
 
     Raises:

@@ -42,7 +42,11 @@ class Observe:
     ``kurtosis`` (3 of a normal distribution). NaN if an element is not finite; no complex tensors. ``exponents``: 64
     counts ``exponents_0`` to ``exponents_63`` of ``floor(log2 |x|)`` from -46 to 17 (smaller and larger elements count
     in the first and the last), and ``exponents_zero``, ``exponents_inf`` and ``exponents_nan``: what a narrower dtype
-    would flush to zero or not hold.
+    would flush to zero or not hold, which ``gradrewrite doctor`` says. Tables have one row for them, TensorBoard and
+    wandb a histogram.
+
+    It stands at any kind of site: ``error``, ``gradient``, ``input``, ``activation``, ``step``, and at ``param`` and
+    ``state`` (parameters, and their optimizer's state, behind a guarded ``optimizer.step()``).
 
     ``numel``: number of elements; it is recorded by itself beside a mean, a share or an extreme of a tensor with
     symbolic sizes, for the figure of a whole (``Monitor.reduce``).
