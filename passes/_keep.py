@@ -27,7 +27,8 @@ class Keep:
 
     The tensor of the site passes unchanged. ``"tensor"`` keeps the tensor of the site, NaN and infinities included:
     ``retain_grad`` for compiled code. What is kept is a copy, as it is where the action stands in the order of its
-    site. It stands at any kind of site; at ``param`` and ``state`` it copies what a guarded ``optimizer.step()`` leaves.
+    site. It stands at any kind of site; at ``param`` and ``state`` it copies what a guarded ``optimizer.step()``
+    leaves.
 
     At gradient sites, of the gradients of single examples (the gradient of an example is that of its own loss, in units
     of the unscaled loss; see ``docs/per-example.md``):
