@@ -1,4 +1,4 @@
-"""What narrower number formats would flush to zero or not hold, from counts by power of two."""
+"""Losses of narrower number formats, from counts by power of two."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.optimizer._target import Target
-from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, exchange_figures
+from gradrewrite.optimizer.step_exchange import ExchangeSettings, Slot, SpreadSite, exchange_figures, slots_of
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, rules_at, state_site
 from gradrewrite.policy.sampling import interval_of
 from gradrewrite.policy.scope import Context, refuse
@@ -32,30 +32,53 @@ from gradrewrite.sites import Pattern, Site
 
 _PATIENCE = 3  # steps without any state, until a rule for it is said to do nothing
 
+_Interval: TypeAlias = tuple[int, int | None]  # of an action: its target, and its steps; None for each step
+
 # Target, name and number among equal names, of each parameter of the optimizer; None without a name.
 Names = Sequence[tuple[int, str, int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A tensor with actions that are due."""
+    """A tensor with actions."""
 
     site: Site
     parameter: int  # position in the optimizer
-    key: str | None  # of the state; None for the parameter itself
+    key: Any  # of the state; None for the parameter itself
     target: int
     answers: tuple[Answered, ...]
+    intervals: frozenset[_Interval]  # of these
 
 
 @dataclass(slots=True)
-class _Found:
-    """The measurements of one step."""
+class _Reading:
+    """The measurements of these members; positions are theirs."""
 
+    members: Sequence[_Member]
     keys: dict[torch.device | None, list[RecordKey]] = field(default_factory=lambda: defaultdict(list))  # None: spread
-    plain: dict[torch.device, list[tuple[Tensor, list[str]]]] = field(default_factory=lambda: defaultdict(list))
-    spread: list[tuple[SpreadSite, Tensor]] = field(default_factory=list)
+    plain: dict[torch.device, list[tuple[int, list[str]]]] = field(default_factory=lambda: defaultdict(list))
+    spread: dict[int, SpreadSite] = field(default_factory=dict)
+    settings: ExchangeSettings | None = None  # for the spread ones
+    slots: Sequence[Slot] = ()
     checks: list[FiniteCheck] = field(default_factory=list)
-    kept: list[tuple[Site, str, Tensor]] = field(default_factory=list)
+    kept: list[tuple[int, str]] = field(default_factory=list)
+    counts: frozenset[RecordKey] = frozenset()
+
+    @property
+    def outputs(self) -> BackwardOutputs:
+        """The layout of the packs, those of devices first, and of the kept tensors."""
+        packs = [*(self.keys[device] for device in self.plain), *([self.keys[None]] if self.keys[None] else [])]
+        return BackwardOutputs(
+            packs=tuple(map(tuple, packs)),
+            keys=tuple(key for keys in packs for key in keys),
+            num_skips=(0,) * len(packs),
+            verdicts=(False,) * len(packs),
+            kept=tuple(self.members[n].site for n, _ in self.kept),
+            kept_as=tuple(what for _, what in self.kept),
+            kept_every=(1,) * len(self.kept),
+            checks=tuple(self.checks),
+            counts=self.counts,
+        )
 
 
 class ObservedState:
@@ -68,8 +91,12 @@ class ObservedState:
     def __init__(self, targets: Sequence[Target], groups: RankGroups) -> None:
         """Take the targets for their policies; NoSuchSiteError for a rule that matches no parameter of its model."""
         self._targets, self._groups = targets, groups
-        self._key: Hashable = None  # of the tensors that the policies were asked about
+        self._names: Names = ()  # at the last question to the policies
+        self._key: object = None  # of the tensors and policies then
         self._members: tuple[_Member, ...] = ()
+        self._due: frozenset[_Interval] = frozenset()  # all that members have
+        self._readings: dict[frozenset[_Interval], tuple[_Reading, BackwardOutputs]] = {}  # by what is due
+        self._has_state = False
         self._num_empty = 0  # steps without any state
         for target in targets:
             parameters = target.parameters()
@@ -92,22 +119,30 @@ class ObservedState:
         NoSuchSiteError where all guards (this one by its number) have state, and a rule matches none of it.
         """
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        states = [_tensors_of(optimizer.state.get(p, {})) for p in own]
+        states: list[Mapping[Any, Any]] = [optimizer.state.get(p, {}) for p in own]
         sessions = [None if (s := target.session) is None else weakref.ref(s) for target in self._targets]
-        key = tuple(sessions), tuple(names), tuple((p.shape, *s) for p, s in zip(own, states, strict=True))
-        if key != self._key:
+        key = sessions, [(p.shape, _num_tensors(s)) for p, s in zip(own, states, strict=True)]
+        if names is not self._names or key != self._key:
             with fake_tensors.outside_of_modes():
                 self._members = self._ask(own, states, names, guard, num_guards)
-            self._key = key
-        self._warn_of_none(optimizer, states)
-        due = [member for member in map(self._due, self._members) if member.answers]
+            self._names, self._key = names, key
+            self._readings.clear()
+            self._due = frozenset((m.target, interval_of(a.action)) for m in self._members for a in m.answers)
+        self._warn_of_none(optimizer)
+        due = frozenset(interval for interval in self._due if self._is_due(*interval))
         if not due:
             return None
+        members = [m for m in self._members if not due.isdisjoint(m.intervals)]
+        tensors = [own[m.parameter] if m.key is None else states[m.parameter][m.key] for m in members]
         with torch.no_grad():
-            return self._measure([(m, own[m.parameter] if m.key is None else states[m.parameter][m.key]) for m in due])
+            if due not in self._readings:
+                reading = self._read(members, tensors, due)
+                self._readings[due] = reading, reading.outputs
+            reading, outputs = self._readings[due]
+            return outputs, self._measure(reading, tensors)
 
     def _ask(
-        self, own: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], names: Names, guard: int, num_guards: int
+        self, own: Sequence[Tensor], states: Sequence[Mapping[Any, Any]], names: Names, guard: int, num_guards: int
     ) -> tuple[_Member, ...]:
         members = []
         sites: dict[int, list[Site]] = defaultdict(list)  # of state, by target
@@ -115,12 +150,14 @@ class ObservedState:
             if named is None:
                 continue
             number, name, call = named
-            at_state = [(state_site(name, key, tensor), key, tensor) for key, tensor in found.items()]
+            at_state = [(state_site(name, str(key), tensor), key, tensor) for key, tensor in _tensors_of(found)]
             sites[number] += [site for site, _, _ in at_state]
             for site, key, tensor in ((parameter_site(name, parameter), None, parameter), *at_state):
                 answers = self._answers(number, site, tensor)
                 if answers:
-                    members.append(_Member(replace(site, call=call), n, key, number, answers))
+                    intervals = frozenset((number, interval_of(answered.action)) for answered in answers)
+                    members.append(_Member(replace(site, call=call), n, key, number, answers, intervals))
+        self._has_state = any(sites.values())
         for number, target in enumerate(self._targets):
             if target.session is not None:
                 target.session.rules.note_state_sites(guard, sites[number], num_guards)
@@ -140,65 +177,57 @@ class ObservedState:
         session.rules.note_step_answers(answered.position[1:] for answered in answers)
         return answers
 
-    def _due(self, member: _Member) -> _Member:
-        """Return the member with the actions that are due in the step at hand."""
-        session = self._targets[member.target].session
-        if session is None:
-            return replace(member, answers=())
+    def _is_due(self, number: int, every: int | None) -> bool:
+        session = self._targets[number].session
+        if session is None or every is None:
+            return session is not None
         session.sampling.begin()
-        intervals = [(answered, interval_of(answered.action)) for answered in member.answers]
-        is_due = session.sampling.is_due
-        return replace(member, answers=tuple(a for a, every in intervals if every is None or is_due(every)))
+        return session.sampling.is_due(every)
 
-    def _measure(self, given: Sequence[tuple[_Member, Tensor]]) -> tuple[BackwardOutputs, list[Tensor]]:
-        numbering, found = RecordNumbering(), _Found()
-        for member, tensor in given:
-            site, part, layout = member.site, local_of(tensor).detach(), spread_of(tensor)
+    def _read(self, members: Sequence[_Member], tensors: Sequence[Tensor], due: frozenset[_Interval]) -> _Reading:
+        numbering, found = RecordNumbering(), _Reading(members)
+        for n, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
+            site, layout = member.site, spread_of(tensor)
             is_spread = layout is not None and len(layout.ranks) > 1 and layout.size > 0
-            for insertion in (_lowered(answered, site) for answered in member.answers):
+            answers = tuple(a for a in member.answers if (member.target, interval_of(a.action)) in due)
+            for insertion in (_lowered(answered, site) for answered in answers):
                 if isinstance(insertion, Replace):  # no other action that is none of ``Measure`` may stand here
-                    found.kept.append((site, insertion.action.what, tensor.detach().clone()))
+                    found.kept.append((n, insertion.action.what))
                     continue
                 keys = numbering.new(insertion.statistics, str(site))
-                found.keys[None if is_spread else part.device] += keys
+                found.keys[None if is_spread else tensor.device] += keys
                 if keys and not is_spread:
-                    found.plain[part.device].append((part, list(insertion.statistics.values())))
+                    found.plain[tensor.device].append((n, list(insertion.statistics.values())))
                 if insertion.fails is not None:
                     found.checks.append(FiniteCheck(site, insertion.fails, keys[-1], len(found.checks), ""))
             if is_spread and layout is not None:
                 self._note_mesh(tensor)
-                found.spread.append((SpreadSite(site, layout, member.answers, None), part))
-        packs = [(found.keys[device], measure_all(reports)) for device, reports in found.plain.items()]
+                found.spread[n] = SpreadSite(site, layout, answers, None)
+        found.counts = frozenset(numbering.counts)
         if found.keys[None]:
-            packs.append((found.keys[None], self._exchange(found.spread)))
-        outputs = BackwardOutputs(
-            packs=tuple(tuple(keys) for keys, _ in packs),
-            keys=tuple(key for keys, _ in packs for key in keys),
-            num_skips=(0,) * len(packs),
-            verdicts=(False,) * len(packs),
-            kept=tuple(site for site, _, _ in found.kept),
-            kept_as=tuple(what for _, what, _ in found.kept),
-            kept_every=(1,) * len(found.kept),
-            checks=tuple(found.checks),
-            counts=frozenset(numbering.counts),
-        )
-        return outputs, [*(pack for _, pack in packs), *(tensor for _, _, tensor in found.kept)]
+            spread = tuple(found.spread.values())
+            groups = {ranks: self._groups.of_ranks(ranks) for ranks in sorted({one.spread.ranks for one in spread})}
+            found.settings, found.slots = ExchangeSettings(spread, groups), slots_of(spread)
+        return found
 
-    def _exchange(self, spread: Sequence[tuple[SpreadSite, Tensor]]) -> Tensor:
-        sets = sorted({member.spread.ranks for member, _ in spread})
-        groups = {ranks: self._groups.of_ranks(ranks) for ranks in sets}
-        settings = ExchangeSettings(tuple(member for member, _ in spread), groups)
-        figures = exchange_figures(settings, [part for _, part in spread])
-        widest = torch.float64 if any(figure.dtype == torch.float64 for figure in figures) else torch.float32
-        return torch.stack([figure.to(widest) for figure in figures])
+    def _measure(self, reading: _Reading, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the packs, and copies of the kept tensors."""
+        parts = [local_of(tensor).detach() for tensor in tensors]
+        found = [measure_all([(parts[n], names) for n, names in reports]) for reports in reading.plain.values()]
+        if reading.settings is not None:
+            own = {member.site: parts[n] for n, member in reading.spread.items()}
+            figures = exchange_figures(reading.settings, reading.slots, own)
+            widest = torch.float64 if any(figure.dtype == torch.float64 for figure in figures) else torch.float32
+            found.append(torch.stack([figure.to(widest) for figure in figures]))
+        return found + [tensors[n].detach().clone() for n, _ in reading.kept]
 
     def _note_mesh(self, tensor: Tensor) -> None:
         if is_dtensor(tensor):
             self._groups.note_mesh(tensor.device_mesh)
 
-    def _warn_of_none(self, optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def _warn_of_none(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once of a rule for the state of an optimizer that has none."""
-        self._num_empty = _PATIENCE + 1 if any(states) else self._num_empty + 1
+        self._num_empty = _PATIENCE + 1 if self._has_state else self._num_empty + 1
         if self._num_empty != _PATIENCE:
             return
         for session in (target.session for target in self._targets if target.session is not None):
@@ -211,9 +240,13 @@ class ObservedState:
             session.warnings.flush_warnings()
 
 
-def _tensors_of(state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    tensors = ((str(key), value) for key, value in state.items() if isinstance(value, Tensor))
-    return {key: value for key, value in tensors if value.is_floating_point() or value.is_complex()}
+def _tensors_of(state: Mapping[Any, Any]) -> list[tuple[Any, Tensor]]:
+    tensors = ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+    return [(key, value) for key, value in tensors if value.is_floating_point() or value.is_complex()]
+
+
+def _num_tensors(state: Mapping[Any, Any]) -> int:
+    return sum([isinstance(value, Tensor) for value in state.values()])
 
 
 def _lowered(answered: Answered, site: Site) -> Measure | Replace:

@@ -156,19 +156,14 @@ def send_nothing(
     return sums, norms
 
 
-def exchange_figures(settings: ExchangeSettings, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange the statistics of spread tensors, outside of a graph.
+def exchange_figures(settings: ExchangeSettings, slots: Sequence[Slot], own: Mapping[Site, Tensor]) -> list[Tensor]:
+    """Exchange the statistics of spread tensors, outside of a graph; ``own`` are their parts on this rank.
 
-    ``parts`` are those of this rank, one for each site. Returns a 0-d tensor for each slot (float32 or float64).
+    Returns a 0-d tensor for each slot of the settings (float32 or float64).
     """
-    own = {member.site: part for member, part in zip(settings.sites, parts, strict=True)}
-    figures, wanted = [], []
-    for slot in slots_of(settings.sites):
-        (member,) = slot.members
-        part = own[member.site]
-        figures.append(SlotPart(slot, parts=(Part(member.spread, part.numel()),)))
-        wanted.append((part, slot))
-    return _exchange(settings, figures, [[figure] for figure in _measure(wanted)], None, parts[0].device)
+    wanted = [(own[slot.members[0].site], slot) for slot in slots]
+    figures = [SlotPart(slot, parts=(Part(slot.members[0].spread, part.numel()),)) for part, slot in wanted]
+    return _exchange(settings, figures, [[figure] for figure in _measure(wanted)], None, wanted[0][0].device)
 
 
 def _exchange(

@@ -108,6 +108,7 @@ class StepSites:
         self._sessions: list[weakref.ref[Session] | None] = []
         self._num_graphs: list[int] = []
         self._named: list[tuple[int, str] | None] = []  # target and name of each parameter; None where it has none
+        self._numbered: list[tuple[int, str, int] | None] = []  # the same, with their numbers among equal names
         self._plans: OrderedDict[Hashable, _Work] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
         self._measures = False  # whether an action that was answered only measures
@@ -351,14 +352,12 @@ class StepSites:
         )
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int] | None]:
-        """Return target, name and number among equal names of each parameter; None for one without a name."""
+        """Return target, name and number among equal names of each parameter; None for one without a name.
+
+        The list is the same one until something has changed.
+        """
         self._read_names([p for group in optimizer.param_groups for p in group["params"]])
-        counts: Counter[str] = Counter()
-        found: list[tuple[int, str, int] | None] = []
-        for own in self._named:
-            found.append(None if own is None else (*own, counts[own[1]]))
-            counts.update([] if own is None else [own[1]])
-        return found
+        return self._numbered
 
     def _states(self) -> StateStore | None:
         """Return the state store of the first model; groups may have several models."""
@@ -392,6 +391,11 @@ class StepSites:
         self._sessions = [None if session is None else weakref.ref(session) for session in sessions]
         self._num_graphs = [0 if session is None else len(session.graphs) for session in sessions]
         self._named = named
+        numbers: Counter[str] = Counter()
+        self._numbered = []
+        for own in named:
+            self._numbered.append(None if own is None else (*own, numbers[own[1]]))
+            numbers.update([] if own is None else [own[1]])
 
     def _check_alive(self) -> None:
         """Warn once if the models of all targets are gone."""
