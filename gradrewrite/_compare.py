@@ -17,7 +17,7 @@ from gradrewrite.diagnostics.first_difference import Difference, DifferenceKind,
 from gradrewrite.diagnostics.run_log import as_executed
 from gradrewrite.ir.record_layout import SiteOp
 from gradrewrite.ir.statistics import words_of
-from gradrewrite.sites import Site
+from gradrewrite.sites import AT_GUARD, Site
 
 
 def compare(
@@ -92,7 +92,7 @@ def _values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return the values of a model at all sites, by their texts."""
 
     def keep(site: Site) -> passes.Keep | None:
-        return None if site.kind == "step" else passes.Keep()
+        return None if site.kind in AT_GUARD else passes.Keep()
 
     monitor = run_once(model, keep, args, kwargs, _loss)
     return {str(site): (site, tensor) for site, tensor in monitor.kept().items()}

@@ -8,8 +8,11 @@ from typing import Literal, get_args
 
 import torch
 
-Kind = Literal["error", "gradient", "activation", "input", "step"]
+Kind = Literal["error", "gradient", "activation", "input", "step", "param", "state"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+AFTER_UPDATE: frozenset[Kind] = frozenset(("param", "state"))  # measured after ``optimizer.step()``
+AT_GUARD: frozenset[Kind] = AFTER_UPDATE | {"step"}
+_IN_GRAPHS = frozenset(KINDS) - AT_GUARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +23,11 @@ class Site:
         kind: ``"error"`` for dL/d(activation), summed over all uses; ``"gradient"`` for
             dL/d(parameter); ``"activation"`` for a value of the forward; ``"input"`` for the
             gradient of a differentiable input; ``"step"`` for the gradient that ``optimizer.step()``
-            uses, of a parameter.
-        name: Name of the module whose output the value is, else ``module/op``; a parameter's name;
-            an input's argument name; the name given to ``gr.tap``.
+            uses, of a parameter; ``"param"`` for a parameter and ``"state"`` for a tensor of its optimizer's state,
+            both as a guarded ``optimizer.step()`` leaves them.
+        name: Name of the module whose output the value is, else ``module/op``; a parameter's name, with
+            ``.KEY`` behind it for ``optimizer.state[parameter][KEY]``; an input's argument name; the name given to
+            ``gr.tap``.
         module: Name of the innermost module that ran the op (``""`` is the root).
         op: Name of the op as the user called it (``"softmax"``); ``""`` for gradients and inputs.
         output_of: Names of the modules whose output this value is, innermost first.
@@ -60,8 +65,8 @@ class Site:
             pattern: ``[kind:]glob[#call]`` after ``fnmatch.fnmatchcase``; ``*`` crosses dots and
                 slashes. Without ``/`` the glob is compared with the modules whose output the value
                 is (or with the parameter's name), with ``/`` with ``module/op`` and with names of
-                modules and parameters that have a ``/`` themselves. A pattern without a kind matches no step
-                site.
+                modules and parameters that have a ``/`` themselves. A pattern without a kind matches no ``step``,
+                ``param`` or ``state`` site.
 
         Returns:
             True if any address of the site matches.
@@ -110,8 +115,8 @@ class Pattern:
         return cls(kind, glob, int(number))
 
     def matches(self, site: Site) -> bool:
-        """Compare with every address of the site; without a kind, no step site matches."""
-        if site.kind != self.kind and (self.kind is not None or site.kind == "step"):
+        """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
+        if site.kind != self.kind and (self.kind is not None or site.kind not in _IN_GRAPHS):
             return False
         return any(
             self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)

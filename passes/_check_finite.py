@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.passes._settings import short_repr
-from gradrewrite.policy.actions import ANYWHERE
+from gradrewrite.policy.actions import MEASURABLE
 from gradrewrite.policy.recording import record_statistics
 from gradrewrite.sites import Kind, Site
 
@@ -28,7 +28,8 @@ class CheckFinite:
     Attributes:
         on_failure: ``"raise"`` raises ``NonFiniteError`` at the end of ``loss.backward()``, which then waits for
             the device once; ``"skip"`` makes ``gr.guard`` skip the update; ``"warn"`` warns when the count has
-            arrived, one step later; ``"record"`` only records.
+            arrived, one step later; ``"record"`` only records. At ``param`` and ``state`` sites, behind a guarded
+            ``optimizer.step()``, ``"raise"`` raises from the step, and ``"skip"`` is a ``PolicyError``.
         nan_only: Let infinities pass.
 
     Raises:
@@ -43,7 +44,7 @@ class CheckFinite:
     _: KW_ONLY
     nan_only: bool = False
 
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    kinds: ClassVar[frozenset[Kind]] = MEASURABLE
     has_units: ClassVar[bool] = False
     __repr__ = short_repr
 

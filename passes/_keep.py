@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from gradrewrite.passes._settings import check_examples, short_repr, store_python_numbers
-from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
+from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import keep
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
@@ -27,7 +27,8 @@ class Keep:
 
     The tensor of the site passes unchanged. ``"tensor"`` keeps the tensor of the site, NaN and infinities included:
     ``retain_grad`` for compiled code. What is kept is a copy, as it is where the action stands in the order of its
-    site.
+    site. It stands at any kind of site; at ``param`` and ``state`` it copies what a guarded ``optimizer.step()``
+    leaves.
 
     At gradient sites, of the gradients of single examples (the gradient of an example is that of its own loss, in units
     of the unscaled loss; see ``docs/per-example.md``):
@@ -74,7 +75,7 @@ class Keep:
     @property
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
-        return ANYWHERE if self.what == "tensor" else frozenset(("gradient",))
+        return MEASURABLE if self.what == "tensor" else frozenset(("gradient",))
 
     @property
     def has_units(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._settings import check_examples
-from gradrewrite.policy.actions import ANYWHERE, ExampleQuantity, LossReduction
+from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
@@ -42,7 +42,11 @@ class Observe:
     ``kurtosis`` (3 of a normal distribution). NaN if an element is not finite; no complex tensors. ``exponents``: 64
     counts ``exponents_0`` to ``exponents_63`` of ``floor(log2 |x|)`` from -46 to 17 (smaller and larger elements count
     in the first and the last), and ``exponents_zero``, ``exponents_inf`` and ``exponents_nan``: what a narrower dtype
-    would flush to zero or not hold.
+    would flush to zero or not hold, which ``gradrewrite doctor`` says. Tables have one row for them, TensorBoard and
+    wandb a histogram.
+
+    It stands at any kind of site: ``error``, ``gradient``, ``input``, ``activation``, ``step``, and at ``param`` and
+    ``state`` (parameters, and their optimizer's state, behind a guarded ``optimizer.step()``).
 
     ``numel``: number of elements; it is recorded by itself beside a mean, a share or an extreme of a tensor with
     symbolic sizes, for the figure of a whole (``Monitor.reduce``).
@@ -102,7 +106,7 @@ class Observe:
     @property
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
-        return ANYWHERE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
+        return MEASURABLE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
 
     @property
     def has_units(self) -> bool:
@@ -148,7 +152,7 @@ def _records_of(statistic: str) -> list[tuple[str, str]]:
 class _Observation:
     chosen: tuple[tuple[str, str], ...]
 
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
+    kinds: ClassVar[frozenset[Kind]] = MEASURABLE
     has_units: ClassVar[bool] = False
 
     @property

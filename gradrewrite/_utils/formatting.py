@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 from types import FunctionType
 from typing import Any
 
+from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 
 _COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
@@ -29,12 +30,13 @@ class Summary:
     largest: float  # its largest value
     steps: int  # in how many steps it was reported
     nonfinite: int  # in how many of them it was NaN or infinite
+    text: str = ""  # in the place of the values, for what has no order
 
     def cells(self) -> tuple[str, ...]:
         """The texts of a row of the table."""
         figures = [f"{v:.4g}" for v in (self.last, self.smallest, self.median, self.largest)]
-        if is_fingerprint(self.address):  # which has no order
-            figures = [text_of(self.last), "", "", ""]
+        if self.text:
+            figures = [self.text, "", "", ""]
         return self.address, *figures, str(self.steps), str(self.nonfinite)
 
 
@@ -105,13 +107,20 @@ def _as_text(renderable: Any, width: int) -> str:
 def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
     """Sum up the records of several steps."""
     values: dict[str, list[float]] = {}
+    texts: dict[str, str] = {}
     for row in rows:
-        for address, value in with_whole_fingerprints(row).items():
+        rest, exponents = split_exponents(row)
+        numbers = with_whole_fingerprints(rest)
+        texts |= {address: text_of(value) for address, value in numbers.items() if is_fingerprint(address)}
+        texts |= {address: str(counts) for address, counts in exponents.items()}
+        numbers |= {address: math.nan if one.inf or one.nan else one.total for address, one in exponents.items()}
+        for address, value in numbers.items():
             values.setdefault(address, []).append(value)
-    return Table(tuple(_summary(address, known) for address, known in values.items()), caption)
+    summaries = (_summary(address, known, texts.get(address, "")) for address, known in values.items())
+    return Table(tuple(summaries), caption)
 
 
-def _summary(address: str, values: list[float]) -> Summary:
+def _summary(address: str, values: list[float], text: str) -> Summary:
     finite = [v for v in values if math.isfinite(v)]
     known = [v for v in values if not math.isnan(v)]
     return Summary(
@@ -122,6 +131,7 @@ def _summary(address: str, values: list[float]) -> Summary:
         largest=max(known, default=math.nan),
         steps=len(values),
         nonfinite=len(values) - len(finite),
+        text=text,
     )
 
 

@@ -14,8 +14,8 @@ from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import Policy
-from gradrewrite.policy.rules import callbacks_of, first_step_site, may_answer_at_steps, rules_of
-from gradrewrite.sites import Pattern, Site
+from gradrewrite.policy.rules import callbacks_of, first_guarded_site, may_answer_at, rules_at, rules_of
+from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Pattern, Site
 
 
 class RuleChecks:
@@ -27,9 +27,11 @@ class RuleChecks:
         self._policy, self._graphs, self._names, self._inputs, self._warnings = policy, graphs, names, inputs, warnings
         self._is_done = False
         self._step_answers: frozenset[tuple[int, ...]] | None = None  # None until a guard has asked
-        self.may_have_step_sites = may_answer_at_steps(policy)
-        # Backwards so far, until it is known whether a guard runs the actions at step sites.
-        self._backwards: set[int] | None = set() if self.may_have_step_sites else None
+        self.may_have_step_sites = may_answer_at(policy, {"step"})
+        self.may_observe_updates = may_answer_at(policy, AFTER_UPDATE)
+        self._state_sites: dict[int, tuple[Site, ...]] = {}  # by guard
+        # Backwards so far, until it is known whether a guard runs the actions at its sites.
+        self._backwards: set[int] | None = set() if may_answer_at(policy, AT_GUARD) else None
 
     def check(self) -> None:
         """Raise NoSuchSiteError for a rule that matched no site of any graph; once."""
@@ -50,20 +52,30 @@ class RuleChecks:
         if len(self._backwards) < 2 or (is_guarded and self._step_answers is None):
             return  # a guard has not asked the policy yet
         self._backwards = None
-        site = None if is_guarded else first_step_site(self._policy, self._names.known_parameters())
+        site = None if is_guarded else first_guarded_site(self._policy, self._names.known_parameters())
         if site is None:
             self._warn_of_silent_callbacks()
         else:
             self._warnings.warn_once(
                 "no guard",
-                f"the policy has actions at step sites ({site}), which nothing runs: let the optimizer run them, with "
-                "gr.guard(optimizer, model)",
+                f"the policy has actions at {site.partition(':')[0]} sites ({site}), which nothing runs: let the "
+                "optimizer run them, with gr.guard(optimizer, model)",
             )
         self._warnings.flush_warnings()
 
     def note_step_answers(self, positions: Iterable[tuple[int, ...]]) -> None:
-        """Note callbacks of the policy, by their position in its lists, that answered at a step site."""
+        """Note callbacks of the policy, by their position in its lists, that answered at a site of a guard."""
         self._step_answers = (self._step_answers or frozenset()).union(positions)
+
+    def note_state_sites(self, guard: int, sites: Sequence[Site], num_guards: int) -> None:
+        """Note the state of a guarded optimizer; NoSuchSiteError for a rule without a site, when all have told."""
+        self._state_sites[guard] = tuple(sites)
+        if not sites or len(self._state_sites) < num_guards:
+            return
+        known = [site for own in self._state_sites.values() for site in own]
+        for rule in rules_at(self._policy, "state"):
+            if not any(map(Pattern.parse(rule.pattern).matches, known)):
+                raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, list(map(str, known)))[:5])
 
     def _warn_of_silent_callbacks(self) -> None:
         answered = (self._step_answers or frozenset()).union(*(graph.answered for graph in self._graphs))
@@ -82,8 +94,8 @@ class RuleChecks:
         """Raise for the first rule that matches none of these sites, warn where its module made no value."""
         for rule in rules_of(self._policy):
             pattern = Pattern.parse(rule.pattern)
-            if pattern.kind == "step" or any(pattern.matches(site) for site in sites):
-                continue  # gr.guard checks the rules for its step sites
+            if pattern.kind in AT_GUARD or any(pattern.matches(site) for site in sites):
+                continue  # gr.guard checks the rules for its sites
             silent = sorted(self._names_without_site(pattern))
             if not silent:
                 meant = self._likely_sites(pattern, sites)

@@ -24,7 +24,19 @@ SHOWN = 4  # records in the text of a step
 COUNTS = ("nonfinite", "nan", "inf")
 MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
 BACKWARD = frozenset(("outside", "error", "input", "gradient", "group", "step"))
-_EXECUTION = ("data", "activation", "output", "outside", "error", "input", "gradient", "group", "step")
+_EXECUTION = (
+    "data",
+    "activation",
+    "output",
+    "outside",
+    "error",
+    "input",
+    "gradient",
+    "group",
+    "step",
+    "param",
+    "state",
+)
 
 Header: TypeAlias = tuple[tuple[ClipRecords, ...], tuple[SiteOp, ...]]  # what steps of one set of graphs share
 

@@ -75,16 +75,7 @@ def encode(values: Tensor, parts: Sequence[Part], how: Combination, largest: Ten
     if how.kind in ("sum", "mean"):
         return wide.sum().reshape(1)
     if how.kind == "norm" and how.order == 2:
-        is_large, is_small = wide > _LARGE, wide < _SMALL
-        scaled = torch.where(is_large, wide / _UNIT, torch.where(is_small, wide * _UNIT, wide))
-        squares = scaled * scaled
-        return torch.stack(
-            [
-                torch.where(is_large, squares, 0.0).sum(),
-                torch.where(is_large | is_small, 0.0, squares).sum(),
-                torch.where(is_small, squares, 0.0).sum(),
-            ]
-        )
+        return squares_of(wide).sum(1)
     if needs_largest(how):
         assert largest is not None
         return ((wide / _unit(largest)) ** how.order).sum().reshape(1)
@@ -99,17 +90,36 @@ def decode(sums: Tensor, largest: Tensor | None, how: Combination) -> Tensor:
     if how.kind in ("sum", "mean"):
         return sums.reshape(())
     if how.kind == "norm" and how.order == 2:
-        large, middle, small = sums.unbind()
-        shift = 1.0 / _UNIT
-        of_large = (large + middle * shift * shift).sqrt() * _UNIT
-        of_middle = (middle + small * shift * shift).sqrt()
-        # Written so that NaN takes the first way.
-        return torch.where(large == 0, torch.where(middle == 0, small.sqrt() * shift, of_middle), of_large)
+        return root_of(sums)
     assert largest is not None
     largest = largest.reshape(())
     if needs_largest(how):
         return _unit(largest) * sums.reshape(()) ** (1.0 / how.order)
     return torch.where(sums.reshape(()) > 0, math.nan, -largest if how.kind == "min" else largest)
+
+
+def squares_of(sizes: Tensor) -> Tensor:
+    """Return the squares of numbers ``[N]``, float64, in three ranges, ``[3, N]``: sums of such do not overflow."""
+    is_large, is_small = sizes > _LARGE, sizes < _SMALL
+    scaled = torch.where(is_large, sizes / _UNIT, torch.where(is_small, sizes * _UNIT, sizes))
+    squares = scaled * scaled
+    return torch.stack(
+        [
+            torch.where(is_large, squares, 0.0),
+            torch.where(is_large | is_small, 0.0, squares),
+            torch.where(is_small, squares, 0.0),
+        ]
+    )
+
+
+def root_of(squares: Tensor) -> Tensor:
+    """Return the roots of sums of ``squares_of``, ``[3, ...]`` to ``[...]``."""
+    large, middle, small = squares.unbind()
+    shift = 1.0 / _UNIT
+    of_large = (large + middle * shift * shift).sqrt() * _UNIT
+    of_middle = (middle + small * shift * shift).sqrt()
+    # Written so that NaN takes the first way.
+    return torch.where(large == 0, torch.where(middle == 0, small.sqrt() * shift, of_middle), of_large)
 
 
 def _there(values: Tensor, parts: Sequence[Part], how: Combination) -> Tensor:

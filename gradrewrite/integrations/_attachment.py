@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gradrewrite._diagnosis import last_failure, observe
+from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
@@ -26,7 +27,7 @@ from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.integrations._figures import main_figures
+from gradrewrite.integrations._figures import log_histograms, main_figures
 from gradrewrite.integrations._run_files import RunFiles
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.record_key import RecordKey
@@ -39,6 +40,8 @@ from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import ask, step_site
 
 logger = logging.getLogger("gradrewrite.integrations")
+
+T = TypeVar("T")
 
 _CLIPS = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
 _LOSS = (RecordKey.of("loss", "run"),)
@@ -257,7 +260,8 @@ class Attachment:
         """Return the main figures, or else the chosen records; waits for the device.
 
         Records have the tags of TensorBoard (``record/site``). ``rate/site`` is the share of the steps since the last
-        call in which a clip acted.
+        call in which a clip acted. Exponents are no figures: chosen ones become histograms of a wandb run, if there is
+        one.
         """
         clips = ClipRates()
         steps = steps_since(self.monitor, self._num_logged)
@@ -269,8 +273,12 @@ class Attachment:
         if self._patterns is None:
             return main_figures(steps, rates) if steps else {}
         records = {key: value for step in steps for key, value in step.records.items()}  # the last one of each
-        latest = {key.replace("@", "/", 1): value for key, value in (records | rates).items()}
-        return {tag: value for tag, value in latest.items() if any(fnmatchcase(tag, p) for p in self._patterns)}
+        latest, exponents = split_exponents(records | rates)
+        log_histograms({tag: counts for tag, counts in _tagged(exponents) if self._is_chosen(tag)})
+        return {tag: value for tag, value in _tagged(latest) if self._is_chosen(tag)}
+
+    def _is_chosen(self, tag: str) -> bool:
+        return any(fnmatchcase(tag, pattern) for pattern in self._patterns or ())
 
     def note_own_clipping(self, setting: str, bound: float | Tensor | None) -> None:
         """Warn once where the framework clips gradients as well; the policy's clips are known after the first step."""
@@ -289,6 +297,11 @@ class Attachment:
                 f"{clips[0][0]}: {clips[0][1]!r} clips, and {setting} clips the gradients of all parameters as "
                 "well. Leave one of the two"
             )
+
+
+def _tagged(records: Mapping[str, T]) -> list[tuple[str, T]]:
+    """Return records by their tags of TensorBoard."""
+    return [(address.replace("@", "/", 1), value) for address, value in records.items()]
 
 
 class Attached:

@@ -1,9 +1,11 @@
-"""The four figures in the logs of a framework by default."""
+"""The four figures in the logs of a framework by default, and histograms in those of wandb."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
+from gradrewrite._utils.exponent_counts import EDGES, ExponentCounts
 from gradrewrite.diagnostics.comparison import TOTALS, comparable_sizes
 from gradrewrite.diagnostics.growth import chains_of, factor_of
 from gradrewrite.diagnostics.run_log import BACKWARD, COUNTS, Step, kind_of, last_run
@@ -30,6 +32,19 @@ def main_figures(steps: Sequence[Step], rates: Mapping[str, float]) -> dict[str,
         chain = max(chains, key=lambda chain: abs(chain.slope))
         figures[f"gradrewrite/growth:{chain.module or 'layers'}"] = factor_of(chain)
     return figures
+
+
+def log_histograms(exponents: Mapping[str, ExponentCounts]) -> None:
+    """Add histograms to the next log of the wandb run of this process; nothing happens without one.
+
+    The logs of a framework take numbers alone.
+    """
+    wandb = sys.modules.get("wandb")
+    if wandb is None or getattr(wandb, "run", None) is None or not exponents:
+        return
+    edges = list(EDGES)
+    found = {tag: wandb.Histogram(np_histogram=(one.histogram(), edges)) for tag, one in exponents.items()}
+    wandb.log(found, commit=False)
 
 
 def _is_count(address: str) -> bool:

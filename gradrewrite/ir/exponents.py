@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NUMBER, FIRST = 64, -46  # of the counts by exponent, and the exponent of the first one
-EXPONENTS = (*(f"exponents_{n}" for n in range(NUMBER)), "exponents_zero", "exponents_inf", "exponents_nan")
+from gradrewrite._utils.exponent_counts import EXPONENTS, FIRST, NUMBER
 
 _BITS = {torch.float32: (torch.int32, 23, 0xFF, 127), torch.float64: (torch.int64, 52, 0x7FF, 1023)}
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from gradrewrite._compat import collectives, dtensors, fake_tensors
+from gradrewrite._utils.exponent_counts import EXPONENTS
 from gradrewrite.distributed.figures import Combination, Kind
 from gradrewrite.distributed.layouts import added_up
-from gradrewrite.ir.exponents import EXPONENTS, exponents_of
+from gradrewrite.ir.exponents import exponents_of
 from gradrewrite.ir.moments import MOMENTS, from_raw, moments_of, to_raw
 from gradrewrite.ir.stages import reduce_all
 

@@ -12,6 +12,7 @@ from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.replay.root_cause import analyse, analyse_checks
+from gradrewrite.sites import AT_GUARD
 
 logger = logging.getLogger("gradrewrite.monitor")
 
@@ -32,7 +33,7 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
     graphs = record.checked_graphs()
     failed = tuple(tuple(check.key for check in graph.failed(modes)) for graph in graphs)
     if failed not in record.failures:
-        is_backward = any(check.site.kind != "step" for graph in graphs for check in graph.failed(modes))
+        is_backward = any(check.site.kind not in AT_GUARD for graph in graphs for check in graph.failed(modes))
         record.failures[failed] = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)
     error = copy.copy(record.failures[failed])  # each is raised once: it collects tracebacks
     error.note = "; ".join(part for part in (reason, error.note) if part)

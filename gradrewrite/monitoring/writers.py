@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradrewrite._utils.exponent_counts import EDGES, ExponentCounts, split_exponents
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.run_log import Header, Step, clip_to_json, ops_to_json
 from gradrewrite.distributed.groups import this_rank
@@ -225,6 +226,9 @@ class ClipRates:
 class TensorBoard:
     """A ``SummaryWriter``, or anything with its ``add_scalar(tag, value, step)``; the tag is ``record/site``.
 
+    Exponents are one histogram of absolute values, by ``add_histogram_raw``: buckets end at powers of two (zeros are in
+    the first one), infinities and NaN are left out, sums are those of the middles of the buckets.
+
     Whenever steps were written, ``rate/site`` follows: the share of them in which a clip acted.
     """
 
@@ -235,12 +239,29 @@ class TensorBoard:
         self._last = 0
 
     def write(self, step: Step) -> None:
-        """Add one scalar a record."""
-        for address, value in step.records.items():
-            record, _, site = address.partition("@")
-            self.writer.add_scalar(f"{record}/{site}", value, step.step)
+        """Add one scalar a record, and one histogram for the exponents at a site."""
+        scalars, exponents = split_exponents(step.records)
+        for address, value in scalars.items():
+            self.writer.add_scalar(address.replace("@", "/", 1), value, step.step)
+        for address, counts in exponents.items() if hasattr(self.writer, "add_histogram_raw") else ():
+            self._add_histogram(address.replace("@", "/", 1), counts, step.step)
         self._rates.add(step)
         self._last = step.step
+
+    def _add_histogram(self, tag: str, exponents: ExponentCounts, step: int) -> None:
+        counts, low = exponents.histogram(), exponents.ends
+        middles = [0.0, *(1.5 * edge for edge in EDGES[1:-1])]
+        self.writer.add_histogram_raw(
+            tag,
+            min=0.0 if exponents.zero or low is None else math.ldexp(1.0, low[0]),
+            max=0.0 if low is None else math.ldexp(1.0, low[1] + 1),
+            num=sum(counts),
+            sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+            sum_squares=sum(count * middle * middle for count, middle in zip(counts, middles, strict=True)),
+            bucket_limits=list(EDGES[1:]),
+            bucket_counts=counts,
+            global_step=step,
+        )
 
     def finish(self) -> None:
         """Add the rates of clips, at the last step."""

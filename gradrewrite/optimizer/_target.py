@@ -60,6 +60,7 @@ class Attachment:
     recorder: StepRecorder
     seat: Seat  # its numbers there
     last_step: int  # step that took records of its updates last
+    previous_step: int = -1  # the same, before the update at hand
 
 
 def targets_of(model: Any) -> tuple[Target, ...]:

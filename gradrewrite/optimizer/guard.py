@@ -23,6 +23,7 @@ from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
+from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
@@ -55,6 +56,13 @@ def guard(
     compiled), and the actions run as one graph, compiled if the model is. After the step ``.grad`` holds the gradient
     that was used. Records are added to those of the last backward; they make a step of their own where no backward has
     recorded anything since this optimizer's last step.
+
+    ``Observe``, ``Keep`` and ``CheckFinite`` (but not with ``"skip"``) also stand at parameters, ``param:NAME``, and at
+    the floating-point tensors of their state, ``state:NAME.KEY`` (``optimizer.state[parameter][KEY]``), as the step
+    leaves them: after the update, ``DecayWeights`` included, and unchanged where it was skipped. They are measured
+    outside of any graph; sharded tensors have the figures of the whole (in such steps one further all-reduce with
+    ``SUM``, and one with ``MAX`` where extremes are measured). A callback's answers count there only if it tells the
+    kind from others, so that ``lambda site: Observe("norm")`` says nothing about parameters.
 
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
@@ -94,7 +102,8 @@ def guard(
             optimizer that belongs to the model, under its first name. 0 where nothing moved (a skipped step), inf where
             a parameter was 0 before, NaN where it is not finite; complex numbers count by modulus. Nothing waits for
             the device; each step copies the parameters (in float32 at least) and reads them three times. A policy
-            that records nothing has nothing to add them to: a warning tells once. Not for sharded parameters.
+            that records nothing has nothing to add them to: a warning tells once. The ratio of a sharded parameter is
+            that of the whole: one more all-reduce for each set of ranks, in steps that are measured.
         process_group: The ranks that skip a step together. By default those of the DistributedDataParallel in which
             the model is called, of the largest group of ``AllReduce``, or of the device meshes of the parameters
             (FSDP2, tensor parallel); without any of these nothing is communicated. Needed where these are different
@@ -107,9 +116,10 @@ def guard(
         TypeError: ``optimizer`` is none, has a guard already, or evaluates its closure itself (LBFGS); or there is no
             monitor.
         ValueError: ``max_consecutive_skips`` is not a whole number >= 1; ``update_ratios`` with a bare monitor,
-            which knows no names, or (from ``step``) with sharded parameters; or this process is not in
-            ``process_group``; or a bound in a rule is a tensor that is negative.
-        NoSuchSiteError: A rule for step sites matches no parameter of its model (of a backend: from ``step``).
+            which knows no names; or this process is not in ``process_group``; or a bound in a rule is a tensor that is
+            negative.
+        NoSuchSiteError: A rule for ``step`` or ``param`` sites matches no parameter of its model (of a backend: from
+            ``step``); or (from ``step``) a rule for ``state`` sites none of the tensors in the optimizers' state.
         PolicyError: (from ``step``) ``process_group`` is needed; or ranks of a DistributedDataParallel may join
             (``model.join()``), and the others would wait for them.
         UnsupportedGradientError: (from ``step``) There is an action at a sparse gradient.
@@ -225,6 +235,7 @@ class Guard:
         groups = RankGroups()
         has_policy = any(target.session is not None for target in targets)
         self._step_sites = StepSites(targets, self.attached, groups) if has_policy else None
+        self._observed = ObservedState(targets, groups) if has_policy else None
         self._verdict = UpdateVerdict(optimizer, targets, self.attached, max_consecutive_skips, process_group, groups)
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._losses = Losses()
@@ -321,8 +332,10 @@ class Guard:
 
     @property
     def may_have_step_actions(self) -> bool:
-        """Whether a policy may have actions at step sites."""
-        return self._step_sites is not None and self._step_sites.may_act
+        """Whether a policy may have actions at step sites, at parameters or at state."""
+        if self._step_sites is None or self._observed is None:
+            return False
+        return self._step_sites.may_act or self._observed.may_act
 
     @property
     def makes_next_record(self) -> bool:
@@ -366,7 +379,7 @@ class Guard:
         replaced = {} if outcome.divisor is None and not outcome.is_unscaled else {"grad_scale": outcome.divisor}
         with optimizers.attributes_set(optimizer, replaced):
             result = self._update(optimizer, functools.partial(inner, **kwargs), bad, outcome)
-        _finish(self, bad, before)
+        _finish(self, optimizer, bad, before)
         return loss if closure is not None else result
 
     @property
@@ -416,6 +429,7 @@ class Guard:
         self._losses.clear()
         outcome = outcome.with_judgements(judgements)
         for at in self.attached:
+            at.previous_step = at.last_step
             if outcome.outputs.packs or outcome.outputs.kept:
                 at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step, self._is_due)
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
@@ -451,15 +465,29 @@ class Guard:
         sampled = [target.session.sampling for target in self.targets if target.session is not None]
         return any(sampling.is_due(every) for sampling in sampled) or not sampled
 
-    def finish(self, bad: Tensor | None, before: Sequence[Before]) -> None:
-        """Record the figures known after the update."""
-        for states in self._states:
-            states.note_step(id(self))
-        for attachment in self.attached:
-            attachment.recorder.note_update()
+    def finish(self, optimizer: torch.optim.Optimizer, bad: Tensor | None, before: Sequence[Before]) -> None:
+        """Record the figures known after the update; NonFiniteError if a check of these raises."""
+        try:
+            self._observe(optimizer)
+        finally:
+            for states in self._states:
+                states.note_step(id(self))
+            for attachment in self.attached:
+                attachment.recorder.note_update()
         self._add_ratios(before)
         if bad is not None:
             self._verdict.look_at_counts()
+
+    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record parameters and optimizer state, where a policy asks for them."""
+        if self._step_sites is None or self._observed is None or not self._observed.may_act:
+            return
+        num_guards = max(len(at.recorder.live_guards) for at in self.attached)
+        found = self._observed.measure(optimizer, self._step_sites.names(optimizer), id(self), num_guards)
+        if found is None:
+            return
+        for at in self.attached:
+            at.last_step = at.recorder.collect_update(*found, at.previous_step, lambda _: True)
 
     def _update(
         self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome
@@ -499,9 +527,8 @@ class Guard:
             session.warnings.flush_warnings()
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
-        for part in before:
-            ratios = part.ratios()
-            added = [attachment.recorder.add_late(part.keys, ratios) for attachment in self.attached]
+        for keys, ratios in self._ratios.after(before) if self._ratios is not None else ():
+            added = [attachment.recorder.add_late(keys, ratios) for attachment in self.attached]
             if not any(added) and not self._warned_of_no_step:
                 self._warned_of_no_step = True
                 warn(

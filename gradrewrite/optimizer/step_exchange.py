@@ -156,6 +156,16 @@ def send_nothing(
     return sums, norms
 
 
+def exchange_figures(settings: ExchangeSettings, slots: Sequence[Slot], own: Mapping[Site, Tensor]) -> list[Tensor]:
+    """Exchange the statistics of spread tensors, outside of a graph; ``own`` are their parts on this rank.
+
+    Returns a 0-d tensor for each slot of the settings (float32 or float64).
+    """
+    wanted = [(own[slot.members[0].site], slot) for slot in slots]
+    figures = [SlotPart(slot, parts=(Part(slot.members[0].spread, part.numel()),)) for part, slot in wanted]
+    return _exchange(settings, figures, [[figure] for figure in _measure(wanted)], None, wanted[0][0].device)
+
+
 def _exchange(
     settings: ExchangeSettings,
     figures: Sequence[SlotPart],

@@ -33,7 +33,7 @@ from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement,
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.actions import ParameterScaling, UpdateJudge
-from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_of, step_site
+from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_at, step_site
 from gradrewrite.policy.sampling import Measured, interval_of, sampled
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
@@ -108,6 +108,7 @@ class StepSites:
         self._sessions: list[weakref.ref[Session] | None] = []
         self._num_graphs: list[int] = []
         self._named: list[tuple[int, str] | None] = []  # target and name of each parameter; None where it has none
+        self._numbered: list[tuple[int, str, int] | None] = []  # the same, with their numbers among equal names
         self._plans: OrderedDict[Hashable, _Work] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
         self._measures = False  # whether an action that was answered only measures
@@ -350,6 +351,14 @@ class StepSites:
             replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
         )
 
+    def names(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int] | None]:
+        """Return target, name and number among equal names of each parameter; None for one without a name.
+
+        The list is the same one until something has changed.
+        """
+        self._read_names([p for group in optimizer.param_groups for p in group["params"]])
+        return self._numbered
+
     def _states(self) -> StateStore | None:
         """Return the state store of the first model; groups may have several models."""
         return next((t.session.config.states for t in self._targets if t.session is not None), None)
@@ -382,6 +391,11 @@ class StepSites:
         self._sessions = [None if session is None else weakref.ref(session) for session in sessions]
         self._num_graphs = [0 if session is None else len(session.graphs) for session in sessions]
         self._named = named
+        numbers: Counter[str] = Counter()
+        self._numbered = []
+        for own in named:
+            self._numbered.append(None if own is None else (*own, numbers[own[1]]))
+            numbers.update([] if own is None else [own[1]])
 
     def _check_alive(self) -> None:
         """Warn once if the models of all targets are gone."""
@@ -443,7 +457,7 @@ def trace_step(model: Any, optimizer: torch.optim.Optimizer) -> JointGraph:
 
 def step_rules_of(session: Session) -> list[Rule]:
     """Return a policy's rules for step sites."""
-    return [rule for rule in rules_of(session.config.policy) if Pattern.parse(rule.pattern).kind == "step"]
+    return rules_at(session.config.policy, "step")
 
 
 def _send_nothing(exchange: ExchangeSettings, figures: Figures, ballot: Ballot | None, device: torch.device) -> Figures:

@@ -13,7 +13,7 @@ from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.policy.schedules import Schedule
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import AFTER_UPDATE, Kind, Site
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,6 +28,7 @@ JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
 
 BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
 ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
+MEASURABLE: frozenset[Kind] = ANYWHERE | AFTER_UPDATE
 
 
 @runtime_checkable

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, is_action, kinds_of
+from gradrewrite.policy.actions import Answer, LiveBounds, Policy, action_key, actions_of, is_action, kinds_of
 from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.sites import Pattern, Site
+from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,11 @@ class Answered:
 
 
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
-    """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies."""
+    """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies.
+
+    Of a callback that is no rule the answers at ``param`` and ``state`` sites count only if it tells their kind from
+    others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
+    """
     if callable(policy):
         rule = policy.pattern if isinstance(policy, Rule) else without_addresses(describe_callable(policy))
         return tuple(Answered(position, action, rule) for action in _ask_callback(policy, site))
@@ -115,6 +119,8 @@ def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> 
 
 
 def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ...]:
+    if site.kind in AFTER_UPDATE and not isinstance(policy, Rule) and not _tells_kind(policy, site):
+        return ()
     try:
         answer = policy(site)
     except RewriteError:
@@ -125,6 +131,21 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     for action in actions:
         refuse(action, Context(site))
     return actions
+
+
+def _tells_kind(policy: Callable[[Site], Answer], site: Site) -> bool:
+    """Return whether a callback answers otherwise at this site than at one of an unknown kind."""
+    unknown: Any = "unknown"
+    return _outcome(policy, site) != _outcome(policy, replace(site, kind=unknown))
+
+
+def _outcome(policy: Callable[[Site], Answer], site: Site) -> Hashable:
+    """Return a key of an answer; None where the callback raises."""
+    try:
+        actions = actions_of(policy(site), where=str(site))
+    except Exception:  # of a callback that was not written for such sites
+        return None
+    return tuple(action_key(a) if is_action(a) else getattr(a, "__code__", a) for a in actions)
 
 
 def rules_of(policy: Policy) -> tuple[Rule, ...]:
@@ -146,30 +167,49 @@ def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[i
     return {key: callback for one in found for key, callback in one.items()}
 
 
-def may_answer_at_steps(policy: Policy) -> bool:
-    """Whether a policy may have answers at step sites: a rule for them, or a callback that is no rule."""
+def may_answer_at(policy: Policy, kinds: Collection[Kind]) -> bool:
+    """Whether a policy may have answers at sites of these kinds: a rule for one, or a callback that is no rule."""
     if isinstance(policy, Rule):
-        return Pattern.parse(policy.pattern).kind == "step"
-    return callable(policy) or any(map(may_answer_at_steps, policy))
+        return Pattern.parse(policy.pattern).kind in kinds
+    return callable(policy) or any(may_answer_at(item, kinds) for item in policy)
 
 
-def first_step_site(policy: Policy, parameters: Mapping[str, Tensor]) -> Site | None:
-    """Return the first step site with an answer, among these parameters."""
+def rules_at(policy: Policy, kind: Kind) -> list[Rule]:
+    """Return a policy's rules for one kind of site."""
+    return [rule for rule in rules_of(policy) if Pattern.parse(rule.pattern).kind == kind]
+
+
+def first_guarded_site(policy: Policy, parameters: Mapping[str, Tensor]) -> str | None:
+    """Return the first site at a guard with an answer, among these parameters, or a rule for optimizer state."""
     for name, parameter in parameters.items():
-        site = step_site(name, parameter)
+        sites = [step_site(name, parameter)] * parameter.requires_grad + [parameter_site(name, parameter)]
         try:
-            answers = parameter.requires_grad and ask_in_order(policy, site)
+            found = next((site for site in sites if ask_in_order(policy, site)), None)
         except RewriteError:  # a callback that does not expect step sites, and that no guard asks
             return None
-        if answers:
-            return site
-    return None
+        if found is not None:
+            return str(found)
+    return next((rule.pattern for rule in rules_at(policy, "state")), None)
 
 
 def step_site(name: str, parameter: Tensor) -> Site:
     """Return the step site of a parameter."""
-    module, shape = name.rpartition(".")[0], tuple(parameter.shape)
-    return Site(kind="step", name=name, module=module, shape=shape, dtype=parameter.dtype, device=parameter.device)
+    return _site("step", name, name, parameter)
+
+
+def parameter_site(name: str, parameter: Tensor) -> Site:
+    """Return the site of a parameter after the update."""
+    return _site("param", name, name, parameter)
+
+
+def state_site(name: str, key: str, state: Tensor) -> Site:
+    """Return the site of a tensor of the optimizer's state of a parameter."""
+    return _site("state", f"{name}.{key}", name, state)
+
+
+def _site(kind: Kind, name: str, parameter: str, tensor: Tensor) -> Site:
+    module, shape = parameter.rpartition(".")[0], tuple(tensor.shape)
+    return Site(kind=kind, name=name, module=module, shape=shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _flat(answer: Any) -> tuple[Any, ...]:

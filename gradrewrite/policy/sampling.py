@@ -13,7 +13,7 @@ from gradrewrite.policy.actions import ANYWHERE, Policy, actions_of
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import Answered, rules_of
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
 
 # The measurements of a graph: all of the policy, those without an interval of their own, or none.
 Measured: TypeAlias = Literal["all", "every step", "nothing"]
@@ -88,7 +88,8 @@ class Sampling:
     def __init__(self, settings: SamplingSettings, states: StateStore, policy: Policy) -> None:
         self._settings, self._states = settings, states
         self._intervals: set[int] = set()
-        self._note(action for rule in rules_of(policy) for action in actions_of(rule.action, where="a rule"))
+        in_graphs = [rule for rule in rules_of(policy) if Pattern.parse(rule.pattern).kind not in AFTER_UPDATE]
+        self._note(action for rule in in_graphs for action in actions_of(rule.action, where="a rule"))
         self._step, self._sample, self._is_asked = -1, 1, False
         self._num_requests = settings.num_requests
 

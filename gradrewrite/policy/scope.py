@@ -17,7 +17,7 @@ from gradrewrite.policy.actions import (
     describe,
     kinds_of,
 )
-from gradrewrite.sites import Site
+from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Site
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,8 +82,14 @@ REFUSALS = (
         "{at.site}: {action} does not apply to this kind of site; it applies to {allowed}",
     ),
     Limit(
-        lambda action, at: at.site.kind == "step" and at.tensor_type not in ("Tensor", "DTensor"),
-        "{at.site}: the gradient is a {at.tensor_type}; actions at step sites take plain tensors and DTensors only",
+        lambda action, at: at.site.kind in AFTER_UPDATE and isinstance(action, Measurement) and action.fails == "skip",
+        "{at.site}: {action} sees what the update has made, and skipping cannot undo that. Check the gradients before "
+        'it: gr.on("step:*", {action}); here CheckFinite takes "record", "warn" or "raise"',
+    ),
+    Limit(
+        lambda action, at: at.site.kind in AT_GUARD and at.tensor_type not in ("Tensor", "DTensor"),
+        "{at.site}: the tensor is a {at.tensor_type}; actions at {at.site.kind} sites take plain tensors and DTensors "
+        "only",
     ),
     Limit(
         lambda action, at: bool(at.needs_whole),

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradrewrite._utils.exponent_counts import EXPONENTS, FIRST, NUMBER
 from gradrewrite.ir import native_statistics, ops
-from gradrewrite.ir.exponents import EXPONENTS, FIRST, NUMBER
 from gradrewrite.ir.moments import MOMENTS, from_raw, to_raw
 from gradrewrite.ir.statistics import COUNTS, FINGERPRINT, STATISTICS, combine_fingerprints, fingerprint_of
 

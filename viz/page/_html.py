@@ -270,6 +270,8 @@ def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
     values: dict[str, dict[str, list[float | str | None]]] = defaultdict(dict)
     for address, series in run.series.items():
         name, _, site = address.partition("@")
+        if name.startswith("exponents_"):
+            continue
         known = series.by_step
         values[site][name] = [_number(known.get(n)) for n in numbers]
     kinds = ("error", "input", "gradient", "group", "step")

@@ -154,9 +154,14 @@ CASES: dict[str, Case] = {
         logs=True,
     ),
     "step, observed, GradScaler": Case(on("step:*", Observe(*ALL)), guard={}, scale="scaler"),
+    "param and state": Case(
+        lambda: [gr.on(f"{kind}:*", [Observe(*ALL), CheckFinite("warn"), Keep()]) for kind in ("param", "state")],
+        guard={},
+    ),
     # Documented to wait: "raise" at the end of the backward, a guard of an optimizer that cannot skip on the device.
     "check, raise": Case(on("gradient:*", CheckFinite()), waits=1),
     "step, check, raise": Case(on("step:*", CheckFinite()), guard={}, waits=1),
+    "param, check, raise": Case(on("param:*", CheckFinite()), guard={}, waits=1),
     "check, skip, plain SGD": Case(CHECKED, guard={}, optimizer="sgd", waits=1),
 }
 

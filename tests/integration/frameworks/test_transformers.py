@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -199,6 +201,26 @@ def test_records_are_in_the_logs_of_callbacks_that_come_first(tmp_path: Path) ->
     assert [wanted in logs for logs in reports.logged] == ["loss" in logs for logs in reports.logged]
     assert [wanted in logs for logs in trainer.state.log_history] == ["loss" in logs for logs in reports.logged]
     assert not any("norm/error" in key for logs in reports.logged for key in logs)
+
+
+def test_exponents_are_histograms_of_wandb_and_no_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.run = object()
+    wandb.Histogram = lambda np_histogram: np_histogram
+    wandb.log = lambda data, commit: logged.append(data)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    reports = Reports()
+    policy = gr.on("error:*dense", Observe("norm", "exponents"))
+    trainer = train("bert", tmp_path, reports, RewriteCallback(policy, compile=False, records="*"))
+
+    assert logged
+    assert all(tag.startswith("exponents/error:") for data in logged for tag in data)
+    assert all(len(edges) == len(counts) + 1 for data in logged for counts, edges in data.values())
+    rows = [*reports.logged, *trainer.state.log_history]
+    assert any("norm/error:" in key for row in rows for key in row)
+    assert not any("exponents" in key for row in rows for key in row)
 
 
 def test_records_are_in_tensorboard(tmp_path: Path) -> None:

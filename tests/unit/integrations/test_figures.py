@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from gradrewrite import Step
-from gradrewrite.integrations._figures import main_figures
+from gradrewrite._utils.exponent_counts import ExponentCounts
+from gradrewrite.integrations._figures import log_histograms, main_figures
 
 pytestmark = pytest.mark.pure
 
@@ -36,3 +41,30 @@ def test_vanishing_is_as_far_from_one_as_growth() -> None:
     figures = main_figures([Step(0, layers | calls)], {})
 
     assert figures == {"gradrewrite/growth:layers": pytest.approx(0.1)}
+
+
+COUNTS = {"exponents/error:h": ExponentCounts((1.0, *[0.0] * 61, 2.0, 3.0), zero=4.0, inf=5.0, nan=6.0)}
+
+
+def test_histograms_of_a_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[Any, bool]] = []
+    wandb = SimpleNamespace(
+        run=object(),
+        Histogram=lambda np_histogram: np_histogram,
+        log=lambda data, commit: logged.append((data, commit)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log_histograms(COUNTS)
+    ((data, commit),) = logged
+    counts, edges = data["exponents/error:h"]
+
+    assert not commit  # they are a part of what the framework logs next
+    assert counts == [4.0, 1.0, *[0.0] * 61, 2.0, 3.0]
+    assert len(edges) == len(counts) + 1
+    assert (edges[0], edges[1], edges[-2], edges[-1]) == (0.0, 2.0**-46, 2.0**17, 2.0**18)
+
+    wandb.run = None
+    log_histograms(COUNTS)
+    monkeypatch.delitem(sys.modules, "wandb")
+    log_histograms(COUNTS)
+    assert len(logged) == 1

@@ -242,6 +242,44 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir())
 
 
+def test_exponents_are_a_histogram_in_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = tensorboard.SummaryWriter(tmp_path)
+        model = gr.transform(Probe(4), gr.on("error:h", Observe("exponents", "norm")))
+        model.monitor.to_tensorboard(writer)
+        model(torch.tensor([0.0, 0.3, -0.4, 5.0])).backward()
+        model.monitor.flush()
+        writer.close()
+        read = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = read.Histograms("exponents/error:h")
+    found = event.histogram_value
+    known = {limit: n for limit, n in zip(found.bucket_limit, found.bucket, strict=True) if n}
+
+    assert read.Tags()["scalars"] == ["norm/error:h"]
+    assert (event.step, found.min, found.max, found.num, found.sum) == (0, 0.0, 8.0, 4.0, 6.75)
+    assert known == {2.0**-46: 1.0, 0.5: 2.0, 8.0: 1.0}  # 0; [0.25, 0.5); [4, 8)
+
+
+def test_writer_without_histograms_has_no_exponents() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.tags: list[str] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.tags.append(tag)
+
+    writer = Writer()
+    model = gr.transform(Probe(), gr.on("error:h", Observe("exponents", "norm")))
+    run_probe(model, 1.0)
+    model.monitor.to_tensorboard(writer)
+
+    assert writer.tags == ["norm/error:h"]
+
+
 @pytest.mark.slow
 def test_reading_from_another_thread_while_training() -> None:
     model = watched(gr.Monitor(capacity=20))

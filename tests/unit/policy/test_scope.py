@@ -41,10 +41,16 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         r"error:w: AllReduce\(\) does not apply to this kind of site; it applies to gradient\n",
         Context(site()),
     ),
+    "skip_after_update": (
+        CHECK,
+        Context(site("param")),
+        r"param:w: CheckFinite\(on_failure='skip'\) sees what the update has made, and skipping cannot undo that",
+        Context(site("step")),
+    ),
     "tensor_type": (
         P.ClipByNorm(1.0),
         Context(site("step"), tensor_type="NestedTensor"),
-        "step:w: the gradient is a NestedTensor; actions at step sites take plain tensors and DTensors only",
+        "step:w: the tensor is a NestedTensor; actions at step sites take plain tensors and DTensors only",
         Context(site("step"), tensor_type="DTensor"),
     ),
     "shards": (
