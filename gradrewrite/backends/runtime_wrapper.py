@@ -45,6 +45,8 @@ class RewrittenBackward:
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
         snapshot = None if use.forwards is None else use.forwards.snapshot(args)
+        if session.may_skip and session.recorder.guards:
+            session.recorder.keep(backward, snapshot)
         session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()

@@ -13,6 +13,7 @@ from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.policy.rules import may_skip
 from gradrewrite.policy.sampling import Sampling
 from gradrewrite.rewriting.config import RewriteConfig
 
@@ -43,6 +44,7 @@ class Session:
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
+        self.may_skip = False  # whether updates may be skipped, so that steps are kept for a replay
         self._has_regions = outside is not None
 
     def check_rules(self) -> None:
@@ -52,6 +54,11 @@ class Session:
             awaited.discard("forward")  # which a framework calls through the other methods while it trains
         if self._has_regions or self.begun.issuperset(awaited):
             self.rules.check()
+
+    def note_skips(self, *, has_checks: bool = False) -> None:
+        """Note whether updates may be skipped: by a check in a graph, or by what the policy may answer."""
+        parameters = self.names.known_parameters() if self.recorder.guards else {}
+        self.may_skip = self.may_skip or has_checks or may_skip(self.config.policy, parameters)
 
     def forget(self) -> None:
         """Forget the compiled graphs: they are not in use any more."""

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, is_action, kinds_of
+from gradrewrite.policy.actions import (
+    Answer,
+    LiveBounds,
+    Measurement,
+    Policy,
+    UpdateJudge,
+    actions_of,
+    is_action,
+    kinds_of,
+)
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.sites import Pattern, Site
 
@@ -151,6 +160,21 @@ def may_answer_at_steps(policy: Policy) -> bool:
     if isinstance(policy, Rule):
         return Pattern.parse(policy.pattern).kind == "step"
     return callable(policy) or any(map(may_answer_at_steps, policy))
+
+
+def may_skip(policy: Policy, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether a policy may skip updates: by a rule, or by a callback's answer at the step site of a parameter."""
+    if any(_skips(action) for rule in rules_of(policy) for action in _flat(rule.action)):
+        return True
+    sites = [step_site(name, p) for name, p in parameters.items() if p.requires_grad and callbacks_of(policy)]
+    try:
+        return any(_skips(action) for site in sites for action in ask(policy, site))
+    except RewriteError:  # what is wrong with an answer is for the guard to say
+        return False
+
+
+def _skips(action: Any) -> bool:
+    return isinstance(action, UpdateJudge) or (isinstance(action, Measurement) and action.fails == "skip")
 
 
 def first_step_site(policy: Policy, parameters: Mapping[str, Tensor]) -> Site | None:
