@@ -45,6 +45,7 @@ class RewrittenBackward:
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
         snapshot = None if use.forwards is None else use.forwards.snapshot(args)
+        checked = snapshot if outputs.checks else None
         if session.may_skip and session.recorder.guards:
             session.recorder.keep(backward, snapshot)
         session.config.states.note_backward(backward)
@@ -62,7 +63,7 @@ class RewrittenBackward:
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
             tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
-        again = session.recorder.collect(outputs, tensors, snapshot, use.parameters, session.sampling.is_due)
+        again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and (self.is_whole or "part" not in session.warnings):
