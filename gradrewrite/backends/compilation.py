@@ -67,7 +67,6 @@ def compile_graph(
         return _raising(GraphBreakError(_SPLIT, code="ddp-optimizer"))
     if session.has_model and data_parallel.is_inside_data_parallel():
         session.warnings.warn_once("data parallel", _DATA_PARALLEL)
-    session.note_skips()
     try:
         with marking(session, gm, inputs, engine, measured) as compilation:
             key = _cache_key(compilation, gm, inputs)
@@ -249,7 +248,7 @@ class GraphCompilation:
         """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
         self.session.sampling.note(self.result.answers)
-        self.session.note_skips(has_checks=any(self.result.outputs.num_skips))
+        self.session.note_skips(edit.action for edit in self.result.edits)
         self.session.graphs.note(self._graph_report())
         self._note_warnings(self.result)
 
@@ -330,13 +329,13 @@ class GraphCompilation:
         """Let a compiled forward record the inputs of each call, if they are needed."""
         if self.result is None or (self.forwards is None and self.region is None):
             return compiled
-        uses, recorder = self.uses, self.session.recorder
+        uses, session, is_checked = self.uses, self.session, bool(self.result.outputs.checks)
 
         def run(args: list[Any]) -> Any:
             forwards = uses.of_forward().forwards
-            if forwards is None:
+            if forwards is None or not (is_checked or session.may_skip):
                 return compiled(args)
-            begun = forwards.begin(args, recorder.begin_forward())
+            begun = forwards.begin(args, session.recorder.begin_forward())
             outputs = compiled(args)
             forwards.end(begun, names, outputs)
             return outputs

@@ -44,9 +44,9 @@ class RewrittenBackward:
         session.note_backward(backward)
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
-        snapshot = None if use.forwards is None else use.forwards.snapshot(args)
-        checked = snapshot if outputs.checks else None
-        if session.may_skip and session.recorder.guards:
+        is_kept = session.may_skip and bool(session.recorder.guards)
+        snapshot = use.forwards.snapshot(args) if use.forwards is not None and (outputs.checks or is_kept) else None
+        if is_kept:
             session.recorder.keep(backward, snapshot)
         session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
@@ -63,6 +63,7 @@ class RewrittenBackward:
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
             tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
+        checked = snapshot if outputs.checks else None
         again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])

@@ -273,7 +273,7 @@ def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
 
 
 def return_instead(graph: fx.Graph, nodes: Sequence[Any]) -> None:
-    """Return these nodes alone, and take out what they do not need.
+    """Return these nodes alone, and take out unneeded ones.
 
     Markers and random ops stay: the numbers that others draw are not to change.
     """

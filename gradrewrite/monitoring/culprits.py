@@ -220,7 +220,9 @@ def _norms_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None]) -> _Norm
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
         rows |= zip(made.parameters, results[number:], strict=False)
     if len(snapshots) > 1:
-        missing = missing or "the model ran as several graphs in one backward (regions, a graph break, or several calls)"
+        missing = (
+            missing or "the model ran as several graphs in one backward (regions, a graph break, or several calls)"
+        )
     squares = {name: float(g.detach().abs().double().square().sum()) for name, g in gradients.items()}
     by_row = {name: own.double().cpu() for name, own in rows.items()}
     ids = next((_ids_of(s.ids) for s in snapshots if s is not None and s.ids is not None), None)
@@ -233,7 +235,7 @@ def _ids_of(ids: Tensor | tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _values_of(kept: KeptStep, snapshot: StepSnapshot | None) -> list[object]:
-    """Return the inputs of a graph; RuntimeError if one is gone, or is not what it was."""
+    """Return the inputs of a graph; RuntimeError if one is gone or changed."""
     if snapshot is None:
         raise RuntimeError("a graph of it cannot be run again (it computes with other ranks, or is not known)")
     if snapshot.missing:

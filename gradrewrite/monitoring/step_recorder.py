@@ -315,14 +315,14 @@ class StepRecorder:
         self._ids = ids
 
     def begin_forward(self) -> Any:
-        """A forward begins for which a backward may be replayed: the step before is let go of; return its names."""
+        """Let go of the step before, where a forward begins; return the names of its examples."""
         ids, self._ids = self._ids, None
         if self.kept_step is not None and self.kept_step.is_over:
             self.kept_step = None
         return ids
 
     def keep(self, backward: int, snapshot: StepSnapshot | None) -> None:
-        """Keep what a graph of a backward was given; None: it cannot be replayed."""
+        """Keep a graph of a backward; None: it cannot be replayed."""
         with self.lock:
             kept = self.kept_step
             if kept is None or kept.is_over or (backward not in kept.micro_batches and self._is_cleared()):

@@ -10,17 +10,8 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import (
-    Answer,
-    LiveBounds,
-    Measurement,
-    Policy,
-    UpdateJudge,
-    actions_of,
-    is_action,
-    kinds_of,
-)
-from gradrewrite.policy.scope import Context, refuse
+from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, is_action, kinds_of
+from gradrewrite.policy.scope import Context, refuse, skips_updates
 from gradrewrite.sites import Pattern, Site
 
 
@@ -145,6 +136,11 @@ def rules_of(policy: Policy) -> tuple[Rule, ...]:
     return tuple(rule for item in policy for rule in rules_of(item))
 
 
+def rule_skips(policy: Policy) -> bool:
+    """Whether a rule of a policy may skip updates."""
+    return any(skips_updates(action) for rule in rules_of(policy) for action in _flat(rule.action))
+
+
 def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[int, ...], Callable[[Site], Answer]]:
     """Return all callables in a policy that are no rules, by their position in its nested lists."""
     if isinstance(policy, Rule):
@@ -160,21 +156,6 @@ def may_answer_at_steps(policy: Policy) -> bool:
     if isinstance(policy, Rule):
         return Pattern.parse(policy.pattern).kind == "step"
     return callable(policy) or any(map(may_answer_at_steps, policy))
-
-
-def may_skip(policy: Policy, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether a policy may skip updates: by a rule, or by a callback's answer at the step site of a parameter."""
-    if any(_skips(action) for rule in rules_of(policy) for action in _flat(rule.action)):
-        return True
-    sites = [step_site(name, p) for name, p in parameters.items() if p.requires_grad and callbacks_of(policy)]
-    try:
-        return any(_skips(action) for site in sites for action in ask(policy, site))
-    except RewriteError:  # what is wrong with an answer is for the guard to say
-        return False
-
-
-def _skips(action: Any) -> bool:
-    return isinstance(action, UpdateJudge) or (isinstance(action, Measurement) and action.fails == "skip")
 
 
 def first_step_site(policy: Policy, parameters: Mapping[str, Tensor]) -> Site | None:

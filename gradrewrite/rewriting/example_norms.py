@@ -73,7 +73,9 @@ def example_norms_of(replay_graph: ReplayGraph, values: Sequence[Any]) -> Exampl
     return ExampleNorms(gm, tuple(site.name for site in sites.values()), missing)
 
 
-def _insert_norms(graph: fx.Graph, replay_graph: ReplayGraph, gradients: Sequence[tuple[Any, fx.Node]]) -> list[fx.Node]:
+def _insert_norms(
+    graph: fx.Graph, replay_graph: ReplayGraph, gradients: Sequence[tuple[Any, fx.Node]]
+) -> list[fx.Node]:
     positions = aot_autograd.plain_inputs(graph)
     inputs = {at: replay_graph.inputs[node.name] for node, at in positions.items() if node.name in replay_graph.inputs}
     examples = ExampleGradients(MarkedJointGraph(graph, (), inputs, is_whole=replay_graph.is_whole))

@@ -103,11 +103,15 @@ def test_norms_are_those_of_a_loop_over_rows(poison: Poison, reduction: str) -> 
     got = torch.tensor([row.norm for row in sorted(found.rows)])
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-9)
     shares = expected.square() / expected.square().sum()
-    torch.testing.assert_close(torch.tensor([row.share for row in sorted(found.rows)]).double(), shares, rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(
+        torch.tensor([row.share for row in sorted(found.rows)]).double(), shares, rtol=1e-3, atol=1e-9
+    )
 
 
 def test_replay_changes_nothing() -> None:
-    run = Run(task_of("repeated token", dropout=0.3), policy=[SPIKES, gr.on("gradient:*", Observe("norm"))], num_micro=2)
+    run = Run(
+        task_of("repeated token", dropout=0.3), policy=[SPIKES, gr.on("gradient:*", Observe("norm"))], num_micro=2
+    )
     run.model.register_buffer("extra", torch.ones(2))
     run.until_spike(1, 4)
 
