@@ -34,7 +34,7 @@ class CulpritRow(NamedTuple):
             0 for finite rows beside such.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # not ``tuple.index``, which nobody needs here
     id: int | str | None
     norm: float
     share: float
@@ -122,8 +122,8 @@ def _last_skipped(recorder: StepRecorder) -> list[StepRecord]:
                 one.fetch()
             return of_update
     raise RuntimeError(
-        "monitor.culprits(): no update was skipped in the steps of the buffer. It tells who made a skip by SkipSpikes or "
-        'CheckFinite("skip"), of an optimizer with gr.guard'
+        "monitor.culprits(): no update was skipped in the steps of the buffer. It tells who made a skip, by SkipSpikes "
+        'or CheckFinite("skip"), of an optimizer with gr.guard'
     )
 
 
@@ -195,10 +195,10 @@ class _Norms:
         squares = self.by_row().tolist()
         order = sorted(range(len(squares)), key=lambda n: -_finite_or_inf(squares[n]))[:k]
         shares = _shares(squares)
-        if self.ids is not None and len(self.ids) != len(squares):
-            note = f"ids are not known: monitor.log_ids was given {len(self.ids)} of them, and there are {len(squares)} rows"
-            found = replace(found, note=note)
-        ids = self.ids if self.ids is not None and len(self.ids) == len(squares) else [None] * len(squares)
+        ids: Sequence[int | str | None] = [None] * len(squares) if self.ids is None else self.ids
+        if len(ids) != len(squares):
+            note = f"monitor.log_ids was given {len(ids)} of them, and there are {len(squares)} rows"
+            found, ids = replace(found, note=f"ids are not known: {note}"), [None] * len(squares)
         rows = tuple(CulpritRow(n, ids[n], math.sqrt(squares[n]), shares[n]) for n in order)
         layers = _layers({name: float(own[order].sum()) for name, own in self.rows.items()}, k)
         return _Suspect(replace(found, rows=rows, layers=layers), self.largest_row(), self.gradient())
@@ -282,7 +282,10 @@ def _figure(values: Mapping[RecordKey, float]) -> float | None:
 
 
 def _squares_of(values: Mapping[RecordKey, float]) -> dict[str, float]:
-    """Return the squared norms of gradients by parameter, inf where elements are not finite; those of the update last."""
+    """Return the squared norms of gradients by parameter, of the backward or else of the update.
+
+    They are inf where elements are not finite.
+    """
     for kind in ("gradient", "step"):
         squares: dict[str, float] = {}
         for key, value in values.items():

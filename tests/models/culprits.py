@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 Poison = Literal["scaled label", "repeated token", "finite outlier"]
 ROWS, LENGTH, WORDS, FEATURES = 8, 6, 11, 5
