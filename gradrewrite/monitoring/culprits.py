@@ -109,7 +109,11 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
         if isinstance(own, str):
             own = _of_records(records, update, own, k)
         own = replace(own, found=replace(own.found, reason=_reason(records[-1])))
-    return _of_ranks(own, recorder.agreeing)
+    found = _of_ranks(own, recorder.agreeing)
+    with recorder.lock:
+        records[-1].culprits = str(found)
+        recorder.writers.note_late(records[-1].step, "what monitor.culprits() says")
+    return found
 
 
 def _last_skipped(recorder: StepRecorder) -> list[StepRecord]:

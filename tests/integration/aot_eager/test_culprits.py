@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import html
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByValue, Observe, SkipSpikes
+from gradrewrite.viz import report
 
 from helpers import mostly_slow
 from models.culprits import ROWS, Poison, Task, example_norms, task_of
@@ -383,3 +386,20 @@ def test_report() -> None:
         found.step = 3  # type: ignore[misc]
     with pytest.raises(ValueError, match="k is a whole number"):
         run.model.monitor.culprits(0)
+
+
+def test_run_log_and_report_have_the_skips_that_were_asked_about(tmp_path: Path) -> None:
+    run = Run(task_of("scaled label"))
+    run.model.monitor.to_jsonl(tmp_path / "run.jsonl")
+    run.until_spike(0, 5)
+    before = run.model.monitor.steps()
+    text = str(run.model.monitor.culprits())
+    run.step()
+    run.model.monitor.flush()
+    steps = gr.read_jsonl(tmp_path / "run.jsonl")
+
+    assert run.model.monitor.steps()[:-1] == before
+    assert [step.culprits for step in steps] == [""] * 6 + [text, ""]
+    for source in (run.model.monitor, tmp_path / "run.jsonl"):
+        page = Path(report(source).render(tmp_path / "report")).read_text()
+        assert html.escape(text) in page
