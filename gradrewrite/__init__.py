@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gradrewrite.module import RewrittenModule as RewrittenModule
     from gradrewrite.module import restore as restore
     from gradrewrite.module import transform as transform
+    from gradrewrite.monitoring.culprits import Culprits as Culprits
     from gradrewrite.monitoring.monitor import Monitor as Monitor
     from gradrewrite.optimizer.guard import guard as guard
     from gradrewrite.optimizer.guard import unguard as unguard
@@ -75,6 +76,7 @@ _PUBLIC = {
     "ir.edits": "Edit",
     "ir.joint_graph": "JointGraph",
     "module": "RewrittenModule restore transform",
+    "monitoring.culprits": "Culprits",
     "monitoring.monitor": "Monitor",
     "optimizer.guard": "guard unguard",
     "policy.actions": "Policy",

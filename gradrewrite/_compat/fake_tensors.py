@@ -87,6 +87,19 @@ def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
 
 
+def describe_nodes(gm: fx.GraphModule, values: Sequence[Any]) -> None:
+    """Give all nodes of a graph fake values, from real ones of its placeholders; sizes are numbers."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = iter(values)
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta["val"] = fake_result(node, mode)
+        elif node.op != "output":
+            value = next(given) if node.op == "placeholder" else getattr(gm, str(node.target))
+            is_tensor = isinstance(value, Tensor)
+            node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True) if is_tensor else value
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory, fake ones included, as long as both are alive."""
     return cast(int, StorageWeakRef(tensor.untyped_storage()).cdata)

@@ -170,10 +170,14 @@ class GraphCompilation:
         assert graph.owning_module is not None
         config, graphs, num_nodes = self.session.config, self.session.graphs, len(graph.nodes)
         if graphs.wants(num_nodes):
-            shown, result = rewrite_and_compare(self.marked(graph), config, self.asked, self.measured)
+            shown, result = rewrite_and_compare(
+                self.marked(graph), config, self.asked, self.measured, is_replayed=self.session.may_skip
+            )
             graphs.keep(shown, num_nodes)
         else:
-            result = rewrite_joint_graph(self.marked(graph), config, self.asked, self.measured)
+            result = rewrite_joint_graph(
+                self.marked(graph), config, self.asked, self.measured, is_replayed=self.session.may_skip
+            )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
@@ -244,6 +248,7 @@ class GraphCompilation:
         """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
         self.session.sampling.note(self.result.answers)
+        self.session.note_skips(edit.action for edit in self.result.edits)
         self.session.graphs.note(self._graph_report())
         self._note_warnings(self.result)
 
@@ -324,13 +329,13 @@ class GraphCompilation:
         """Let a compiled forward record the inputs of each call, if they are needed."""
         if self.result is None or (self.forwards is None and self.region is None):
             return compiled
-        uses = self.uses
+        uses, session, is_checked = self.uses, self.session, bool(self.result.outputs.checks)
 
         def run(args: list[Any]) -> Any:
             forwards = uses.of_forward().forwards
-            if forwards is None:
+            if forwards is None or not (is_checked or session.may_skip):
                 return compiled(args)
-            begun = forwards.begin(args)
+            begun = forwards.begin(args, session.recorder.begin_forward())
             outputs = compiled(args)
             forwards.end(begun, names, outputs)
             return outputs
@@ -414,7 +419,7 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
         return None
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
     further = compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region
-    return find_key(*given, *further, compilation.measured)
+    return find_key(*given, *further, compilation.measured, compilation.session.may_skip)
 
 
 def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:

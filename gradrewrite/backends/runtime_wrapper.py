@@ -44,7 +44,10 @@ class RewrittenBackward:
         session.note_backward(backward)
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
-        snapshot = None if use.forwards is None else use.forwards.snapshot(args)
+        is_kept = session.may_skip and bool(session.recorder.guards)
+        snapshot = use.forwards.snapshot(args) if use.forwards is not None and (outputs.checks or is_kept) else None
+        if is_kept:
+            session.recorder.keep(backward, snapshot)
         session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
@@ -60,7 +63,8 @@ class RewrittenBackward:
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
             tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
-        again = session.recorder.collect(outputs, tensors, snapshot, use.parameters, session.sampling.is_due)
+        checked = snapshot if outputs.checks else None
+        again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and (self.is_whole or "part" not in session.warnings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,9 @@ from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.policy.rules import Answered, callbacks_of, rule_skips
 from gradrewrite.policy.sampling import Sampling
+from gradrewrite.policy.scope import skips_updates
 from gradrewrite.rewriting.config import RewriteConfig
 
 STATE = "_gradrewrite"  # the slot of a rewritten model, or its attribute where it was rewritten in place
@@ -43,6 +45,8 @@ class Session:
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
+        self._skips = rule_skips(config.policy)
+        self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
         self._has_regions = outside is not None
 
     def check_rules(self) -> None:
@@ -52,6 +56,21 @@ class Session:
             awaited.discard("forward")  # which a framework calls through the other methods while it trains
         if self._has_regions or self.begun.issuperset(awaited):
             self.rules.check()
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether updates may be skipped, so that steps are kept for a replay."""
+        return self._skips or (self._has_silent_callbacks and bool(self.recorder.guards))
+
+    def note_skips(self, actions: Iterable[Any]) -> None:
+        """Take note of actions in a graph, or at a step site."""
+        self._skips = self._skips or any(map(skips_updates, actions))
+
+    def note_step_answers(self, answers: Sequence[Answered]) -> None:
+        """Take note of the policy's answers at a step site."""
+        self.rules.note_step_answers(answered.position[1:] for answered in answers)
+        self.note_skips(answered.action for answered in answers)
+        self._has_silent_callbacks = False
 
     def forget(self) -> None:
         """Forget the compiled graphs: they are not in use any more."""

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
@@ -54,6 +54,7 @@ class Step:
             in the order of the forward, then gradients; magnitudes in units of the unscaled loss.
         clips: The records of each clip; ``()`` if there is none, or where that is not known.
         ops: The op and the source line of each recorded activation and error; ``()`` where that is not known.
+        culprits: Who made its update skip, in words; ``""`` where nobody asked ``monitor.culprits()``.
 
     Raises:
         ValueError: A name has no ``@``.
@@ -63,6 +64,7 @@ class Step:
     records: Mapping[str, float]
     clips: tuple[ClipRecords, ...] = ()
     ops: tuple[SiteOp, ...] = ()
+    culprits: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         wrong = next((name for name in self.records if "@" not in name), None)
@@ -319,7 +321,7 @@ def _step(data: object, headers: Mapping[int, Header]) -> Step:
         raise ValueError(f'no line {{"graphs": {graphs}, "clips": [...]}} stands before it')
     # the same addresses come in every row: kept once
     records = {sys.intern(address): _number(address, value) for address, value in data["records"].items()}
-    return Step(step, records, *(((), ()) if graphs is None else headers[graphs]))
+    return Step(step, records, *(((), ()) if graphs is None else headers[graphs]), str(data.get("culprits", "")))
 
 
 def _whole(data: Mapping[str, object], name: str) -> int:

@@ -258,14 +258,30 @@ def copy_with_inner_graphs(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
-    """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones."""
+    """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones.
+
+    Its inputs and outputs keep their descriptors.
+    """
     owner = graph.owning_module
     assert owner is not None
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
+    copied.output_node().meta = dict(graph.output_node().meta)
     for node in copied.nodes:
-        node.meta = {}
+        node.meta = {"desc": node.meta["desc"]} if "desc" in node.meta else {}
     return make_fx.without_code(owner, copied)
+
+
+def return_instead(graph: fx.Graph, nodes: Sequence[Any]) -> None:
+    """Return these nodes alone, and take out unneeded ones.
+
+    Markers and random ops stay: the numbers that others draw are not to change.
+    """
+    graph.output_node().args = (tuple(nodes),)
+    for node in reversed(list(graph.nodes)):
+        is_needed = node.op in ("placeholder", "output") or node.target is ops.mark_activation
+        if not node.users and not is_needed and not operators.is_random(node):
+            graph.erase_node(node)
 
 
 def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -25,3 +25,6 @@ class ReplayGraph:
     tangents: tuple[str, ...]  # placeholders of gradients that come from outside
     backward: frozenset[str]  # names of its nodes
     is_random: bool  # random numbers are drawn
+    plain: Mapping[int, str] = field(default_factory=dict)  # nodes of gradients before the actions there, by position
+    updated: frozenset[str] = frozenset()  # inputs that gradients depend on, and that the forward writes to
+    is_whole: bool = True  # it holds all that one call of the model does

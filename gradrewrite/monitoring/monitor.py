@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, distributed
@@ -16,6 +16,7 @@ from gradrewrite.diagnostics.run_log import Finding, Step
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
+from gradrewrite.monitoring.culprits import Culprits, find_culprits
 from gradrewrite.monitoring.host_copy import pack_of
 from gradrewrite.monitoring.messages import failure_of
 from gradrewrite.monitoring.rank_reduction import RankReduction
@@ -332,6 +333,59 @@ class Monitor:
                 return next((failure for failure in failures if failure is not None), None)
             record.fetch()
             return find_anywhere(record.step, record.checked_graphs())
+
+    def culprits(self, k: int = 5) -> Culprits:
+        """Return the rank, micro-batch, rows and layers behind the last skipped update.
+
+        The update was skipped by ``SkipSpikes`` or ``CheckFinite("skip")``. Its micro-batches are replayed op by op,
+        with the inputs, the gradients of outputs and the random state of the step; nothing changes, and nothing is
+        computed in steps that are not asked about. The rows are those of the micro-batch, of all ranks, that has the
+        row with the largest norm. A row's norm is that of what it adds to the gradient of its micro-batch, before the
+        actions at gradient sites, as ``backward`` computed it (of a scaled loss it is scaled); every tensor input of
+        the model has the rows in dimension 0. Where there are no rows (``note`` says why), it is the micro-batch with
+        the largest gradient.
+
+        The step can be replayed until the next training forward; until then inputs and gradients of outputs (up to
+        64 MiB each) of its micro-batches are kept alive. Later, or where an input was changed in place, a parameter was
+        resharded, or another update was made since, records tell what they can. Waits for the device. On several ranks
+        that skip together it is a collective call: all of them make it.
+
+        Args:
+            k: How many rows and layers are named at most.
+
+        Raises:
+            RuntimeError: No update was skipped in the steps of the buffer.
+            ValueError: ``k`` is not a whole number >= 1.
+
+        Example:
+            >>> import torch, gradrewrite as gr
+            >>> from gradrewrite.passes import CheckFinite
+            >>> model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:*", CheckFinite("skip")))
+            >>> optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            >>> model.monitor.log_ids(["a", "b", "c"])
+            >>> model(torch.tensor([[1.0, 2.0], [float("inf"), 1.0], [0.0, 1.0]])).sum().backward()
+            >>> optimizer.step()
+            >>> found = model.monitor.culprits()
+            >>> found.micro_batch, found.rows[0].index, found.rows[0].id
+            (0, 1, 'b')
+        """
+        return find_culprits(self._recorder, checked_interval("Monitor.culprits", "k", k))
+
+    def log_ids(self, ids: Sequence[int | str] | Tensor) -> None:
+        """Give names to the rows of the next forward's batch; ``culprits`` shows them.
+
+        Args:
+            ids: Integers or strings, or a tensor of integers ``[B]`` on any device (which is copied), one for each row.
+
+        Raises:
+            TypeError: ``ids`` is none of these.
+        """
+        if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point() and not ids.is_complex():
+            self._recorder.note_ids(ids.detach().clone())
+            return
+        if isinstance(ids, Tensor | str) or not isinstance(ids, Iterable):
+            raise TypeError(f"monitor.log_ids takes integers or strings, one for each row, got {type(ids).__name__}")
+        self._recorder.note_ids(tuple(ids))
 
     def _read(self, last: int | None = None) -> list[StepRecord]:
         with self._lock:

@@ -94,6 +94,7 @@ class StepRecord:
     updates: list[StepRecord] = field(default_factory=list)
     # Errors of the step, by the checks that failed in each of its graphs.
     failures: dict[tuple[tuple[RecordKey, ...], ...], NonFiniteError] = field(default_factory=dict)
+    culprits: str = ""  # who made its update skip, in words; ``""`` where nobody asked
     was_read: bool = False  # whether it has been read
     has_known_bounds: bool = False  # whether somebody has looked at its bounds for zeros
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
@@ -197,7 +198,8 @@ class StepRecord:
         """Return the records of the step and its clips; the copy is here."""
         records = {str(key): value for key, value in self.values().items()}
         ops = [own.outputs.ops for own in reversed(self.graphs)]
-        return Step(self.step, records, self.clips(), ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops))))
+        own_ops = ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops)))
+        return Step(self.step, records, self.clips(), own_ops, self.culprits)
 
     def clips(self) -> tuple[ClipRecords, ...]:
         """Return the clips, in the order of ``values``."""

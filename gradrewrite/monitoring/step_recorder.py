@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, distributed
 
@@ -19,6 +19,7 @@ from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
+from gradrewrite.monitoring.kept_step import KeptStep
 from gradrewrite.monitoring.messages import StepMessages, raise_failed
 from gradrewrite.monitoring.step_record import StepRecord, verdicts_of
 from gradrewrite.monitoring.writers import Writers
@@ -38,6 +39,7 @@ class _SkipGuard(Protocol):
     def count_backward(self, backward: int) -> None: ...  # the same, with the number of the backward
     def note_loss(self, loss: Tensor) -> None: ...  # a loss was logged, a copy with one element
     def follow(self) -> None: ...  # joins the recorders of the models' current monitors
+    def is_cleared(self) -> bool: ...  # whether none of its gradients is left
     def leave(self) -> None: ...  # its optimizer is gone: its steps do not count any more
 
     # Notes a graph's verdict: 0-d float32, 1 if a check that skips failed.
@@ -94,6 +96,10 @@ class StepRecorder:
         # DistributedDataParallel that the model was last called in.
         self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
         # Records for the next step, of a backward that records nothing: its update makes the record.
+        # What the last guarded step computed, until the next one begins; None where updates are never skipped.
+        self.kept_step: KeptStep | None = None
+        self.agreeing: distributed.ProcessGroup | None = None  # ranks that skip the last update together
+        self._ids: Any = None  # names of the examples of the next forward
         self._early: dict[tuple[RecordKey, ...], Tensor] = {}
         self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False
@@ -293,10 +299,44 @@ class StepRecorder:
         raise_failed(update)
         return update.step
 
-    def note_update(self) -> None:
-        """A guarded optimizer has made a step, or skipped it: later backwards belong to the next one."""
+    def note_update(self, agreeing: distributed.ProcessGroup | None = None) -> None:
+        """A guarded optimizer has made a step, or skipped it, with the other ranks of a group.
+
+        Later backwards belong to the next one.
+        """
         with self.lock:
             self.num_updates += 1
+            self.agreeing = agreeing
+            if self.kept_step is not None:
+                self.kept_step.close()
+
+    def note_ids(self, ids: Any) -> None:
+        """Take names of the examples of the next forward."""
+        self._ids = ids
+
+    def begin_forward(self) -> Any:
+        """Let go of the step before, where a forward begins; return the names of its examples."""
+        ids, self._ids = self._ids, None
+        if self.kept_step is not None and self.kept_step.is_over:
+            self.kept_step = None
+        return ids
+
+    def keep(self, backward: int, snapshot: StepSnapshot | None) -> None:
+        """Keep a graph of a backward; None: it cannot be replayed."""
+        with self.lock:
+            kept = self.kept_step
+            if kept is None or kept.is_over or (backward not in kept.micro_batches and self._is_cleared()):
+                kept = self.kept_step = KeptStep(self.num_updates)
+            kept.add(backward, snapshot)
+
+    def _is_cleared(self) -> bool:
+        """Whether no guarded optimizer has gradients."""
+        return all(guard.is_cleared() for guard in self.guards if guard.is_alive)
+
+    def drop_step(self) -> None:
+        """Gradients without an update are gone, and so is their step."""
+        if self.kept_step is not None and not self.kept_step.is_over:
+            self.kept_step = None
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
         """Add records that the host knows to the last step, if there is one."""

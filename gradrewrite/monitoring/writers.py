@@ -65,7 +65,7 @@ class Writers:
         """Number of records in all files."""
         return min((self._next.get(sink.key, 0) for sink in self._sinks), default=0)
 
-    def note_late(self, step: int, key: RecordKey) -> None:
+    def note_late(self, step: int, key: RecordKey | str) -> None:
         """Warn once of a late record for a step that a file has already."""
         if not self._warned_of_late and any(self._next.get(sink.key, 0) > step for sink in self._sinks):
             self._warned_of_late = True
@@ -140,7 +140,8 @@ class JsonLines:
 
     Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...], "ops": {...}}``: the number of the
     set; which records belong to which clip, its action, its rule and the call of its site; the op and the source line
-    of activations and errors. On several ranks steps have ``"rank": 1`` too.
+    of activations and errors. On several ranks steps have ``"rank": 1`` too; one with a skipped update that was asked
+    about has ``"culprits": "update 7 was skipped ..."``.
 
     A step is one write, so a kill leaves whole lines. What could not be written whole (a full disk) is taken back, and
     an unfinished line that an earlier run left is taken off when the file is opened.
@@ -165,7 +166,8 @@ class JsonLines:
         if is_new:
             clips, ops = list(map(clip_to_json, step.clips)), ops_to_json(step.ops)
             rows.append({"graphs": graphs, "clips": clips, **({"ops": ops} if ops else {})})
-        rows.append({"step": step.step, "graphs": graphs, **self._rank, "records": records})
+        culprits = {"culprits": step.culprits} if step.culprits else {}
+        rows.append({"step": step.step, "graphs": graphs, **self._rank, "records": records, **culprits})
         self._append(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
         if is_new:
             self._sets.append(header)

@@ -240,6 +240,7 @@ class Guard:
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._losses = Losses()
         self._ratios = ratios
+        self._agreeing: distributed.ProcessGroup | None = None  # ranks that decided on the last update together
         self._warned_of_no_step = False
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
         self._changes: tuple[tuple[int, ...], int] | None = ((), -1)
@@ -350,9 +351,9 @@ class Guard:
     def count_backward(self, backward: int) -> None:
         """Take note of a backward, by its number."""
         if self.may_have_step_actions:
-            self._losses.note_backward(backward, self._is_cleared)
+            self._losses.note_backward(backward, self.is_cleared)
 
-    def _is_cleared(self) -> bool:
+    def is_cleared(self) -> bool:
         """Whether there are no gradients; those of shards may be elsewhere while micro-batches add up (FSDP2)."""
         optimizer = self._optimizer()
         parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
@@ -363,6 +364,8 @@ class Guard:
         """The gradients go, and the verdict and their losses with them."""
         self._verdict.drop(optimizer)
         self._losses.drop()
+        for attachment in self.attached:
+            attachment.recorder.drop_step()
         self._follow_all()
         return inner(*args, **kwargs)
 
@@ -421,6 +424,7 @@ class Guard:
         scale = optimizer.__dict__.get("grad_scale")  # a GradScaler's
         bad = self._verdict.take(optimizer)
         ballot = self._verdict.ballot(optimizer, bad)
+        self._agreeing = None if ballot is None else ballot.group
         outcome = StepOutcome()
         if self._step_sites is not None:
             outcome = self._step_sites.run(optimizer, inner, scale, ballot, self._losses)
@@ -473,7 +477,7 @@ class Guard:
             for states in self._states:
                 states.note_step(id(self))
             for attachment in self.attached:
-                attachment.recorder.note_update()
+                attachment.recorder.note_update(self._agreeing)
         self._add_ratios(before)
         if bad is not None:
             self._verdict.look_at_counts()

@@ -254,7 +254,7 @@ class StepSites:
                 check_dense(answered.action, site, gradient)
             if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
                 refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
-            session.rules.note_step_answers(answered.position[1:] for answered in answers)
+            session.note_step_answers(answers)
             session.sampling.note([answers])
             self._measures |= any(interval_of(answered.action) for answered in answers)
             answers = sampled(answers, site, self._measured[own[0]]) if self._measured else answers

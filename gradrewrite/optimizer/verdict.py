@@ -221,6 +221,7 @@ class UpdateVerdict:
         if in_a_row >= self._max_consecutive_skips:
             limit = f"max_consecutive_skips={self._max_consecutive_skips}"
             reason = f"{in_a_row} updates in a row were skipped, so training does not go on ({limit})"
+            reason += "; monitor.culprits(), on all ranks, says who made the last skip"
             recorder = self._attached[0].recorder
             if spike is not None:
                 raise spike.error(recorder.num_steps - 1, reason)

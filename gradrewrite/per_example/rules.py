@@ -336,7 +336,7 @@ def _reduce(call: OpCall) -> Layouts:
 @_rule(
     *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "cumsum", "cumprod", "sort"),
     *("topk", "logcumsumexp", "cummax", "cummin", "glu", "glu_backward", "gather", "scatter", "scatter_add"),
-    *("scatter_reduce", "softmax", "log_softmax", "argsort"),
+    *("scatter_reduce", "softmax", "_safe_softmax", "log_softmax", "argsort"),
 )
 @_rule("prepare_softmax_online", namespace="prims")
 def _along(call: OpCall) -> Layouts:

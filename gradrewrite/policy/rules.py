@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import Answer, LiveBounds, Policy, action_key, actions_of, is_action, kinds_of
-from gradrewrite.policy.scope import Context, refuse
+from gradrewrite.policy.scope import Context, refuse, skips_updates
 from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
 
 
@@ -155,6 +155,11 @@ def rules_of(policy: Policy) -> tuple[Rule, ...]:
     if callable(policy):
         return ()
     return tuple(rule for item in policy for rule in rules_of(item))
+
+
+def rule_skips(policy: Policy) -> bool:
+    """Whether a rule of a policy may skip updates."""
+    return any(skips_updates(action) for rule in rules_of(policy) for action in _flat(rule.action))
 
 
 def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[int, ...], Callable[[Site], Answer]]:

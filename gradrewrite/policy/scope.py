@@ -14,6 +14,7 @@ from gradrewrite.policy.actions import (
     ExampleClip,
     GroupAction,
     Measurement,
+    UpdateJudge,
     describe,
     kinds_of,
 )
@@ -218,6 +219,11 @@ def warnings_in_parts(
         for number, (named, text) in enumerate(texts)
         if named
     }
+
+
+def skips_updates(action: Any) -> bool:
+    """Return whether an action may skip updates."""
+    return isinstance(action, UpdateJudge) or (isinstance(action, Measurement) and action.fails == "skip")
 
 
 def lone_skip(edits: Iterable[Edit]) -> Site | None:

@@ -38,6 +38,22 @@ def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
     return _Replay(snapshot, failed).result()
 
 
+def run_again(snapshot: StepSnapshot, graph: fx.GraphModule, values: Sequence[Any]) -> list[Tensor]:
+    """Run a graph op by op in the random state of a step; nothing of the user's changes."""
+    with _apart(snapshot, values):
+        results: list[Tensor] = _Plain(graph).run(*values, enable_io_processing=False)
+    return results
+
+
+class _Plain(fx.Interpreter):
+    """An interpreter of a graph without markers."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        return operators.run_node(n, *self.fetch_args_kwargs_from_env(n))
+
+
 class _Replay(fx.Interpreter):
     """An interpreter of a replay graph that notes non-finite values."""
 

@@ -115,6 +115,7 @@ class ForwardCall(NamedTuple):
     random: RandomState | None  # random state before it; None if it draws no random numbers
     # Storages of some of its last outputs, by the name of the node: they identify its backward.
     keys: Mapping[str, _Key]
+    ids: Any = None  # names of its examples, that the user gave
 
     def is_over(self, saved: Collection[str]) -> bool:
         """Whether something that it saved for the backward is gone."""
@@ -131,6 +132,7 @@ class StepSnapshot(NamedTuple):
     tangents: Mapping[str, VersionedRef] = MappingProxyType({})  # gradients that came from outside, by placeholder
     random: RandomState | None = None  # random state before the forward
     missing: str = ""  # why the step cannot be replayed; ``""`` if it can
+    ids: Any = None  # names of its examples, that the user gave; None where there are none
 
     @property
     def inputs(self) -> tuple[VersionedRef, ...]:
@@ -138,7 +140,7 @@ class StepSnapshot(NamedTuple):
         return tuple(map(VersionedRef, self.values, self.versions))
 
 
-_Begun = tuple[Sequence[Any], Sequence[int], RandomState | None]
+_Begun = tuple[Sequence[Any], Sequence[int], RandomState | None, Any]
 
 
 class PendingForwards:
@@ -151,6 +153,7 @@ class PendingForwards:
         placeholders = [n.name for n in replay_graph.graph.graph.find_nodes(op="placeholder")]
         names = [name for name in placeholders if name not in replay_graph.tangents]
         known = [replay_graph.inputs.get(name) for name in names]
+        self._updated = [n for n, name in enumerate(names) if name in replay_graph.updated]
         self._of_model = [k is not None and k.role in ("parameter", "buffer") for k in known]
         self._inputs = frozenset(names)
         self._saved: Collection[str] = ()
@@ -173,8 +176,8 @@ class PendingForwards:
         """Whether a forward graph is given just the inputs of the joint graph."""
         return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
 
-    def begin(self, args: Sequence[Any]) -> _Begun:
-        """Note the inputs of a call, before it begins."""
+    def begin(self, args: Sequence[Any], ids: Any = None) -> _Begun:
+        """Note the inputs of a call, before it begins; those that it writes to are copied."""
         with self._lock:
             if self._calls:
                 self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
@@ -188,7 +191,9 @@ class PendingForwards:
             refs = self._note_inputs(args)
             versions = [_version(a) for a in args]
         values = [_without_history(a) if r is None else r for r, a in zip(refs, args, strict=True)]
-        return values, versions, RandomState.now(args) if self.replay_graph.is_random else None
+        for n in self._updated:
+            values[n], versions[n] = args[n].detach().clone(), 0
+        return values, versions, RandomState.now(args) if self.replay_graph.is_random else None, ids
 
     def _note_inputs(self, args: Sequence[Any]) -> list[weakref.ref[Any] | None]:
         self._refs = [weakref.ref(a) if w else None for a, w in zip(args, self._of_model, strict=True)]
@@ -208,7 +213,7 @@ class PendingForwards:
             if len(keys) < _KEYS:
                 keys[names[number]] = _Key.of(outputs[number])
         with self._lock:
-            self._calls.append(ForwardCall(*begun, keys))
+            self._calls.append(ForwardCall(*begun[:3], keys, begun[3]))
 
     def snapshot(self, args: Sequence[Any]) -> StepSnapshot:
         """Return the step snapshot for a backward with these arguments; see ``note_saved``."""
@@ -223,7 +228,7 @@ class PendingForwards:
             return StepSnapshot(
                 self.replay_graph, missing=f"{missing}compute the loss inside the model, or call gr.locate"
             )
-        return StepSnapshot(self.replay_graph, call.values, call.versions, tangents, call.random)
+        return StepSnapshot(self.replay_graph, call.values, call.versions, tangents, call.random, ids=call.ids)
 
     def _find(self, args: Sequence[Any]) -> ForwardCall | None:
         unknown = []

@@ -203,6 +203,8 @@ class ExampleGradients:
         if found := source_of(node):
             return f", {found}"
         number = attribute_nodes(self._graph, backward_names(self._graph)).get(node)
+        if not self._marked.values:  # of a replay
+            return ""
         return "" if number is None else f", {self._marked.values[number].source}"
 
     def _square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:

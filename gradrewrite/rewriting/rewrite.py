@@ -96,16 +96,20 @@ def rewrite_joint_graph(
     config: RewriteConfig,
     asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({}),
     measured: Measured = "all",
+    *,
+    is_replayed: bool = False,
 ) -> RewriteResult:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
     The graph is changed in place. Where the policy was asked already, its answers are in ``asked``. Of actions that
-    only measure, those of ``measured`` are inserted.
+    only measure, those of ``measured`` are inserted. ``is_replayed``: a replay graph is made where nothing is checked
+    too.
     """
     graph = marked.graph
     rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
     assumed = fake_tensors.assumptions(graph)
     points, out_of_reach = find_insertion_points(marked)
+    plain = {point.output: point.node for point in points if point.output is not None}
     anchors = _anchors(points)
 
     def ask(site: Site) -> tuple[Answered, ...]:
@@ -131,14 +135,15 @@ def rewrite_joint_graph(
     if rewriter.examples is not None:
         rewriter.examples.add_up_terms()
     rewriter.packing.follow(rewriter.current, graph)
-    replay_graph = rewriter.make_replay_graph(points, marked)
+    is_checked = bool(rewriter.packing.checks)
+    replay_graph = rewriter.make_replay_graph(points, marked, plain) if is_checked or is_replayed else None
     of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])
     outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
     editing.erase_markers(graph)
     if rewriter.examples is not None:
         drop_replaced(graph, rewriter.examples.replaced)
     live = editing.live_tensors(graph)
-    if live or replay_graph is not None:
+    if live or (is_checked and replay_graph is not None):
         inductor.stop_folding()
     lost = [(site, ask(site)) for site in out_of_reach]
     return RewriteResult(
@@ -161,6 +166,8 @@ def rewrite_and_compare(
     config: RewriteConfig,
     asked: Mapping[Site, tuple[Answered, ...]] = MappingProxyType({}),
     measured: Measured = "all",
+    *,
+    is_replayed: bool = False,
 ) -> tuple[JointGraph, RewriteResult]:
     """Rewrite a joint graph, and return it beside a copy of the graph as it was; see ``rewrite_joint_graph``."""
     gm = marked.graph.owning_module
@@ -169,7 +176,7 @@ def rewrite_and_compare(
     before = editing.copy_of(gm)
     editing.erase_markers(before.graph)
     before.recompile()  # the copy had the markers
-    result = rewrite_joint_graph(marked, config, asked, measured)
+    result = rewrite_joint_graph(marked, config, asked, measured, is_replayed=is_replayed)
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
@@ -523,22 +530,26 @@ class Rewriter:
 
         return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
 
-    def make_replay_graph(self, points: Sequence[InsertionPoint], marked: MarkedJointGraph) -> ReplayGraph | None:
-        """Count at the boundary of a checked graph, and copy the graph for a replay; None if there can be none."""
-        if not self.packing.checks:
-            return None
+    def make_replay_graph(
+        self, points: Sequence[InsertionPoint], marked: MarkedJointGraph, plain: Mapping[int, fx.Node]
+    ) -> ReplayGraph | None:
+        """Count at the boundary of a checked graph, and copy the graph for a replay; None if there can be none.
+
+        ``plain`` are gradients before the actions at their sites, by their position among the outputs.
+        """
         inputs = {
             node: marked.inputs[position]
             for node, position in aot_autograd.plain_inputs(self.graph).items()
             if position in marked.inputs and isinstance(node.meta.get("val"), Tensor)
         }
         tangents = aot_autograd.tangents(self.graph)
-        outside, numbering = tangents if marked.is_last else [], self.packing.numbering
-        records, self.counters = insert_boundary_counters(self.graph, inputs, outside, numbering)
-        self.packing.records += records
-        self.packing.measured |= {
-            key: MeasuredTensor("nonfinite", None, 1) for record in records for key in record.keys
-        }
+        if self.packing.checks:
+            outside, numbering = tangents if marked.is_last else [], self.packing.numbering
+            records, self.counters = insert_boundary_counters(self.graph, inputs, outside, numbering)
+            self.packing.records += records
+            self.packing.measured |= {
+                key: MeasuredTensor("nonfinite", None, 1) for record in records for key in record.keys
+            }
         if any(collectives.is_collective(node) and node.name not in self._averaged for node in self.graph.nodes):
             return None  # the model computes with other processes, which may not replay this step
         return ReplayGraph(
@@ -551,7 +562,22 @@ class Rewriter:
             tangents=tuple(node.name for node in tangents),
             backward=backward_names(self.graph),
             is_random=any(operators.is_random(node) for node in self.graph.nodes),
+            plain={position: node.name for position, node in plain.items()},
+            updated=frozenset(node.name for node in _updated_inputs(self.graph, plain.values())),
+            is_whole=marked.is_whole and marked.is_last,
         )
+
+
+def _updated_inputs(graph: fx.Graph, gradients: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the placeholders that the graph writes to, and that gradients depend on."""
+    written = {node for call in graph.nodes if call.op == "call_function" for node in operators.written_by(call)}
+    written = {node for node in written if isinstance(node, fx.Node) and node.op == "placeholder"}
+    needed, todo = set(gradients), list(gradients) if written else []
+    while todo:
+        new = [node for node in operators.nodes_that_matter(todo.pop()) if node not in needed]
+        needed.update(new)
+        todo += new
+    return written & needed
 
 
 def _sites_by_value(points: Sequence[InsertionPoint], kind: Kind) -> dict[int, Site]:

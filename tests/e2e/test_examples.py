@@ -25,6 +25,7 @@ EXAMPLES = {
     "mean_squared_gradients": (["--eager", "--sizes", "2"], "float64: gradrewrite ", "mean_squared_gradients.png"),
     "nan_hunt": (["--only", "log of 0"], "step 1, activation:/log: /log, nan_hunt.py:", "nan_hunt.png"),
     "private_training": (["--eager", "--steps", "3", "--seeds", "1"], "Opacus       epsilon ", "private_training.png"),
+    "who_made_the_spike": ([], "row 7 (id 'digits/573'): gradient norm ", None),
     "find_nonfinite": ([], "op: /sqrt, source: find_nonfinite.py:", None),
 }
 

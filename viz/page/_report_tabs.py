@@ -18,6 +18,7 @@ from gradrewrite.viz._curves import figure_of, image_of
 from gradrewrite.viz._panels import Panel
 
 _GROWTH = ("exploding", "one layer", "learning rate", "spike", "bad batch")  # values overflow in the end
+_MOST_SKIPS = 5  # skipped updates that were asked about
 _MOST_CODE = 20  # lines beside the verdict; the table has all
 
 
@@ -37,6 +38,7 @@ def report_tabs(
     first = verdict.causes[0] if verdict.causes else None
     num_more = len(verdict.code) - _MOST_CODE
     code = [*verdict.code[:_MOST_CODE], *([f"# {num_more} more in the table"] if num_more > 0 else [])]
+    skips = [step.culprits for step in steps if step.culprits][-_MOST_SKIPS:]
     span = f"Steps {steps[0].step} to {steps[-1].step}" if steps else "No steps"
     texts = {
         "subtitle": f"{span}{f', compared with {baseline}' if baseline else ''}.",
@@ -49,7 +51,7 @@ def report_tabs(
         "first_bad": f"{health.first_bad_text} {cause}",
         "spread": "NaN and infinities spread through all later computation: the first one "
         f"{'follows from' if first is not None and first.kind in _GROWTH else 'is'} the cause.",
-        "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, note) if text),
+        "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, *skips, note) if text),
         "heat": "" if any(row.measure for row in health.sites) else "gone",
     }
     sites = [
