@@ -58,7 +58,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unsharded(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gather the parameters of modules to which ``fully_shard`` was applied; a collective call of their ranks."""
+    """Gather parameters sharded by ``fully_shard``; a collective call of their ranks."""
     gathered: list[Any] = [module for module in modules if is_sharded(module)]
     for module in gathered:
         module.unshard()
