@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,6 +54,19 @@ def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to a module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+@contextlib.contextmanager
+def unsharded(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gather parameters sharded by ``fully_shard``; a collective call of their ranks."""
+    gathered: list[Any] = [module for module in modules if is_sharded(module)]
+    for module in gathered:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in gathered:
+            module.reshard()
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:

@@ -141,7 +141,12 @@ class ModelState:
             self._watch.refresh()
 
     def _note_parallelism(self, model: nn.Module) -> None:
-        self.session.graphs.note_parallelism(data_parallel.parallelism_around([model, *self.original.modules()]))
+        modules = [model, *self.original.modules()]
+        around = data_parallel.parallelism_around(modules)
+        self.session.graphs.note_parallelism(around)
+        if around.size > 1 and self.session.may_skip:
+            shards = [weakref.ref(module) for module in modules if data_parallel.is_sharded(module)]
+            self.session.recorder.note_modules(shards)
 
     def traced_config(self) -> RewriteConfig:
         """Return the configuration for a graph of the whole model: with regions, the policy is asked inside of them.

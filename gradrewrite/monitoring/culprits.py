@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from gradrewrite._compat import data_parallel
 from gradrewrite.errors import spike_text
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.kept_step import KeptStep
@@ -105,7 +106,9 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
     with recorder.lock:
         records = _last_skipped(recorder)
         update = records[-1].update
-        own = _replayed(recorder.kept_step, update, k)
+        modules = [module for ref in recorder.modules if (module := ref()) is not None]
+        with data_parallel.unsharded(modules if recorder.can_replay(update) else ()):
+            own = _replayed(recorder.kept_step, update, k)
         if isinstance(own, str):
             own = _of_records(records, update, own, k)
         own = replace(own, found=replace(own.found, reason=_reason(records[-1])))

@@ -346,9 +346,10 @@ class Monitor:
         the largest gradient.
 
         The step can be replayed until the next training forward; until then inputs and gradients of outputs (up to
-        64 MiB each) of its micro-batches are kept alive. Later, or where an input was changed in place, a parameter was
-        resharded, or another update was made since, records tell what they can. Waits for the device. On several ranks
-        that skip together it is a collective call: all of them make it.
+        64 MiB each) of its micro-batches are kept alive. Later, where an input was changed in place (by torch: what
+        numpy writes is not noticed), or where another update was made since, records tell what they can. Waits for the
+        device. On several ranks that skip together it is a collective call: all of them make it, and shards of
+        parameters (FSDP2) are gathered for it.
 
         Args:
             k: How many rows and layers are named at most.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
@@ -98,6 +98,7 @@ class StepRecorder:
         # Records for the next step, of a backward that records nothing: its update makes the record.
         # What the last guarded step computed, until the next one begins; None where updates are never skipped.
         self.kept_step: KeptStep | None = None
+        self.modules: Sequence[weakref.ref[nn.Module]] = ()  # with shards of parameters (FSDP2)
         self.agreeing: distributed.ProcessGroup | None = None  # ranks that skip the last update together
         self._ids: Any = None  # names of the examples of the next forward
         self._early: dict[tuple[RecordKey, ...], Tensor] = {}
@@ -310,6 +311,10 @@ class StepRecorder:
             if self.kept_step is not None:
                 self.kept_step.close()
 
+    def note_modules(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        """Take note of the modules of the last forward that have shards of parameters."""
+        self.modules = modules
+
     def note_ids(self, ids: Any) -> None:
         """Take names of the examples of the next forward."""
         self._ids = ids
@@ -332,6 +337,10 @@ class StepRecorder:
     def _is_cleared(self) -> bool:
         """Whether no guarded optimizer has gradients."""
         return all(guard.is_cleared() for guard in self.guards if guard.is_alive)
+
+    def can_replay(self, update: int) -> bool:
+        """Whether the inputs of an update are kept."""
+        return self.kept_step is not None and self.kept_step.update == update
 
     def drop_step(self) -> None:
         """Gradients without an update are gone, and so is their step."""
