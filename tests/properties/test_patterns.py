@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Observe, Scale
 from gradrewrite.policy.rules import ask
-from gradrewrite.sites import KINDS, Pattern, Site
+from gradrewrite.sites import AFTER_UPDATE, KINDS, Pattern, Site
 
 pytestmark = pytest.mark.pure
 
@@ -84,11 +84,17 @@ def test_a_rule_comes_back_from_its_representation(kind: Any, name: str, call: i
     assert eval(repr(rule), dict(WORDS)) == rule
 
 
+def may_stand(action: Any, site: Site) -> bool:
+    """Whether a policy may answer with an action; a check after the update cannot skip it."""
+    is_late_skip = site.kind in AFTER_UPDATE and getattr(action, "on_failure", "") == "skip"
+    return site.kind in action.kinds and not is_late_skip
+
+
 @given(SITES, SITES, st.permutations(range(3)), st.data())
 def test_disjoint_rules_commute(a: Site, b: Site, order: list[int], data: st.DataObject) -> None:
     assume((a.kind, a.name) != (b.kind, b.name))
     at_a, at_b = (
-        data.draw(ACTIONS.filter(lambda action, s=s: s.kind in action.kinds), label=f"action at {s}") for s in (a, b)
+        data.draw(ACTIONS.filter(lambda action, s=s: may_stand(action, s)), label=f"action at {s}") for s in (a, b)
     )
     rules = [
         gr.on(f"{a.kind}:{literal(a.name)}", at_a),
