@@ -24,7 +24,8 @@ class Regressor(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the numbers that images show, ``[rows, 64]``."""
-        return self.head(self.encoder(images)).squeeze(1)
+        numbers: Tensor = self.head(self.encoder(images)).squeeze(1)
+        return numbers
 
 
 def main() -> None:

@@ -383,7 +383,7 @@ def test_report() -> None:
     assert len(found.rows) == len(found.layers) == 2
     assert "row 5" in found._repr_html_()
     with pytest.raises(AttributeError):
-        found.step = 3  # type: ignore[misc]
+        found.step = 3
     with pytest.raises(ValueError, match="k is a whole number"):
         run.model.monitor.culprits(0)
 

@@ -205,7 +205,7 @@ def test_records_are_in_the_logs_of_callbacks_that_come_first(tmp_path: Path) ->
 
 def test_exponents_are_histograms_of_wandb_and_no_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, Any]] = []
-    wandb = ModuleType("wandb")
+    wandb: Any = ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)
     wandb.run = object()
     wandb.Histogram = lambda np_histogram: np_histogram

@@ -30,7 +30,8 @@ def make(policy: Any) -> tuple[Any, torch.optim.Optimizer]:
 def test_kernels_are_those_of_the_empty_policy() -> None:
     x = torch.randn(8, 5)
     codes = []
-    for policy in (SPIKES, []):
+    policies: list[Any] = [SPIKES, []]
+    for policy in policies:
         model, _ = make(policy)
         with torch._inductor.config.patch(force_disable_caches=True):
             _, found = run_and_get_code(lambda m=model: m(x).sum().backward())

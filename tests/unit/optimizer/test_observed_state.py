@@ -49,7 +49,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, scale: f
 
 def expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """By plain torch."""
-    found = {}
+    found: dict[str, float] = {}
     for name, p in model.named_parameters():
         tensors = {f"param:{name}": p.detach()}
         tensors |= {f"state:{name}.{key}": t for key, t in optimizer.state[p].items() if isinstance(t, Tensor)}
