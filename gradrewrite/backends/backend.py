@@ -115,7 +115,7 @@ class Backend:
         for measured in sampling.kinds[1:] if needs_gradients(inputs) else ():
             own = editing.copy_with_inner_graphs(copied)
             compiled[measured] = compile_graph(self.session, own, inputs, engine, measured)
-        if len(compiled) == 1:
+        if not needs_gradients(inputs):
             return compiled["all"]
 
         def run(*args: Any) -> Any:

@@ -66,6 +66,7 @@ class MeasuredTensor:
     statistic: str  # a key of ``statistics.STATISTICS``
     size: int | None  # number of elements; None where it is symbolic
     replicas: int  # how many ranks have the same tensor: that of a DTensor is the whole one
+    number: int = 0  # equal for the records of one measurement
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gradrewrite._compat import data_parallel
+from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import spike_text
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.kept_step import KeptStep
@@ -196,7 +197,7 @@ class _Norms:
         return torch.stack(list(self.rows.values())).sum(0)
 
     def suspect(self, update: int, micro_batch: int, k: int) -> _Suspect:
-        found = Culprits(update, 0, micro_batch, note=self.missing)
+        found = Culprits(update, this_rank() or 0, micro_batch, note=self.missing)
         if not self.rows:
             return _Suspect(replace(found, layers=_layers(self.gradients, k)), None, self.gradient())
         squares = self.by_row().tolist()
@@ -272,7 +273,7 @@ def _of_records(records: Sequence[StepRecord], update: int, why: str, k: int) ->
     is_told = bool(known) and len(known) == len(figures)
     at = _largest(known) if is_told else (0 if len(backwards) == 1 else None)
     squares = _squares_of((backwards[at] if at is not None else records[-1]).values())
-    found = Culprits(update, 0, at, layers=_layers(squares, k), note=_LATER.format(why))
+    found = Culprits(update, this_rank() or 0, at, layers=_layers(squares, k), note=_LATER.format(why))
     return _Suspect(found, None, known[at] if is_told and at is not None else None)
 
 

@@ -25,7 +25,12 @@ class KeptStep:
         self.micro_batches.setdefault(backward, []).append(snapshot)
 
     def close(self) -> None:
-        """Note the end of the step: a skipped update has left the bits of parameters, and changed their versions."""
+        """Note the end of the step: a skipped update has left the bits of parameters, and changed their versions.
+
+        Only the first one: what a second optimizer changes after it is noticed.
+        """
+        if self.is_over:
+            return
         self.is_over = True
         first = next(iter(self.micro_batches.values()), [])
         values = [value for snapshot in first if snapshot is not None for value in snapshot.values]

@@ -57,6 +57,7 @@ class Monitor:
             ``Keep``, ``CheckFinite`` with ``"warn"`` or ``"record"``, and update ratios of ``gr.guard``. It may be set
             at any time. In the steps between, code without them runs, with the kernels and saved tensors of the
             policy that lacks them. Each of both is compiled when it is first needed; nothing is compiled again.
+            (Under ``gr.backend`` both are compiled at the first call, if it is > 1 then; else all is measured.)
             ``Observe(every=n)`` is due in those of these steps whose number ``n`` divides. A step is one of a guarded
             optimizer, all its micro-batches, or a backward where no optimizer is guarded; step 0 is measured. All
             ranks have to have the same.

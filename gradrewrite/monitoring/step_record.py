@@ -188,6 +188,9 @@ class StepRecord:
     def add_to(self, summands: Summands, how: How | None) -> None:
         """Add the records of the step to those of other parts; each graph is a part of its own. The copy is here."""
         rest = dict(self.values())
+        if how is not None:
+            summands.add(rest, {}, how)
+            return
         for graph in self.graphs:
             records, measured = graph.records(), graph.outputs.measured
             summands.add({key: value for key, value in records.items() if key in measured}, measured, how)

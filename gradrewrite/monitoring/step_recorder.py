@@ -344,6 +344,9 @@ class StepRecorder:
 
     def drop_step(self) -> None:
         """Gradients without an update are gone, and so is their step."""
+        with self.lock:
+            if self.records and self.records[-1].update == self.num_updates:
+                self.num_updates += 1  # later backwards are no micro-batches of the same update
         if self.kept_step is not None and not self.kept_step.is_over:
             self.kept_step = None
 

@@ -1,20 +1,17 @@
 """Figures of wholes from those of parts: several graphs of a backward, micro-batches, ranks.
 
 A part's records become numbers that add up over parts, and numbers of which the largest counts; so one sum and one
-maximum make the figures of any number of ranks.
+maximum make the figures of any number of ranks. Of central moments the means are summed first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-import torch
-from torch import Tensor
-
-from gradrewrite.ir.moments import MOMENTS, from_raw, to_raw
+from gradrewrite.ir.moments import MOMENTS
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import MeasuredTensor
 from gradrewrite.ir.statistics import STATISTICS
@@ -53,26 +50,33 @@ class Summands:
     rules: dict[RecordKey, Rule] = field(default_factory=dict)
     sums: dict[RecordKey, list[float]] = field(default_factory=dict)
     largest: dict[RecordKey, float] = field(default_factory=dict)  # of the rules with extremes
+    replicas: dict[RecordKey, int] = field(default_factory=dict)  # how many ranks have the same tensor, if several
+    # The central moments of each measurement, by the keys of its records.
+    moments: dict[tuple[RecordKey, ...], CentralMoments] = field(default_factory=dict)
 
     def add(
         self, records: Mapping[RecordKey, float], measured: Mapping[RecordKey, MeasuredTensor], how: How | None
     ) -> None:
         """Add a part; where ``how`` is None each measurement follows its statistic."""
         known = measured if how is None else {}
-        values = dict(records)
-        for first in [key for key in known if known[key].statistic == MOMENTS[0] and key in values]:
-            own = [key for name in MOMENTS if (key := _beside(first, name)) in values and key in known]
-            values |= zip(own, _moments(to_raw, [values[key] for key in own]), strict=True)
-        for key, value in values.items():
+        together: dict[object, list[RecordKey]] = {}
+        for key in (key for key in records if key in known and known[key].statistic in MOMENTS):
+            together.setdefault((key.site, known[key].number), []).append(key)
+        for found in together.values():
+            keys = tuple(sorted(found, key=lambda key: MOMENTS.index(known[key].statistic)))
+            part = CentralMoments.of(_weight(known[keys[0]], keys[0], records), [records[key] for key in keys])
+            self.moments[keys] = self.moments.get(keys, CentralMoments()).with_part(part)
+        for key, value in records.items():
             one = known.get(key)
             rule = Rule("" if one is None else one.statistic, how or "mean")
-            size, replicas = (1.0, 1) if one is None else (_weight(one, key, records), one.replicas)
-            self._add(key, rule, value, size, replicas)
+            self.rules[key] = rule
+            if one is not None and one.replicas > 1:
+                self.replicas[key] = one.replicas
+            if rule.statistic not in MOMENTS:
+                self._add(key, rule, value, 1.0 if one is None else _weight(one, key, records))
 
-    def _add(self, key: RecordKey, rule: Rule, value: float, size: float, replicas: int) -> None:
-        self.rules[key] = rule
-        new = [number / replicas for number in _summand(rule, value, size)]
-        old = self.sums.get(key)
+    def _add(self, key: RecordKey, rule: Rule, value: float, size: float) -> None:
+        new, old = _summand(rule, value, size), self.sums.get(key)
         self.sums[key] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
         if rule.is_extreme:
             signed = -value if _is_least(rule) else value
@@ -80,13 +84,65 @@ class Summands:
 
     def figures(self) -> dict[RecordKey, float]:
         """Return the figures of the wholes."""
-        found = {key: _figure(rule, self.sums[key], self.largest.get(key)) for key, rule in self.rules.items()}
-        for first in [key for key, rule in self.rules.items() if rule.statistic == MOMENTS[0]]:
-            own = [key for name in MOMENTS if (key := _beside(first, name)) in found]
-            found |= zip(own, _moments(from_raw, [found[key] for key in own]), strict=True)
+        of_moments = {key: v for keys, own in self.moments.items() for key, v in zip(keys, own.figures(), strict=False)}
+        found = {
+            key: of_moments[key] if key in of_moments else _figure(rule, self.sums[key], self.largest.get(key))
+            for key, rule in self.rules.items()
+        }
         for first in [key for key, rule in self.rules.items() if rule.statistic == "fingerprint_0"]:
             found |= _carried(first, found)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class CentralMoments:
+    """Number of elements, mean, and sums of powers of the distances from the mean."""
+
+    size: float = 0.0
+    mean: float = 0.0
+    second: float = 0.0
+    third: float = 0.0
+    fourth: float = 0.0
+
+    @classmethod
+    def of(cls, size: float, figures: Sequence[float]) -> CentralMoments:
+        """Return those of a part, from the first of ``MOMENTS``; what is not given is 0."""
+        mean, std, skewness, kurtosis = (*figures, 0.0, 0.0, 0.0)[:4]
+        if not size:
+            return cls()
+        # Of equal elements the last two are NaN.
+        third, fourth = (0.0, 0.0) if std == 0 else (skewness * std**3, kurtosis * std**4)
+        return cls(size, mean, size * std * std, size * third, size * fourth)
+
+    def with_part(self, other: CentralMoments) -> CentralMoments:
+        """Return those of both together.
+
+        After Pébay, "Formulas for robust, one-pass parallel computation of covariances and arbitrary-order statistical
+        moments", 2008.
+        """
+        if not self.size or not other.size:
+            return other if not self.size else self
+        size = self.size + other.size
+        mean = self.mean + (other.mean - self.mean) * (other.size / size)
+        a, b = self.about(mean), other.about(mean)
+        return CentralMoments(size, mean, a.second + b.second, a.third + b.third, a.fourth + b.fourth)
+
+    def about(self, center: float) -> CentralMoments:
+        """Return sums of powers of the distances from another number."""
+        d, n = self.mean - center, self.size
+        third = self.third + 3 * d * self.second + n * d**3
+        fourth = self.fourth + 4 * d * self.third + 6 * d * d * self.second + n * d**4
+        return CentralMoments(n, center, self.second + n * d * d, third, fourth)
+
+    def figures(self) -> list[float]:
+        """Return ``MOMENTS``; NaN of no elements."""
+        if not self.size:
+            return [math.nan] * len(MOMENTS)
+        variance = self.second / self.size
+        if variance == 0:
+            return [self.mean, 0.0, math.nan, math.nan]
+        third, fourth = self.third / self.size, self.fourth / self.size
+        return [self.mean, math.sqrt(variance), third / variance**1.5, fourth / variance**2]
 
 
 def _beside(key: RecordKey, record: str) -> RecordKey:
@@ -145,11 +201,6 @@ def _figure(rule: Rule, sums: Sequence[float], largest: float | None) -> float:
 
 def _is_least(rule: Rule) -> bool:
     return bool(rule.statistic) and STATISTICS[rule.statistic].combination.kind == "min"
-
-
-def _moments(convert: Callable[[Tensor], Tensor], figures: Sequence[float]) -> list[float]:
-    converted: list[float] = convert(torch.tensor(figures, dtype=torch.float64)).tolist()
-    return converted
 
 
 def _carried(first: RecordKey, figures: Mapping[RecordKey, float]) -> dict[RecordKey, float]:

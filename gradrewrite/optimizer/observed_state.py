@@ -181,7 +181,7 @@ class ObservedState:
         session = self._targets[number].session
         if session is None or every is None:
             return session is not None
-        session.sampling.begin()
+        session.sampling.of_update()
         return session.sampling.is_due(every)
 
     def _read(self, members: Sequence[_Member], tensors: Sequence[Tensor], due: frozenset[_Interval]) -> _Reading:

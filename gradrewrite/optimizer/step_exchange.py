@@ -257,14 +257,18 @@ def _measure(wanted: Sequence[tuple[Tensor, Slot]]) -> list[Tensor]:
     equal = [first.setdefault((id(t), slot.statistic, slot.how), n) for n, (t, slot) in enumerate(wanted)]
     alike: dict[tuple[str, ...], list[tuple[Tensor, list[int]]]] = defaultdict(list)
     of_tensor: dict[int, tuple[Tensor, list[int]]] = {}
+    apart: dict[Hashable, list[int]] = defaultdict(list)  # parts of one statistic, which are computed together
     for n in first.values():
         tensor, slot = wanted[n]
         if slot.how.kind == "norm" and slot.how.order != 2:
             results[n] = norm_of(tensor, slot.how.order)
         elif tensor.device.type != "cpu" or tensor.is_complex():
-            results[n] = measure(tensor, [slot.statistic], is_opaque=False).reshape(())
+            apart[id(tensor), STATISTICS[slot.statistic].traced].append(n)
         else:
             of_tensor.setdefault(id(tensor), (tensor, []))[1].append(n)
+    for numbers in apart.values():
+        names = [wanted[n][1].statistic for n in numbers]
+        results |= zip(numbers, measure(wanted[numbers[0]][0], names, is_opaque=False).unbind(), strict=True)
     for tensor, numbers in of_tensor.values():
         alike[tuple(wanted[n][1].statistic for n in numbers)].append((tensor, numbers))
     for statistics, members in alike.items():

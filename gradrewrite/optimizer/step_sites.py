@@ -189,7 +189,7 @@ class StepSites:
         """Return the work on the present gradients; it is kept for later steps."""
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
         kinds = [p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True)]
-        self._measured = tuple("all" if t.session is None else t.session.sampling.begin() for t in self._targets)
+        self._measured = tuple("all" if t.session is None else t.session.sampling.of_update() for t in self._targets)
 
         def key() -> Hashable:
             return (divides, voters, self._measured if self._measures else None, *kinds)
@@ -255,7 +255,7 @@ class StepSites:
             if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
                 refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
             session.note_step_answers(answers)
-            session.sampling.note([answers])
+            session.sampling.note([answers], at_steps=True)
             self._measures |= any(interval_of(answered.action) for answered in answers)
             answers = sampled(answers, site, self._measured[own[0]]) if self._measured else answers
             asked[n] = (site, answers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import Answer, LiveBounds, Policy, action_key, actions_of, is_action, kinds_of
+from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, is_action, kinds_of
 from gradrewrite.policy.scope import Context, refuse, skips_updates
 from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
 
@@ -145,7 +145,7 @@ def _outcome(policy: Callable[[Site], Answer], site: Site) -> Hashable:
         actions = actions_of(policy(site), where=str(site))
     except Exception:  # of a callback that was not written for such sites
         return None
-    return tuple(action_key(a) if is_action(a) else getattr(a, "__code__", a) for a in actions)
+    return tuple(without_addresses(repr(action)) for action in actions)  # of new objects in each call, too
 
 
 def rules_of(policy: Policy) -> tuple[Rule, ...]:

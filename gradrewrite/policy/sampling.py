@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -87,10 +87,15 @@ class Sampling:
 
     def __init__(self, settings: SamplingSettings, states: StateStore, policy: Policy) -> None:
         self._settings, self._states = settings, states
-        self._intervals: set[int] = set()
-        in_graphs = [rule for rule in rules_of(policy) if Pattern.parse(rule.pattern).kind not in AFTER_UPDATE]
-        self._note(action for rule in in_graphs for action in actions_of(rule.action, where="a rule"))
+        self._intervals: set[int] = set()  # of actions in graphs
+        self._of_steps: set[int] = set()  # of actions at step sites
+        for rule in rules_of(policy):
+            kind = Pattern.parse(rule.pattern).kind
+            intervals = _intervals_of(actions_of(rule.action, where="a rule"))
+            if kind not in AFTER_UPDATE:
+                (self._of_steps if kind == "step" else self._intervals).update(intervals)
         self._step, self._sample, self._is_asked = -1, 1, False
+        self._has_forwards = False
         self._num_requests = settings.num_requests
 
     @property
@@ -103,31 +108,55 @@ class Sampling:
             found.append("nothing")
         return found
 
-    def note(self, answers: Iterable[Sequence[Answered]]) -> None:
-        """Take note of answers of the policy to a rewritten graph."""
-        self._note(answered.action for found in answers for answered in found)
+    @property
+    def is_in_use(self) -> bool:
+        """Whether steps may differ in their measurements."""
+        intervals = self._intervals | self._of_steps
+        return bool(intervals) and (self._settings.sample > 1 or max(intervals) > 1)
 
-    def _note(self, actions: Iterable[Any]) -> None:
-        self._intervals |= {every for action in actions if (every := interval_of(action)) is not None}
+    def note(self, answers: Iterable[Sequence[Answered]], *, at_steps: bool = False) -> None:
+        """Take note of answers of the policy to a rewritten graph, or at step sites."""
+        found = _intervals_of(answered.action for own in answers for answered in own)
+        (self._of_steps if at_steps else self._intervals).update(found)
 
     def begin(self) -> Measured:
-        """Decide on the step of a forward or an update; return its measurements.
+        """Decide on the step of a forward; return the measurements of its graph.
 
         What a checkpoint computes again in a backward belongs to the step of that backward.
         """
+        self._has_forwards = True
+        self._decide()
+        return self._measured(self._intervals)
+
+    def of_update(self) -> Measured:
+        """Return the measurements at step sites: those of the step that the last forward began.
+
+        Where another optimizer has made its step since, the step is the same one.
+        """
+        if not self._has_forwards:  # gradients that were given by hand
+            self._decide()
+        return self._measured(self._of_steps)
+
+    def _decide(self) -> None:
         step = self._states.step
         if step != self._step and autograd.backward_id() == -1:
             requests = self._settings.num_requests
             self._step, self._sample = step, self._settings.sample
             self._is_asked, self._num_requests = requests != self._num_requests, requests
-        if self._is_asked or not self._intervals:
+
+    def _measured(self, intervals: Collection[int]) -> Measured:
+        if self._is_asked or not intervals:
             return "all"
         if self._step % self._sample:
             return "nothing"
-        if max(self._intervals) == 1 or any(self.is_due(every) for every in self._intervals if every > 1):
+        if max(intervals) == 1 or any(self.is_due(every) for every in intervals if every > 1):
             return "all"
-        return "every step" if 1 in self._intervals else "nothing"
+        return "every step" if 1 in intervals else "nothing"
 
     def is_due(self, every: int) -> bool:
         """Return whether a measurement with this interval is due in the step that was decided on."""
         return self._is_asked or not (self._step % self._sample or self._step % every)
+
+
+def _intervals_of(actions: Iterable[Any]) -> set[int]:
+    return {every for action in actions if (every := interval_of(action)) is not None}

@@ -131,7 +131,8 @@ class RecordPacking:
             self.sampled[every].update(keys)
         if isinstance(insertion, Measure) and site.kind != "step":  # whose gradient all ranks have
             size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
-            self.measured |= {key: MeasuredTensor(insertion.statistics[key.record], size, replicas) for key in keys}
+            number, names = len(self.measured), insertion.statistics
+            self.measured |= {key: MeasuredTensor(names[key.record], size, replicas, number) for key in keys}
 
     def note_op(self, site: Site) -> None:
         """List the op of a recorded site, if it has one."""

@@ -305,3 +305,52 @@ def test_a_wrong_sample_leaves_the_monitor_as_it_was() -> None:
     assert repr(monitor) == "Monitor(capacity=1000, every=None, sample=3): 0 steps"
     assert repr(Observe("norm", every=7)) == "Observe('norm', every=7)"
     assert repr(Keep(every=7)) == "Keep(every=7)"
+
+
+def test_two_optimizers_of_one_step() -> None:
+    torch.manual_seed(0)
+    policy = [gr.on("step:*", Observe("norm")), gr.on("error:two", Observe("norm"))]
+    model = gr.transform(TwoLayers(), policy, monitor=gr.Monitor(sample=2))
+    optimizers = [gr.guard(torch.optim.SGD(part.parameters(), lr=0.1), model) for part in (model.one, model.two)]
+    rows = []
+    for step in range(6):
+        if step == 3:
+            model.monitor.sample_next()
+        model(batch(step)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        rows.append(dict(model.monitor.latest()))
+    for record in ("norm@error:two", "norm@step:one.weight", "norm@step:two.weight"):
+        assert steps_with(rows, record) == [0, 2, 3, 4]
+
+
+def test_step_sites_alone_compile_one_graph() -> None:
+    model, rows, _ = train(gr.on("step:*", Observe("norm", every=5)))
+    assert measurements(model) == ["all"]
+    assert steps_with(rows, "norm@step:one.weight") == [0, 5, 10]
+    assert [step.step for step in model.monitor.steps()] == list(range(STEPS))
+
+
+def test_discarded_micro_batches_are_no_part_of_the_next_update() -> None:
+    model = gr.transform(TwoLayers(), gr.on("error:two", Observe("norm")))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.full((2, 4), math.inf)).square().sum().backward()
+    optimizer.zero_grad()  # as a GradScaler lets it be, which found an infinity
+    for _ in range(2):
+        model(batch(0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bad, *good = model.monitor.history("norm@error:two", per="step")
+    assert not math.isfinite(bad)
+    assert len(good) == 2
+    assert all(map(math.isfinite, good))
+
+
+def test_the_mean_over_ranks_is_that_of_their_own_figures() -> None:
+    model = gr.transform(TwoLayers(), gr.on("error:two", Observe("nan", "norm")))
+    first, second = model(torch.full((2, 4), math.nan)), model(batch(0))
+    (first.sum() + second.sum()).backward()
+    own = model.monitor.latest()
+    assert model.monitor.reduce("mean")["nan@error:two"] == own["nan@error:two"]
+    assert model.monitor.reduce("mean")["norm@error:two"] == pytest.approx(own["norm@error:two"], nan_ok=True)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
+from gradrewrite.passes import AllReduce, CheckFinite, ClipByNorm, Observe
 
 from ranks import outcomes_of, run_parts
 
@@ -127,6 +127,15 @@ def sampled(rank: int) -> Any:
     return found
 
 
+def averaged(rank: int) -> Any:
+    """What all ranks have counts once: over all of them, over one, and over the micro-batches of one."""
+    model = make([gr.on("gradient:*", [AllReduce(), Observe("norm", "nan", "std")])])
+    model(rows(rank, 0)).backward()
+    own = distributed.new_group([rank], use_local_synchronization=True)
+    latest, history = model.monitor.latest(), model.monitor.history("norm@gradient:first.weight", per="step")
+    return latest, model.monitor.reduce(), model.monitor.reduce(process_group=own), history
+
+
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return outcomes_of(__file__, tmp_path_factory.mktemp("four"), RANKS)
@@ -157,7 +166,7 @@ def test_fingerprints_are_those_of_the_parts(of_four: list[dict[str, Any]]) -> N
 
 def test_one_sum_and_one_maximum(of_four: list[dict[str, Any]]) -> None:
     (counts,) = {tuple(outcomes["accumulated"][1]) for outcomes in of_four}
-    assert [op for op, _ in counts] == ["SUM", "MAX"]
+    assert [op for op, _ in counts] == ["SUM", "SUM", "MAX"]  # the first for the means of the moments
 
 
 def test_history_of_a_step_is_that_of_its_micro_batches(of_four: list[dict[str, Any]]) -> None:
@@ -191,5 +200,15 @@ def test_ranks_measure_in_the_same_steps(of_four: list[dict[str, Any]]) -> None:
         assert found == of_four[0]["sampled"]
 
 
+def test_what_all_ranks_have_counts_once(of_four: list[dict[str, Any]]) -> None:
+    for outcomes in of_four:
+        assert not isinstance(outcomes["averaged"], str), outcomes["averaged"]
+        latest, of_all, of_one, (history,) = outcomes["averaged"]
+        known = [key for key in latest if "@gradient:" in key]
+        for found in (of_all, of_one):
+            assert {key: found[key] for key in known} == pytest.approx({key: latest[key] for key in known}, rel=1e-12)
+        assert history == pytest.approx(latest["norm@gradient:first.weight"], rel=1e-12)
+
+
 if __name__ == "__main__":
-    run_parts([accumulated, lacking, sampled])
+    run_parts([accumulated, lacking, sampled, averaged])

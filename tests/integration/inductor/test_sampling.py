@@ -90,6 +90,24 @@ def test_a_backend_compiles_both_graphs_at_once() -> None:
     assert [graph.measured for graph in backend.explain().graphs] == ["all", "nothing"]
 
 
+def test_a_backend_with_one_graph() -> None:
+    """All is measured there, in the steps that are due; records of one step are together."""
+    backend = gr.backend([gr.on("step:*", Observe("max_abs")), gr.on("gradient:one.weight", Observe("norm"))])
+    net = TwoLayers()
+    model = torch.compile(net, backend=backend)
+    optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.1), backend)
+    found = []
+    for step in range(6):
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(sorted(key for key in backend.monitor.latest() if "one.weight" in key))
+        if step == 1:
+            backend.monitor.sample = 2
+    both = ["max_abs@step:one.weight", "norm@gradient:one.weight"]
+    assert found == [both, both, both, [], both, []]
+
+
 @pytest.mark.skipif(not inductor.knows_cache(), reason="its parts are private, and unknown of this torch")
 def test_both_graphs_come_out_of_the_code_cache(tmp_path: Path) -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
