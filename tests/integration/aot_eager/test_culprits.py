@@ -403,3 +403,25 @@ def test_run_log_and_report_have_the_skips_that_were_asked_about(tmp_path: Path)
     for source in (run.model.monitor, tmp_path / "run.jsonl"):
         page = Path(report(source).render(tmp_path / "report")).read_text()
         assert html.escape(text) in page
+
+
+def test_an_update_of_another_optimizer_since() -> None:
+    """Its parameters are others than in the step: no rows are named that a replay with them would give."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = gr.transform(net, gr.on("step:2.*", SkipSpikes(3.0, window=8)))
+    skipping = gr.guard(torch.optim.SGD(model[2].parameters(), lr=0.1), model)
+    other = gr.guard(torch.optim.SGD(model[0].parameters(), lr=10.0), model)
+    for step in range(8):
+        skipping.zero_grad()
+        other.zero_grad()
+        y = torch.randn(6, 1)
+        y[2] *= 1e4 if step == 7 else 1.0
+        (model(torch.randn(6, 4)) - y).square().mean().backward()
+        skipping.step()
+    assert model.monitor.skipped == 1
+    assert model.monitor.culprits().rows[0].index == 2
+    other.step()
+    found = model.monitor.culprits()
+    assert not found.rows
+    assert found.note

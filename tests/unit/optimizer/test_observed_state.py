@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, DecayWeights, Keep, Observe, SkipSpikes
+from gradrewrite.passes import (
+    CheckFinite,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    DecayWeights,
+    Keep,
+    Observe,
+    SkipSpikes,
+)
 from gradrewrite.sites import Kind, Site
 
 from helpers import mostly_slow
@@ -217,6 +227,11 @@ def test_complex_parameters_have_no_order() -> None:
         (gr.on("*", Observe("norm")), False),
         (lambda site: Observe("norm"), False),
         (lambda site: ClipByValue(1.0) if site.kind != "activation" else None, False),
+        (
+            lambda site: functools.partial(torch.mul, other=1.0) if site.kind not in ("activation", "step") else None,
+            False,
+        ),
+        (lambda site: ClipByNorm(gr.Schedule(lambda n: 1.0)) if site.kind != "activation" else None, False),
         (lambda site: (lambda g: g * 1.0) if site.kind not in ("activation", "input") else None, False),
         (lambda site: Observe("norm") if site.kind in ("step", "param", "state") else None, True),
         (
