@@ -92,7 +92,7 @@ def _sum(own: Summands, schema: _Schema, group: dist.ProcessGroup) -> Summands |
 def _shared(
     own: Summands, keys: tuple[RecordKey, ...], part: CentralMoments, group: dist.ProcessGroup
 ) -> CentralMoments:
-    """Return the share of this rank in what several have."""
+    """Return the share of this rank in a part of several ranks."""
     replicas = _replicas(own, keys[0], group)
     if replicas == 1:
         return part

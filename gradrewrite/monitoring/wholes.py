@@ -106,7 +106,7 @@ class CentralMoments:
 
     @classmethod
     def of(cls, size: float, figures: Sequence[float]) -> CentralMoments:
-        """Return those of a part, from the first of ``MOMENTS``; what is not given is 0."""
+        """Return those of a part from its first ``MOMENTS``; others are 0."""
         mean, std, skewness, kurtosis = (*figures, 0.0, 0.0, 0.0)[:4]
         if not size:
             return cls()
