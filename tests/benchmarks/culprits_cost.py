@@ -1,10 +1,11 @@
 """Cost of what is kept for ``monitor.culprits()`` in steps that nobody asks about.
 
-Run as ``python tests/benchmarks/culprits_cost.py [--rounds 200]``; writes JSON to the standard output. A GPT of four
-layers, compiled, is trained by a fused AdamW on two micro-batches a step, in four ways, one step of each in turn and in
-random order: plain torch.compile without a guard; SkipSpikes with the keeping of steps switched off; SkipSpikes as it
-is, twice, which shows the noise. Beside times: Python calls of one more step, Inductor's kernels, and bytes that are
-alive between two steps in tensors of the batch's making. Processor time of this process, for the machine has others.
+Run as ``python tests/benchmarks/culprits_cost.py [--rounds 200] [--width 128] [--length 64]``; writes JSON to the
+standard output. A GPT of four layers, compiled, is trained by a fused AdamW on two micro-batches a step, in four ways,
+one step of each in turn and in random order: plain torch.compile without a guard; SkipSpikes with the keeping of steps
+switched off; SkipSpikes as it is, twice, which shows the noise. Beside times: Python calls of one more step, Inductor's
+kernels, and bytes that are alive between two steps in tensors of the batch's making. Processor time of this process,
+for the machine has others.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from gradrewrite.passes import SkipSpikes
 from models.gpt import Gpt
 
 WAYS = ("plain", "not kept", "kept", "kept again")
-MICRO, BATCH, LENGTH, VOCABULARY, WIDTH = 2, 8, 64, 256, 128
+MICRO, BATCH, VOCABULARY = 2, 8, 256
 
 
-def make_step(way: str) -> Callable[[], None]:
+def make_step(way: str, width: int, length: int) -> Callable[[], None]:
     """A training step of two micro-batches in one of the ways."""
     torch.manual_seed(0)
-    model: Any = Gpt(4, WIDTH, 4, VOCABULARY, LENGTH)
+    model: Any = Gpt(4, width, 4, VOCABULARY, length)
     if way != "plain":
         model = gr.transform(model, gr.on("step:*", SkipSpikes()))
     model.compile()
@@ -55,7 +56,7 @@ def make_step(way: str) -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad()
         for _ in range(MICRO):
-            tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+            tokens = torch.randint(0, VOCABULARY, (BATCH, length + 1))
             (model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) / MICRO).backward()
         optimizer.step()
 
@@ -84,11 +85,14 @@ def main() -> None:
     """Compile all ways, time them in turn, count."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64)
+    options = parser.parse_args()
+    rounds = options.rounds
     torch.set_num_threads(1)
     steps, kernels = {}, {}
     for way in WAYS:
-        steps[way] = make_step(way)
+        steps[way] = make_step(way, options.width, options.length)
         metrics.reset()
         for _ in range(3):
             steps[way]()
@@ -101,12 +105,16 @@ def main() -> None:
             seconds[way].append(time.process_time() - begin)
     rows = []
     for way in WAYS:
-        ratios = [a / b for a, b in zip(seconds[way], seconds["not kept"], strict=True)]
+        to = {
+            other: [a / b for a, b in zip(seconds[way], seconds[other], strict=True)] for other in ("plain", "not kept")
+        }
         milliseconds = round(1000 * statistics.median(seconds[way]), 3)
-        row = {"way": way, "milliseconds": milliseconds, "to_not_kept": round(statistics.median(ratios), 4)}
+        ratios = {f"to_{other.replace(' ', '_')}": round(statistics.median(own), 4) for other, own in to.items()}
+        row = {"way": way, "milliseconds": milliseconds, **ratios}
         kept = getattr(steps[way], "kept", lambda: 0)()
         rows.append({**row, "python_calls": calls_of(steps[way]), "kernels": kernels[way], "kept_bytes": kept})
     machine = {"python": platform.python_version(), "torch": torch.__version__, "threads": 1, "rounds": rounds}
+    machine |= {"width": options.width, "length": options.length}
     print(json.dumps({"machine": machine, "rows": rows}, indent=1))
 
 
