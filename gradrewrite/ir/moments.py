@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.stages import reduce_all
 
 MOMENTS = ("mean", "std", "skewness", "kurtosis")
@@ -21,12 +22,15 @@ def moments_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     elements are equal, all four of an empty tensor.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if not wide.numel():
+    if fake_tensors.statically_known_true(wide.numel() == 0):
         empty = wide.new_full((), math.nan)
         return empty, empty, empty, empty
     mean = reduce_all(torch.mean, wide)
     distance = wide - mean
-    largest = reduce_all(torch.amax, distance.abs())
+    size = distance.abs()
+    if not fake_tensors.statically_known_true(wide.numel() != 0):  # ``amax`` of none is an error
+        size = torch.cat([size.reshape(-1), size.new_zeros(1)])
+    largest = reduce_all(torch.amax, size)
     share = distance / torch.where(largest > 0, largest, 1.0)
     square = share * share
     second = reduce_all(torch.mean, square)

@@ -232,7 +232,7 @@ def test_changes_by_one_unit_that_cancel_in_a_plain_sum_do_not_here() -> None:
     assert fingerprint(words.view(torch.float32)) != fingerprint(changed.view(torch.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_compiled_fingerprint_is_that_of_the_result(dtype: torch.dtype) -> None:
     def halved(x: Tensor) -> tuple[Tensor, Tensor]:

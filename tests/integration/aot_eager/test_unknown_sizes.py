@@ -105,7 +105,7 @@ STATISTICS = ("max_abs", "mean_abs", "norm", "min", "max", "nonfinite", "zeros")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("kind", ["error", "activation"])
 def test_statistics_at_every_size(kind: str, compiled: bool) -> None:
-    model = gr.transform(Selected(), gr.on(f"{kind}:/getitem", Observe(*STATISTICS)))
+    model = gr.transform(Selected(), gr.on(f"{kind}:/getitem", Observe(*STATISTICS, "kurtosis", "exponents")))
     if compiled:
         model.compile()
     for size, values in INPUTS.items():
@@ -117,6 +117,10 @@ def test_statistics_at_every_size(kind: str, compiled: bool) -> None:
             wanted = [float(f) for f in (x.max(), x.mean(), x.norm(), x.min(), x.max(), 0.0, 0.0)]
 
         assert [got[f"{name}@{kind}:/getitem"] for name in STATISTICS] == pytest.approx(wanted, nan_ok=True)
+        moments = [float(x.mean()), float(x.std(correction=0))] if size else [math.nan, math.nan]
+        assert [got[f"{name}@{kind}:/getitem"] for name in ("mean", "std")] == pytest.approx(moments, nan_ok=True)
+        assert sum(value for key, value in got.items() if key.startswith("exponents_")) == len(x)
+        assert got[f"numel@{kind}:/getitem"] == len(x)
 
 
 PROGRAM = """
