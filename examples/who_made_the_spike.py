@@ -1,4 +1,4 @@
-"""Who made the spike: a training on digits skips an update, and says which row of which micro-batch was to blame."""
+"""The row behind a spike: a training on digits names it."""
 
 from __future__ import annotations
 

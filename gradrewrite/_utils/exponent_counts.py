@@ -40,7 +40,7 @@ class ExponentCounts:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """The smallest and the largest exponent; None where all is 0 or not finite."""
+        """Smallest and largest exponent; None of zeros and non-finite elements."""
         known = [FIRST + n for n, count in enumerate(self.counts) if count > 0]
         return (known[0], known[-1]) if known else None
 

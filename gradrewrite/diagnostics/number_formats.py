@@ -26,7 +26,7 @@ _LAST_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Shares of the finite elements other than 0, in [0, 1]; 0 where there are none."""
+    """Shares of the finite elements other than 0; 0 of none."""
 
     underflow: float  # become 0
     overflow: float  # become infinite, NaN or the largest number
@@ -48,7 +48,7 @@ def lost_in(counts: ExponentCounts, format: Format, scale: int = 0) -> Lost:
 
 
 def best_scale(counts: ExponentCounts, format: Format) -> int | None:
-    """Return the exponent of the best power of two as a scale; None where nothing is to be scaled.
+    """Return the exponent of the best scale; None without non-zero elements.
 
     It is the largest scale at which nothing overflows: of all such it loses the least to underflow.
     """

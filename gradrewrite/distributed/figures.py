@@ -123,7 +123,7 @@ def root_of(squares: Tensor) -> Tensor:
 
 
 def _there(values: Tensor, parts: Sequence[Part], how: Combination) -> Tensor:
-    """The weighted figures of the parts that have elements, float64; the neutral one where there is no part."""
+    """Weighted figures of non-empty parts, float64; else the neutral one."""
     # The norm and the counts of an empty part are 0.
     there = [n for n, part in enumerate(parts) if part.size or how.kind in ("norm", "sum")]
     if not there:
@@ -149,5 +149,5 @@ def _weight(part: Part, how: Combination) -> float:
 
 
 def _unit(largest: Tensor) -> Tensor:
-    """The largest number, or 1 where nothing can be divided by it."""
+    """The largest number; 1 for 0, infinity and NaN."""
     return torch.where((largest > 0) & (largest < math.inf), largest, 1.0)

@@ -117,6 +117,6 @@ class BackwardOutputs:
         return frozenset[RecordKey]().union(*(keys for every, keys in self.sampled if not is_due(every)))
 
     def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site] | None]:
-        """Return the kinds and sites of the kept tensors; None where the interval is not due."""
+        """Return kinds and sites of kept tensors; None if not due."""
         found = zip(self.kept_as, self.kept, self.kept_every, strict=True)
         return [(what, site) if is_due(every) else None for what, site, every in found]

@@ -213,7 +213,7 @@ class _Norms:
 
 
 def _norms_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None]) -> _Norms:
-    """Replay a micro-batch; RuntimeError where it cannot be."""
+    """Replay a micro-batch; RuntimeError without the means for it."""
     gradients: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
     missing = ""

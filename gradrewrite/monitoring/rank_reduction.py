@@ -101,7 +101,10 @@ def _shared(
 
 
 def _replicas(own: Summands, key: RecordKey, group: dist.ProcessGroup) -> int:
-    """Return how many ranks of the group have the same tensor: the group has all of them, or is among them."""
+    """Return the number of replicas of a tensor in the group.
+
+    The group has all of them, or is among them.
+    """
     return min(own.replicas.get(key, 1), group.size())
 
 

@@ -320,7 +320,7 @@ class StepRecorder:
         self._ids = ids
 
     def begin_forward(self) -> Any:
-        """Let go of the step before, where a forward begins; return the names of its examples."""
+        """Let go of the former step; return names of examples."""
         ids, self._ids = self._ids, None
         if self.kept_step is not None and self.kept_step.is_over:
             self.kept_step = None
