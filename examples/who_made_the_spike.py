@@ -23,7 +23,7 @@ class Regressor(nn.Module):
         self.head = nn.Linear(32, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the numbers that images show, ``[rows, 64]``."""
+        """Return the numbers shown by images ``[rows, 64]``."""
         numbers: Tensor = self.head(self.encoder(images)).squeeze(1)
         return numbers
 

@@ -149,7 +149,7 @@ def _row(a: tuple[Site, Tensor], b: tuple[Site, Tensor]) -> SiteDifference:
 
 
 def _lone(a: tuple[Site, Tensor] | None, b: tuple[Site, Tensor] | None) -> SiteDifference:
-    """The gradient that only one model has."""
+    """The gradient of one model alone."""
     found = a or b
     assert found is not None
     name, text = str(found[0]), _text(found[1])

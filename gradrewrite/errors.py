@@ -229,7 +229,7 @@ def _spike_error(address: str, figure: float, limit: float, step: int, note: str
 
 
 def spike_text(address: str, figure: float, limit: float) -> str:
-    """Return a sentence on a figure that is above its limit, or not finite."""
+    """Return a sentence on a figure above its limit, or non-finite."""
     if not math.isfinite(figure):
         return f"{address} was {figure:g}, which is not finite"
     return f"{address} was {figure:.6g}, above its limit {limit:.6g}"

@@ -65,7 +65,7 @@ class CheckFinite:
 
     @property
     def every(self) -> int | None:
-        """1 where the check only measures: ``Monitor(sample=)`` holds for it."""
+        """1 for a mere measurement, to be sampled; else None."""
         return 1 if self.on_failure in ("warn", "record") else None
 
     def records_at(self, site: Site) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class ExponentCounts:
         return (known[0], known[-1]) if known else None
 
     def histogram(self) -> list[float]:
-        """Return the counts between ``EDGES``; the first one is that of zeros."""
+        """Return the counts between ``EDGES``, that of zeros first."""
         return [self.zero, *self.counts]
 
     def __str__(self) -> str:

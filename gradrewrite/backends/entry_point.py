@@ -77,7 +77,7 @@ class EntryPoint:
         self._refusal = ("", "")  # text and code of the error, where the model cannot be one graph without a backward
 
     def _function(self, measured: Measured) -> dynamo_cache.CompiledFunction:
-        """Return the compiled function for steps with these measurements, made when it is first needed."""
+        """Return the compiled function for steps with these measurements; made lazily."""
         if measured not in self._compiled:
             self._backends.append(self._backend(measured))
             self._compiled[measured] = self._compile(self._backends[-1], fullgraph=self._fullgraph)

@@ -64,11 +64,11 @@ class RuleChecks:
         self._warnings.flush_warnings()
 
     def note_step_answers(self, positions: Iterable[tuple[int, ...]]) -> None:
-        """Note callbacks of the policy, by their position in its lists, that answered at a site of a guard."""
+        """Note answers at a guard's sites, by position of the callback."""
         self._step_answers = (self._step_answers or frozenset()).union(positions)
 
     def note_state_sites(self, guard: int, sites: Sequence[Site], num_guards: int) -> None:
-        """Note the state of a guarded optimizer; NoSuchSiteError for a rule without a site, when all have told."""
+        """Note a guarded optimizer's state; at last NoSuchSiteError for lone rules."""
         self._state_sites[guard] = tuple(sites)
         if not sites or len(self._state_sites) < num_guards:
             return

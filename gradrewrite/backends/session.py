@@ -59,7 +59,7 @@ class Session:
 
     @property
     def may_skip(self) -> bool:
-        """Whether updates may be skipped, so that steps are kept for a replay."""
+        """Whether updates may be skipped, and steps are kept."""
         return self._skips or (self._has_silent_callbacks and bool(self.recorder.guards))
 
     def note_skips(self, actions: Iterable[Any]) -> None:

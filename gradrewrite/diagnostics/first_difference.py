@@ -62,12 +62,12 @@ class Difference:
 
     @property
     def site(self) -> str:
-        """The first site that differs: ``kind:name``; of two models its name in the first."""
+        """The first different site, ``kind:name``, as the first model names it."""
         return self.rows[0].site
 
     @property
     def other(self) -> str:
-        """Its name in the other; ``""`` where the other has none."""
+        """Its name in the other; ``""`` for none."""
         return self.rows[0].other
 
     @property
@@ -152,7 +152,7 @@ class Difference:
         return table + (html_table(("step", "largest"), by_step, "By step") if len(by_step) > 1 else "")
 
     def render(self, path: str | os.PathLike[str]) -> str:
-        """Write ``path.html``, a page that loads nothing; return its path.
+        """Write ``path.html``, a self-contained page; return its path.
 
         Raises:
             OSError: The file cannot be written; its folder must exist.
@@ -195,7 +195,7 @@ class LogComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, and neither has anything that the other lacks."""
+        """Whether both have the same records with the same values."""
         return self.first is None and not self.remarks
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ class Lost:
 
 
 def lost_in(counts: ExponentCounts, format: Format, scale: int = 0) -> Lost:
-    """Return the shares that a format loses of elements times ``2**scale``.
+    """Return the shares of elements, times ``2**scale``, lost by a format.
 
     Elements below half of the smallest number above 0 are flushed. Elements are known by ``[2^e, 2^(e+1))`` alone:
     where a format holds only a part of these it loses all of them (from 2^15 in float16 and float8_e5m2, 2^8 in

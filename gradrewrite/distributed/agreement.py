@@ -58,7 +58,7 @@ class Ballot:
         return list(verdicts.unbind())
 
     def figures(self) -> Tensor:
-        """Return the sums of the figures that were sent, flat."""
+        """Return the sums of the sent figures, flat."""
         return self._sums()[self._num_votes :].to(self._device, non_blocking=True)
 
     def _sums(self) -> Tensor:

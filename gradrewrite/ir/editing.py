@@ -258,7 +258,7 @@ def copy_with_inner_graphs(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_of_nodes(graph: fx.Graph) -> fx.GraphModule:
-    """A copy of a graph, markers included, that reads the same live tensors and keeps no fake ones.
+    """A copy of a graph with its markers and live tensors, without fakes.
 
     Its inputs and outputs keep their descriptors.
     """

@@ -113,7 +113,7 @@ class BackwardOutputs:
         object.__setattr__(self, "logs", any(clip.report.logs for clip in self.clips))
 
     def undue(self, is_due: Callable[[int], bool]) -> frozenset[RecordKey]:
-        """Return the keys of measurements with an interval that is not due."""
+        """Return the keys of measurements with intervals not due."""
         return frozenset[RecordKey]().union(*(keys for every, keys in self.sampled if not is_due(every)))
 
     def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site] | None]:

@@ -241,7 +241,7 @@ def _in_16_bits(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def combine_fingerprints(parts: Tensor) -> Tensor:
-    """Add fingerprints modulo 2^48: that of a whole from its parts.
+    """Add fingerprints of parts modulo 2^48.
 
     ``[..., 3]`` becomes ``[3]``, of the same dtype. Figures are those of ``fingerprint_of`` or sums of them.
     """
@@ -319,7 +319,7 @@ def measure_shards(
 
 
 def to_summands(names: Sequence[str], figures: Tensor) -> Tensor:
-    """Figures of a part, ``[names]``, as those that combine by the rule of their statistic; moments as float64.
+    """Figures of a part, ``[names]``, as summands; moments as float64.
 
     Of moments they are means of powers, of all else the figures.
     """
@@ -334,7 +334,7 @@ def from_sums(names: Sequence[str], figures: Tensor) -> Tensor:
 
 
 def _runs(names: Sequence[str], parts: Sequence[str]) -> list[tuple[int, int]]:
-    """The positions of the first parts of a statistic and behind the last, for each time that they are in a list."""
+    """Ranges of the first parts of a statistic in a list of names."""
     runs = []
     for start in (n for n, name in enumerate(names) if name == parts[0]):
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(names[start:], parts, strict=False))

@@ -121,7 +121,7 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
 
 
 def _last_skipped(recorder: StepRecorder) -> list[StepRecord]:
-    """Return the records of the last update that was skipped; RuntimeError without one."""
+    """Return the records of the last skipped update; RuntimeError without one."""
     for record in reversed(recorder.records):
         record.fetch()
         if any(key.record == "skipped" and value > 0 for key, value in record.values().items()):
@@ -278,7 +278,7 @@ def _of_records(records: Sequence[StepRecord], update: int, why: str, k: int) ->
 
 
 def _figure(values: Mapping[RecordKey, float]) -> float | None:
-    """Return the largest figure that tells of a backward; inf if a check failed, None if nothing was recorded."""
+    """Return a backward's largest figure; inf after a failed check, else None."""
     own = {key: value for key, value in values.items() if not key.site.startswith("step:")}
     counts = [value for key, value in own.items() if key.record in ("nonfinite", "nan")]
     if any(value > 0 for value in counts):

@@ -417,7 +417,7 @@ class Monitor:
 
 
 def _by_update(records: Sequence[StepRecord], per: str) -> dict[int, list[StepRecord]]:
-    """Group backwards by the update that they are of; ValueError unless ``per`` is ``"step"``."""
+    """Group backwards by their update; ValueError unless ``per`` is ``"step"``."""
     if per != "step":
         raise ValueError(f'per is "backward" or "step", got {per!r}')
     found: dict[int, list[StepRecord]] = {}

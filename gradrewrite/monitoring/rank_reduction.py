@@ -23,7 +23,7 @@ class _Schema:
 
     @property
     def summed(self) -> dict[RecordKey, Rule]:
-        """The rules of records that are no moments."""
+        """The rules of records other than moments."""
         return {key: rule for key, rule in self.rules.items() if rule.statistic not in MOMENTS}
 
 
@@ -58,7 +58,7 @@ class RankReduction:
 
 
 def _sum(own: Summands, schema: _Schema, group: dist.ProcessGroup) -> Summands | None:
-    """Return the sums over the ranks; None if one of them has a record that is not in the schema."""
+    """Return the sums over the ranks; None for an incomplete schema."""
     has_others = any(schema.rules.get(key) != rule for key, rule in own.rules.items())
     has_others |= not own.moments.keys() <= set(schema.moments)
     parts = {keys: _shared(own, keys, own.moments.get(keys, CentralMoments()), group) for keys in schema.moments}
@@ -116,7 +116,7 @@ def _reduced(numbers: Sequence[float], op: Any, group: dist.ProcessGroup) -> lis
 
 
 def _agree(own: Summands, group: dist.ProcessGroup) -> _Schema:
-    """Return the records of all ranks, in the order of the first rank that has each."""
+    """Return the schema of all ranks' records."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (own.rules, tuple(own.moments)), group=group)
     rules = {key: rule for found, _ in gathered for key, rule in found.items()}

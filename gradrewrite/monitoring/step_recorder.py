@@ -312,7 +312,7 @@ class StepRecorder:
                 self.kept_step.close()
 
     def note_modules(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
-        """Take note of the modules of the last forward that have shards of parameters."""
+        """Note the modules of the last forward with sharded parameters."""
         self.modules = modules
 
     def note_ids(self, ids: Any) -> None:

@@ -38,14 +38,14 @@ class Rule:
 
     @property
     def num_sums(self) -> int:
-        """Number of the numbers that add up: that of the parts comes first."""
+        """Number of summands, the number of parts included."""
         kind = STATISTICS[self.statistic].combination.kind if self.statistic else ""
         return {"norm": 4, "sum": 2}.get(kind, 3) if kind else 2
 
 
 @dataclass(slots=True)
 class Summands:
-    """Records of parts that have been added up."""
+    """Sums of the records of parts."""
 
     rules: dict[RecordKey, Rule] = field(default_factory=dict)
     sums: dict[RecordKey, list[float]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Summands:
     def add(
         self, records: Mapping[RecordKey, float], measured: Mapping[RecordKey, MeasuredTensor], how: How | None
     ) -> None:
-        """Add a part; where ``how`` is None each measurement follows its statistic."""
+        """Add a part; without ``how`` each measurement follows its statistic."""
         known = measured if how is None else {}
         together: dict[object, list[RecordKey]] = {}
         for key in (key for key in records if key in known and known[key].statistic in MOMENTS):
@@ -150,14 +150,14 @@ def _beside(key: RecordKey, record: str) -> RecordKey:
 
 
 def _weight(measured: MeasuredTensor, key: RecordKey, records: Mapping[RecordKey, float]) -> float:
-    """Number of elements of a part; NaN where nobody knows it."""
+    """Number of elements of a part; NaN if unknown."""
     if measured.size is not None:
         return float(measured.size)
     return records.get(_beside(key, "numel"), math.nan)
 
 
 def _summand(rule: Rule, value: float, size: float) -> list[float]:
-    """Return 1, for the part, and the numbers that add up."""
+    """Return 1, for the part, and the further summands."""
     if not rule.statistic:
         return [1.0, (1.0 if math.isnan(value) else 0.0) if rule.how == "max" else value]
     kind = STATISTICS[rule.statistic].combination.kind

@@ -344,7 +344,7 @@ class Guard:
         return self.may_have_step_actions and self._losses.num_backwards > 0
 
     def note_loss(self, loss: Tensor) -> None:
-        """Take a loss that was logged, a copy with one element."""
+        """Take a logged loss, a copy with one element."""
         if self.may_have_step_actions:
             self._losses.note(loss)
 
@@ -483,7 +483,7 @@ class Guard:
             self._verdict.look_at_counts()
 
     def _observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record parameters and optimizer state, where a policy asks for them."""
+        """Record the observed parameters and optimizer state."""
         if self._step_sites is None or self._observed is None or not self._observed.may_act:
             return
         num_guards = max(len(at.recorder.live_guards) for at in self.attached)

@@ -89,7 +89,7 @@ class ObservedState:
     """
 
     def __init__(self, targets: Sequence[Target], groups: RankGroups) -> None:
-        """Take the targets for their policies; NoSuchSiteError for a rule that matches no parameter of its model."""
+        """Take the targets for their policies; NoSuchSiteError for rules without parameters."""
         self._targets, self._groups = targets, groups
         self._names: Names = ()  # at the last question to the policies
         self._key: object = None  # of the tensors and policies then
@@ -114,7 +114,7 @@ class ObservedState:
     def measure(
         self, optimizer: torch.optim.Optimizer, names: Names, guard: int, num_guards: int
     ) -> tuple[BackwardOutputs, list[Tensor]] | None:
-        """Return the records and the kept tensors of a step that is over; None where nothing is due.
+        """Return records and kept tensors of a finished step; else None.
 
         NoSuchSiteError where all guards (this one by its number) have state, and a rule matches none of it.
         """
@@ -226,7 +226,7 @@ class ObservedState:
             self._groups.note_mesh(tensor.device_mesh)
 
     def _warn_of_none(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn once of a rule for the state of an optimizer that has none."""
+        """Warn once of a rule for an optimizer without state."""
         self._num_empty = _PATIENCE + 1 if self._has_state else self._num_empty + 1
         if self._num_empty != _PATIENCE:
             return

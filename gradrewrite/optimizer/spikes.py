@@ -89,7 +89,7 @@ class Spike:
         return spike_text(str(self.judge.keys[0]), self.figure, self.limit)
 
     def error(self, step: int, note: str) -> SpikeError:
-        """Return the error that ends the training."""
+        """Return the error at the end of the training."""
         return SpikeError(str(self.judge.keys[0]), figure=self.figure, limit=self.limit, step=step, note=note)
 
     def raise_without_parts(self) -> None:
@@ -246,7 +246,7 @@ class Figures:
 
     @property
     def judges_of_loss(self) -> list[Judging]:
-        """The judges that ask for the mean loss."""
+        """The judges of the mean loss."""
         return [judging for judging in self.judges if judging.judge.action.of == "loss"]
 
     def judge_norms(self) -> list[Judgement]:

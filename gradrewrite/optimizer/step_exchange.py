@@ -211,7 +211,7 @@ def _exchange(
 
 
 def _summands(slots: Sequence[Slot], found: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Figures of this rank's parts, as those that combine; a statistic of one gradient has at most one part."""
+    """Figures of this rank's parts as summands, at most one a statistic."""
     here = [n for n, own in enumerate(found) if len(own) == 1]
     names = [slots[n].statistic for n in here]
     if not here:
@@ -223,7 +223,7 @@ def _summands(slots: Sequence[Slot], found: Sequence[Sequence[Tensor]]) -> list[
 
 
 class _Exchange:
-    """One reduction for each set of ranks, of the vectors that are added to it."""
+    """One reduction of vectors for each set of ranks."""
 
     def __init__(self, settings: ExchangeSettings, device: torch.device) -> None:
         self._settings, self._device = settings, device

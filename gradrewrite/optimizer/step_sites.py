@@ -477,7 +477,7 @@ def _judges_of(asked: _Asked) -> tuple[UpdateJudge, ...]:
 
 
 def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:
-    """Return whether all ranks that vote have the same total norms: all gradients are spread over them."""
+    """Return whether all gradients are spread over all voting ranks."""
     if not exchange.voters:
         return True
     spread = {member.site: member.spread.ranks for member in exchange.sites}

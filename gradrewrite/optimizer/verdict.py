@@ -178,7 +178,7 @@ class UpdateVerdict:
         return bad
 
     def vote_again(self, bad: Tensor, ballot: Ballot) -> Tensor:
-        """Return the verdict of all ranks on one that was reached after their exchange."""
+        """Return the verdict of all ranks on a later one."""
         (verdict,) = Ballot(ballot.group, [bad], bad.device).result()
         return verdict
 

@@ -173,7 +173,7 @@ class NormScaling(GroupAction, Protocol):
 
 @runtime_checkable
 class UpdateJudge(GroupAction, Protocol):
-    """A group action that skips updates by one figure, at step sites (internal until 1.0).
+    """A group action at step sites with a verdict on updates (internal until 1.0).
 
     Its ``apply_group`` returns the gradients unchanged.
     """

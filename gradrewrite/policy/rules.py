@@ -140,7 +140,7 @@ def _tells_kind(policy: Callable[[Site], Answer], site: Site) -> bool:
 
 
 def _outcome(policy: Callable[[Site], Answer], site: Site) -> Hashable:
-    """Return a key of an answer; None where the callback raises."""
+    """Return a key of an answer; None after an exception."""
     try:
         actions = actions_of(policy(site), where=str(site))
     except Exception:  # of a callback that was not written for such sites
@@ -173,7 +173,7 @@ def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[i
 
 
 def may_answer_at(policy: Policy, kinds: Collection[Kind]) -> bool:
-    """Whether a policy may have answers at sites of these kinds: a rule for one, or a callback that is no rule."""
+    """Whether a policy may have answers at sites of these kinds."""
     if isinstance(policy, Rule):
         return Pattern.parse(policy.pattern).kind in kinds
     return callable(policy) or any(may_answer_at(item, kinds) for item in policy)

@@ -1,4 +1,4 @@
-"""Sampling: actions that only measure, in every n-th step."""
+"""Sampling: measurements in every n-th step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Measured: TypeAlias = Literal["all", "every step", "nothing"]
 
 @runtime_checkable
 class SampledAction(Protocol):
-    """An action that may only measure (internal until 1.0)."""
+    """An action, possibly a mere measurement (internal until 1.0)."""
 
     @property
     def every(self) -> int | None:
-        """Number of steps from one measurement to the next; None where the action does more than measure."""
+        """Number of steps between measurements; None for other actions."""
 
     def records_at(self, site: Site) -> Sequence[str]:
         """Return the names of its records at a site."""
@@ -33,7 +33,7 @@ class SampledAction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Omitted:
-    """A measurement that a graph leaves out; its records keep their names, so that those of others do not change."""
+    """A measurement left out of a graph, with its reserved record names."""
 
     names: tuple[str, ...]
 
@@ -100,7 +100,7 @@ class Sampling:
 
     @property
     def kinds(self) -> list[Measured]:
-        """All measurements that steps may have, with the settings of now."""
+        """All possible measurements of steps with the current settings."""
         found: list[Measured] = ["all"]
         if self._intervals and max(self._intervals) > 1:
             found.append("every step" if 1 in self._intervals else "nothing")
@@ -129,7 +129,7 @@ class Sampling:
         return self._measured(self._intervals)
 
     def of_update(self) -> Measured:
-        """Return the measurements at step sites: those of the step that the last forward began.
+        """Return the measurements at step sites, of the last forward's step.
 
         Where another optimizer has made its step since, the step is the same one.
         """
@@ -154,7 +154,7 @@ class Sampling:
         return "every step" if 1 in intervals else "nothing"
 
     def is_due(self, every: int) -> bool:
-        """Return whether a measurement with this interval is due in the step that was decided on."""
+        """Return whether a measurement with this interval is due now."""
         return self._is_asked or not (self._step % self._sample or self._step % every)
 
 

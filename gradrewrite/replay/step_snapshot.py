@@ -177,7 +177,7 @@ class PendingForwards:
         return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
 
     def begin(self, args: Sequence[Any], ids: Any = None) -> _Begun:
-        """Note the inputs of a call, before it begins; those that it writes to are copied."""
+        """Note the inputs of a call before it; copy the written ones."""
         with self._lock:
             if self._calls:
                 self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]

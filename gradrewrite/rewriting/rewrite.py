@@ -569,7 +569,7 @@ class Rewriter:
 
 
 def _updated_inputs(graph: fx.Graph, gradients: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the placeholders that the graph writes to, and that gradients depend on."""
+    """Return the placeholders written by the graph and read by gradients."""
     written = {node for call in graph.nodes if call.op == "call_function" for node in operators.written_by(call)}
     written = {node for node in written if isinstance(node, fx.Node) and node.op == "placeholder"}
     needed, todo = set(gradients), list(gradients) if written else []
