@@ -157,7 +157,8 @@ class Monitor:
 
         A record that some ranks lack is combined over those that have it. NaN on one rank makes the result NaN;
         infinities are combined as numbers are. The first call sends the names of the records; then it takes one
-        all-reduce with ``SUM`` and, where there are extremes, one with ``MAX``, for any number of ranks.
+        all-reduce with ``SUM`` (with ``std`` or ``kurtosis`` two, the first for the means) and, where there are
+        extremes, one with ``MAX``, for any number of ranks.
 
         Args:
             how: ``"mean"``, ``"max"`` or ``"sum"`` of the figures of the ranks, instead of the figure of the whole.

@@ -1,4 +1,4 @@
-"""Records of all ranks: one sum and one maximum, however many ranks there are."""
+"""Records of all ranks, by sums and one maximum of fixed size."""
 
 from __future__ import annotations
 

@@ -95,12 +95,12 @@ class StepRecorder:
         self.process_group: distributed.ProcessGroup | None = None
         # DistributedDataParallel that the model was last called in.
         self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
-        # Records for the next step, of a backward that records nothing: its update makes the record.
         # What the last guarded step computed, until the next one begins; None where updates are never skipped.
         self.kept_step: KeptStep | None = None
         self.modules: Sequence[weakref.ref[nn.Module]] = ()  # with shards of parameters (FSDP2)
         self.agreeing: distributed.ProcessGroup | None = None  # ranks that skip the last update together
         self._ids: Any = None  # names of the examples of the next forward
+        # Records for the next step, of a backward that records nothing: its update makes the record.
         self._early: dict[tuple[RecordKey, ...], Tensor] = {}
         self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False
