@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
+from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
@@ -17,9 +18,11 @@ from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
 
 _EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
+_LOSSES = ("loss_norms", "loss_cosine")
 _PARTS = frozenset(part for parts in PARTS.values() for part in parts)
 _SINGLE = ("saturated" if name.startswith("saturated_") else name for name in STATISTICS if name not in _PARTS)
-_KNOWN = tuple(dict.fromkeys([*_SINGLE, *PARTS, *_EXAMPLES]))
+_KNOWN = tuple(dict.fromkeys([*_SINGLE, *PARTS, *_EXAMPLES, *_LOSSES]))
+_OF_LOSSES: frozenset[Kind] = frozenset(("gradient", "error"))
 _SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
 
 
@@ -59,8 +62,13 @@ class Observe:
     Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch training", 2018,
     https://arxiv.org/abs/1812.06162.
 
+    At gradient and error sites alone, of a model with several losses (see ``WeighLosses``): ``loss_norms``, the L2 norm
+    of the gradient of each loss (``loss_norm_0``, ...), and ``loss_cosine``, the smallest cosine between two of them,
+    with that of each pair (``loss_cosine_0_1``, ...) where there are more than two; NaN where a norm is 0 or not
+    finite. These are the gradients of the model, before any action.
+
     Attributes:
-        statistics: Names, in the order of the records; those of single examples come last.
+        statistics: Names, in the order of the records; those of single examples and of losses come last.
         every: Number of steps from one measurement to the next; see ``Monitor(sample=)``.
         loss_reduction: How the loss of the batch follows from those of its examples: ``"mean"`` or ``"sum"``.
         batch_dim: The dimension of every tensor input of the model that has the examples.
@@ -90,6 +98,8 @@ class Observe:
             got = repr(unknown[0]) if unknown else "none"
             raise ValueError(f"Observe: name at least one of {', '.join(_KNOWN)}; got {got}")
         check_examples("Observe", loss_reduction, batch_dim)
+        if not set(_LOSSES).isdisjoint(statistics) and not set(_EXAMPLES).isdisjoint(statistics):
+            raise ValueError("Observe: take one Observe for figures of single examples, and one for those of losses")
         object.__setattr__(self, "statistics", tuple(dict.fromkeys(statistics)))
         object.__setattr__(self, "every", checked_interval("Observe", "every", every))
         object.__setattr__(self, "loss_reduction", loss_reduction)
@@ -106,18 +116,21 @@ class Observe:
     @property
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
-        return MEASURABLE if set(self.statistics) - set(_EXAMPLES) else frozenset(("gradient",))
+        own = set(self.statistics)
+        if own <= set(_EXAMPLES):
+            return frozenset(("gradient",))
+        return _OF_LOSSES if own <= set(_LOSSES) else MEASURABLE
 
     @property
     def has_units(self) -> bool:
         """Each statistic is brought to its unit, but those of examples are computed of the unscaled gradient."""
         return not set(_EXAMPLES).isdisjoint(self.statistics)
 
-    def specialize(self, site: Site) -> _Observation | _ExampleObservation:
+    def specialize(self, site: Site) -> _Observation | _ExampleObservation | _LossObservation:
         """Return the meaningful statistics at one site."""
         chosen = []
         for name in self.statistics:
-            if name in _EXAMPLES:
+            if name in _EXAMPLES or name in _LOSSES:
                 continue
             if name != "saturated":
                 chosen += _records_of(name)
@@ -126,6 +139,9 @@ class Observe:
         if None in site.shape and any(STATISTICS[key].combination.kind in ("mean", "min", "max") for _, key in chosen):
             chosen.append(("numel", "numel"))  # by which parts are weighted
         examples = tuple(name for name in self.statistics if name in _EXAMPLES)
+        losses = tuple(name for name in self.statistics if name in _LOSSES)
+        if losses and site.kind in _OF_LOSSES:
+            return _LossObservation(_Observation(tuple(chosen)), losses)
         if not examples or site.kind != "gradient":
             return _Observation(tuple(chosen))
         return _ExampleObservation(_Observation(tuple(chosen)), examples, self.loss_reduction, self.batch_dim)
@@ -135,11 +151,11 @@ class Observe:
         found = self.specialize(site)
         if isinstance(found, _ExampleObservation):
             return (*found.observation.statistics, *found.names)
-        return tuple(found.statistics)
+        return tuple((found.observation if isinstance(found, _LossObservation) else found).statistics)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Record where no site is known."""
-        names = (name for name in self.statistics if name not in ("saturated", *_EXAMPLES))
+        names = (name for name in self.statistics if name not in ("saturated", *_EXAMPLES, *_LOSSES))
         return _Observation(tuple(record for name in names for record in _records_of(name))).apply(tensor)
 
 
@@ -171,6 +187,23 @@ class _Observation:
             )
         if self.chosen:
             record_statistics(tensor, self.statistics)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _LossObservation:
+    observation: _Observation
+    loss_figures: Sequence[str]
+
+    kinds: ClassVar[frozenset[Kind]] = _OF_LOSSES
+    has_units: ClassVar[bool] = False
+
+    def apply(self, tensor: Tensor, gramian: Tensor, /) -> Tensor:
+        tensor = self.observation.apply(tensor)
+        if "loss_norms" in self.loss_figures:
+            record_loss_norms(gramian)
+        if "loss_cosine" in self.loss_figures:
+            record_loss_cosines(gramian)
         return tensor
 
 

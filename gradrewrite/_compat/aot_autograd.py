@@ -146,6 +146,12 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in placeholders if isinstance(_described(node.meta.get("desc")), TangentAOTInput)]
 
 
+def outputs_of_tangents(graph: fx.Graph) -> dict[fx.Node, int | None]:
+    """Return the positions of Dynamo outputs by their tangent placeholders; None for those of bases of views."""
+    known = {node: _described(node.meta["desc"]).output for node in tangents(graph)}
+    return {node: output.idx if isinstance(output, PlainAOTOutput) else None for node, output in known.items()}
+
+
 def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return the outputs of a joint graph, by tangent placeholder."""
     by_desc = {desc: node for node, desc in _described_outputs(graph) if isinstance(node, fx.Node)}

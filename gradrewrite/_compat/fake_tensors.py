@@ -69,6 +69,18 @@ def fake_copy(node: fx.Node, mode: FakeTensorMode) -> Tensor | None:
         return FakeTensor(mode, meta, value.device)
 
 
+def fakes_like(value: Any, mode: FakeTensorMode) -> Any:
+    """Return fakes with memory of their own, of the shapes of the tensors in a result."""
+
+    def another(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+    with torch.no_grad(), mode:
+        return fx.node.map_aggregate(value, another)
+
+
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have one storage."""
     return a.layout is b.layout is torch.strided and storage_key(a) == storage_key(b)

@@ -11,6 +11,9 @@ from traceback import FrameSummary
 import torch
 from torch import fx
 
+from gradrewrite.ir.attribution import attribute_nodes, backward_names
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 _PACKAGES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _LIBRARIES = tuple(f"{package}{os.sep}" for package in _PACKAGES)  # not torchvision
@@ -20,6 +23,14 @@ _EXAMPLES = f"{_PACKAGES[1] / 'examples'}{os.sep}"
 def source_of(node: fx.Node) -> str:
     """``file:line "code"`` of the user's innermost line that made a node of a Dynamo graph; ``""`` if none did."""
     return last_line_in(node.stack_trace or "")
+
+
+def line_in(marked: MarkedJointGraph, node: fx.Node) -> str:
+    """Return the user's line behind a node of a joint graph, or of the op that it is the backward of."""
+    if (found := source_of(node)) or not marked.values:  # none in a replay
+        return found
+    number = attribute_nodes(marked.graph, backward_names(marked.graph)).get(node)
+    return "" if number is None else marked.values[number].source
 
 
 def last_line_in(trace: str) -> str:

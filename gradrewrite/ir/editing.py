@@ -5,6 +5,7 @@ Every verb takes graphs that are consistent and leaves them consistent; none lin
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,24 @@ def insert_copy(
     _describe(copy, "is_backward")
     combined_kernels.mark(copy)
     return copy
+
+
+def insert_twin(node: fx.Node, inputs: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
+    """Insert a second node of the same kind before a node, with its metadata.
+
+    It reads what ``inputs`` has instead of the node's inputs.
+    """
+    with node.graph.inserting_before(node):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: inputs.get(n, n))
+        twin = node.graph.create_node(node.op, node.target, args, kwargs, name=name)
+    twin.meta = dict(node.meta)
+    mode = fake_tensors.fake_mode_of([read.meta.get("val") for read in twin.all_input_nodes])
+    value = fake_tensors.fake_copy(node, mode)
+    if value is None:
+        is_op = isinstance(node.target, operators.OpOverload) or node.target is operator.getitem
+        value = fake_tensors.fake_result(twin, mode) if is_op else fake_tensors.fakes_like(node.meta.get("val"), mode)
+    twin.meta["val"] = value
+    return twin
 
 
 def _describe(node: fx.Node, tag: str) -> None:

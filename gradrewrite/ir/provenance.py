@@ -26,6 +26,7 @@ class Origin:
     op: str = ""
     name: str = ""  # what a placeholder stands for: a parameter's name; ``""`` for ops
     source: str = ""  # ``file:line "code"`` of the op; ``""`` where there is none
+    loss: int | None = None  # of a node in the backward of one of several losses, its number
 
     @property
     def module(self) -> str:

@@ -172,6 +172,31 @@ class NormScaling(GroupAction, Protocol):
 
 
 @runtime_checkable
+class LossWeighing(GroupAction, Protocol):
+    """A group action with weights of the losses, from the gradient of each (internal until 1.0).
+
+    Its ``apply_group`` is given the inner products of the gradients of the losses, ``[K, K]``, and the losses, ``[K]``,
+    if ``function`` has two required parameters, all float64, in a list, and returns the weights ``[K]`` so.
+    """
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The function of the inner products, which may be the user's."""
+
+
+@runtime_checkable
+class LossAction(Action, Protocol):
+    """An action that also reads the Gram matrix of the losses' gradients (internal until 1.0)."""
+
+    @property
+    def loss_figures(self) -> Sequence[str]:
+        """The required figures; none for the gradient alone."""
+
+    def apply(self, tensor: Tensor, gramian: Tensor, /) -> Tensor:
+        """Compute the replacement; ``gramian`` is that of the plain gradients here, ``[K, K]``, float64."""
+
+
+@runtime_checkable
 class UpdateJudge(GroupAction, Protocol):
     """A group action at step sites with a verdict on updates (internal until 1.0).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,6 +134,13 @@ def record(name: str, value: Tensor | float) -> None:
         )
     figure = recording.figure(tensor.reshape(()) if tensor.dim() else tensor)
     recording.reports.append(Scalars((str(name),), (figure,)))
+
+
+def record_all(names: Sequence[str], values: Tensor) -> None:
+    """Report the elements of a vector under these names, as ``record`` does."""
+    recording = _recording.get()
+    if recording is not None:
+        recording.reports.append(Scalars(tuple(names), recording.figures(values, len(names))))
 
 
 def record_norm_clip(

@@ -13,6 +13,7 @@ from gradrewrite.policy.actions import (
     ExampleAction,
     ExampleClip,
     GroupAction,
+    LossWeighing,
     Measurement,
     UpdateJudge,
     describe,
@@ -44,6 +45,11 @@ def needs_examples(action: Any) -> bool:
     return isinstance(action, ExampleClip) or (isinstance(action, ExampleAction) and bool(action.example_quantities))
 
 
+def needs_losses(action: Any, at: Context) -> bool:
+    """Return whether an action needs the gradient of each loss."""
+    return at.reads_losses or isinstance(action, LossWeighing)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The surroundings of an action."""
@@ -57,6 +63,7 @@ class Context:
     around: str = ""  # name of the data parallelism around the model
     num_ranks: int = 1  # of ``around``; for a gradient that is spread over ranks the number of those
     is_averaged: bool = False  # another action at the site averages its gradient over processes
+    reads_losses: bool = False  # it reads the gradients of single losses
     needs_whole: str = ""  # the reason why it needs a whole gradient, where that is spread over ranks
 
 
@@ -109,6 +116,26 @@ REFUSALS = (
         "{at.site}: {action} needs the whole model in one graph, and this graph is a part of it (a graph break, or "
         "regions). Remove the break (fullgraph=True finds it), and transform the model without regions",
         "per-example",
+    ),
+    Limit(
+        lambda action, at: needs_losses(action, at) and at.tensor_type == "DTensor",
+        "{at.site}: {action} needs a plain gradient, and this one is a DTensor",
+        "losses",
+    ),
+    Limit(
+        lambda action, at: needs_losses(action, at) and (at.is_part or bool(at.elsewhere) or bool(at.outside)),
+        "{at.site}: {action} needs the backward of all losses in one graph, and this graph is a part of it (a graph "
+        "break, or regions=, which FSDP2 needs). Remove the break (fullgraph=True finds it), and transform the model "
+        "without regions",
+        "losses",
+    ),
+    Limit(
+        lambda action, at: needs_losses(action, at) and bool(at.around),
+        "{action} at {at.site} under {at.around} with {at.num_ranks} processes: each process would weigh by the "
+        "gradients of its own examples, with weights of its own. Let the graph average the gradient of each loss "
+        'instead, without {at.around}: gr.on("gradient:*", gr.passes.AllReduce()) first, WeighLosses at gradient sites '
+        "behind it",
+        "losses",
     ),
     Limit(
         lambda action, at: group_of(action) is not None and at.is_part and at.has_states,
@@ -167,8 +194,8 @@ _IN_PARTS = {
     "again": "the model was called several times before this backward; ",
 }
 _CLIP_IN_PARTS = {
-    "accumulated": "the global clip acts on the gradients of each backward by itself, not on their sum",
-    "again": "the global clip acts on the gradients of each call by itself, not on their sum",
+    "accumulated": "the action of the group acts on the gradients of each backward by itself, not on their sum",
+    "again": "the action of the group acts on the gradients of each call by itself, not on their sum",
 }
 _NOISE_IN_PARTS = {
     "accumulated": "noise is added in each backward, so that the variance of the noise in their sum is as many times "
@@ -190,7 +217,7 @@ def refuse(action: Any, context: Context) -> None:
 
 def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: int) -> None:
     """Raise PolicyError for an edit that may not act inside a data parallelism of several ranks."""
-    own = [edit for edit in edits if edit.site.kind == "gradient"]
+    own = [edit for edit in edits if edit.site.kind == "gradient" or isinstance(edit.action, LossWeighing)]
     averaged = {edit.site for edit in own if averages(edit.action)}
     for edit in own:
         refuse(edit.action, Context(edit.site, around=around, num_ranks=num_ranks, is_averaged=edit.site in averaged))

@@ -12,9 +12,8 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
 from gradrewrite.errors import PolicyError
-from gradrewrite.instrumentation.source_locations import source_of
+from gradrewrite.instrumentation.source_locations import line_in
 from gradrewrite.ir import editing
-from gradrewrite.ir.attribution import attribute_nodes, backward_names
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.per_example.analysis import ExampleAnalysis
@@ -151,9 +150,9 @@ class ExampleGradients:
                 raise PolicyError(f"{start}: {err}. {_WAY_OUT}", code="per-example") from None
         if not isinstance(layout, Mixed):
             raise PolicyError(f"{start}, and this one does not depend on the examples of the batch", code="per-example")
-        raise PolicyError(
-            f"{start}: {layout.reason} ({layout.node}{self._source(layout.node)}). {_WAY_OUT}", code="per-example"
-        )
+        mixing = next(other for other in self._graph.nodes if other.name == layout.node)
+        line = f", {found_line}" if (found_line := line_in(self._marked, mixing)) else ""
+        raise PolicyError(f"{start}: {layout.reason} ({layout.node}{line}). {_WAY_OUT}", code="per-example")
 
     def _examples(self, point: InsertionPoint, action: Asked) -> _Found:
         dim = action.batch_dim
@@ -197,15 +196,6 @@ class ExampleGradients:
         if isinstance(size, int) and size <= 1:
             return _Found(batched[first], size, None)
         return _Found(batched[first], size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
-
-    def _source(self, name: str) -> str:
-        node = next(node for node in self._graph.nodes if node.name == name)
-        if found := source_of(node):
-            return f", {found}"
-        number = attribute_nodes(self._graph, backward_names(self._graph)).get(node)
-        if not self._marked.values:  # of a replay
-            return ""
-        return "" if number is None else f", {self._marked.values[number].source}"
 
     def _square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
         """Return the node of the squared norms of the terms, ``[B]``, at least in float32."""

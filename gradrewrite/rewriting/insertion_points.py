@@ -34,6 +34,7 @@ class InsertionPoint:
     value_layout: Layout | None = None  # that of what it is the gradient of
     is_part: bool = False  # the value is a plain part of a global tensor
     replicas: int = 1  # how many ranks have the same value
+    loss: int | None = None  # number of the loss that the value is the gradient of; None of all
 
     def __post_init__(self) -> None:
         """Note the ranks of a DTensor: the global one is measured."""

@@ -21,6 +21,8 @@ from gradrewrite.policy.actions import (
     ExampleAction,
     ExampleClip,
     GroupAction,
+    LossAction,
+    LossWeighing,
     Measurement,
     NormScaling,
     ParameterScaling,
@@ -44,6 +46,7 @@ class Replace:
     run: Callable[..., Tensor]
     takes_value: bool  # ``run``'s second argument is the value that the gradient is of
     examples: ExampleAction | None  # the action, if its further arguments are per-example figures
+    reads_losses: bool  # its second argument is the Gram matrix of the losses' gradients
     rule: str  # the rule that the answer is of; see ``Answered``
 
 
@@ -101,6 +104,15 @@ class WeighExamples:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WeighLosses:
+    """The weighted sum of the gradients of each loss, in the place of their sum."""
+
+    action: LossWeighing
+    points: Sequence[InsertionPoint]
+    rule: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class JudgeGroup:
     """A verdict on the update from one figure, at step sites; the values of the group stay as they are."""
 
@@ -111,7 +123,7 @@ class JudgeGroup:
 
 Reporting: TypeAlias = "Replace | Measure | GroupInsertion"  # what may have records
 Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter | Omitted
-GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples | JudgeGroup
+GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples | WeighLosses | JudgeGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +133,8 @@ class InsertionPlan:
     single: Mapping[InsertionPoint, tuple[Insertion, ...]]  # in the order of the sites
     # They follow, in the order in which the policy list names them; those of one callback in the order of its sites.
     groups: tuple[GroupInsertion, ...]
+    # How many of the single insertions come before the weighing of losses there.
+    before_weighing: Mapping[InsertionPoint, int]
 
     def changed(self) -> set[InsertionPoint]:
         """Return the insertion points with changed values."""
@@ -135,16 +149,19 @@ def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> Inser
     PolicyError if two actions of one group differ, or two groups have one name in records and states.
     """
     single: dict[InsertionPoint, tuple[Insertion, ...]] = {}
+    before: dict[InsertionPoint, int] = {}
     grouped: list[tuple[InsertionPoint, Answered]] = []
     for point, found in answers:
         own: list[Insertion] = []
         for answered in found:
             if isinstance(answered.action, GroupAction):
                 grouped.append((point, answered))
+                if isinstance(answered.action, LossWeighing):
+                    before.setdefault(point, len(own))
             else:
                 own.append(lower_action(answered.action, point.site, answered.rule))
         single[point] = tuple(own)
-    return InsertionPlan(single, tuple(_groups(grouped)))
+    return InsertionPlan(single, tuple(_groups(grouped)), before)
 
 
 def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
@@ -160,14 +177,16 @@ def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
         return Measure(action, action_key(found), found.apply, found.statistics, found.fails, rule)
     run = found.apply if isinstance(found, Action) else found
     examples = found if isinstance(found, ExampleAction) and found.example_quantities else None
-    return Replace(action, action_key(found), run, examples is None and takes_value(found), examples, rule)
+    reads_losses = isinstance(found, LossAction) and bool(found.loss_figures)
+    reads_value = examples is None and not reads_losses and takes_value(found)
+    return Replace(action, action_key(found), run, reads_value, examples, reads_losses, rule)
 
 
 def is_in_units(insertion: Insertion | GroupInsertion) -> bool:
     """Return whether an insertion needs the unscaled gradient; a group's factor takes the scale itself."""
     if isinstance(insertion, Measure):
         return not IN_UNITS.isdisjoint(insertion.statistics.values())
-    return not isinstance(insertion, ScaleGroup | ScaleParameter | Omitted | JudgeGroup)
+    return not isinstance(insertion, ScaleGroup | WeighLosses | ScaleParameter | Omitted | JudgeGroup)
 
 
 def _groups(members: Sequence[tuple[InsertionPoint, Answered]]) -> list[GroupInsertion]:
@@ -188,6 +207,8 @@ def _lower_group(answered: Answered, points: Sequence[InsertionPoint]) -> GroupI
     action, rule = answered.action, answered.rule
     if isinstance(action, ExampleClip):
         return WeighExamples(action, points, rule)
+    if isinstance(action, LossWeighing):
+        return WeighLosses(action, points, rule)
     if isinstance(action, UpdateJudge):
         return JudgeGroup(action, points, rule)
     if isinstance(action, NormScaling):

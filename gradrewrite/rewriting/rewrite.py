@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +35,15 @@ from gradrewrite.ir.reports import Check
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import num_bytes, shape_of
-from gradrewrite.policy.actions import BucketedAction, GroupAction, NormScaling, action_key, describe
+from gradrewrite.policy.actions import (
+    BucketedAction,
+    GroupAction,
+    LossWeighing,
+    NormScaling,
+    action_key,
+    describe,
+    takes_value,
+)
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.sampling import Measured, Omitted, sampled
@@ -45,7 +55,9 @@ from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
+from gradrewrite.rewriting.loss_gradients import LossGradients, Rows, unbound_as, weighted_sum
 from gradrewrite.rewriting.loss_scale import LossScale
+from gradrewrite.rewriting.loss_weighing import SeparatedPlan, Weighing, check_weighing, separate
 from gradrewrite.rewriting.lowering import (
     Average,
     GroupInsertion,
@@ -58,6 +70,7 @@ from gradrewrite.rewriting.lowering import (
     ScaleGroup,
     ScaleParameter,
     WeighExamples,
+    WeighLosses,
     lower,
     lower_action,
 )
@@ -89,6 +102,10 @@ class RewriteResult:
     assumes: bool
     # Edits that reduce the plain part of a global tensor, of which each process knows its own alone.
     of_parts: tuple[Edit, ...] = ()
+    # Nodes of the backward of single losses, by name; see ``LossGradients.copies``.
+    loss_of: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    # Where losses are weighed, their positions among the outputs; no other output may receive a gradient.
+    weighed: frozenset[int] | None = None
 
 
 def rewrite_joint_graph(
@@ -109,15 +126,16 @@ def rewrite_joint_graph(
     rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
     assumed = fake_tensors.assumptions(graph)
     points, out_of_reach = find_insertion_points(marked)
-    plain = {point.output: point.node for point in points if point.output is not None}
-    anchors = _anchors(points)
 
     def ask(site: Site) -> tuple[Answered, ...]:
         return asked[site] if site in asked else ask_in_order(config.policy, site)
 
     answers = [(point, ask(point.site)) for point in points]
     plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
-    rewriter.follow(plan)
+    separated = rewriter.follow(plan)
+    plan = separated.plan
+    plain = {point.output: point.node for point in points if point.output is not None}
+    anchors = _anchors(separated.first_points(points))
     progress = current_progress()
     progress.begin("rewriting", len(answers))
     averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
@@ -129,6 +147,10 @@ def rewrite_joint_graph(
         progress.advance()
     early = [g for g in plan.groups if isinstance(g, WeighExamples) and not averaged.keys().isdisjoint(g.points)]
     rewriter.insert_bucketed(averaged, early)
+    for weighing in separated.weighings:
+        plain |= rewriter.weigh_losses(weighing)
+    for point, own in separated.late.items():
+        rewriter.insert(point, own)
     for group in plan.groups:
         if group not in early:
             rewriter.insert_group(group)
@@ -136,12 +158,16 @@ def rewrite_joint_graph(
         rewriter.examples.add_up_terms()
     rewriter.packing.follow(rewriter.current, graph)
     is_checked = bool(rewriter.packing.checks)
-    replay_graph = rewriter.make_replay_graph(points, marked, plain) if is_checked or is_replayed else None
+    all_points = separated.points_of(points)
+    replay_graph = rewriter.make_replay_graph(all_points, marked, plain) if is_checked or is_replayed else None
     of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])
     outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
     editing.erase_markers(graph)
     if rewriter.examples is not None:
         drop_replaced(graph, rewriter.examples.replaced)
+    losses = rewriter.losses
+    if losses is not None:
+        editing.erase_unused(graph, losses.sums)
     live = editing.live_tensors(graph)
     if live or (is_checked and replay_graph is not None):
         inductor.stop_folding()
@@ -158,6 +184,8 @@ def rewrite_joint_graph(
         replay_graph=replay_graph,
         assumes=fake_tensors.assumptions(graph) != assumed,
         of_parts=of_parts,
+        loss_of={} if losses is None else losses.copies,
+        weighed=losses.losses.outputs if losses is not None and separated.weighings else None,
     )
 
 
@@ -180,7 +208,7 @@ def rewrite_and_compare(
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
-    provenance = with_edits(provenance, result.anchors, result.edits, record_nodes)
+    provenance = with_edits(provenance, result.anchors, result.edits, record_nodes, result.loss_of)
     plain = JointGraph(before, result.sites, provenance=provenance)
     return JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance), result
 
@@ -210,12 +238,34 @@ class Rewriter:
         self._tracer = ActionTracer()
         self._states = states
         self._scopes: dict[str, StateScope] = {}
+        self.losses: LossGradients | None = None  # None where no action asks for those of single losses
+        self._marked = marked
+        self._loss_rows: dict[Site, Rows] = {}  # gradients of each loss, before any action
 
-    def follow(self, plan: InsertionPlan) -> None:
-        """Take note of the measurements and changes to come."""
+    def follow(self, plan: InsertionPlan) -> SeparatedPlan:
+        """Take note of the measurements and changes to come, and take the backward of weighed losses apart."""
+        separated = self._separate(plan)
+        plan = separated.plan
         measured = [p for p, own in plan.single.items() if any(isinstance(one, Measure) for one in own)]
         self.num_measured = sum(point.output is None for point in measured)
-        self.changed = {point.marker for point in plan.changed() if point.marker is not None}
+        changed = plan.changed().union(*(weighing.members for weighing in separated.weighings))
+        self.changed = {point.marker for point in changed if point.marker is not None}
+        return separated
+
+    def _separate(self, plan: InsertionPlan) -> SeparatedPlan:
+        reading = {p: i.action for p, own in plan.single.items() for i in own if isinstance(i, Replace) and i.reads_losses}
+        weighed = [group for group in plan.groups if isinstance(group, WeighLosses)]
+        if self._marked is None or not (reading or weighed):
+            return SeparatedPlan(plan)
+        is_part = not (self._marked.is_whole and self._marked.is_last)
+        for point, action in reading.items():
+            refuse(action, Context(point.site, is_part=is_part, reads_losses=True))
+        groups = check_weighing(plan, is_part=is_part)
+        asking = [*((point.site, action) for point, action in reading.items()), *((g.points[0].site, g.action) for g in groups)]
+        self.losses = LossGradients(self._marked, "{}: {}".format(asking[0][0], describe(asking[0][1])))
+        rows = self.losses.measured([point.node for point in reading])
+        self._loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}
+        return separate(plan, groups, self.losses)
 
     def insert(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> None:
         """Insert at one site, in order; averages come in buckets."""
@@ -226,12 +276,12 @@ class Rewriter:
             match insertion:
                 case Measure() if _is_on_cuda(current) and point.layout is None:
                     base = base_of(current, self.changed)  # equal measurements are one in the compiled graph
-                    traced = self._tracer.trace(insertion, point.site, value_of(base), self._mode(point.site))
+                    traced = self._tracer.trace(insertion, point.site, value_of(base), self._mode_at(point))
                     (_, *extras), new = self._splice(traced, [base], point)
                 case Measure() | Replace():
                     further = self._further_arguments(point, insertion, current)
                     value, *values = map(value_of, (current, *further))
-                    mode, layouts = self._mode(point.site), _layouts_of(point, further)
+                    mode, layouts = self._mode_at(point), _layouts_of(point, further)
                     traced = self._tracer.trace(insertion, point.site, value, mode, values, layouts)
                     (current, *extras), new = self._splice(traced, [current, *further], point)
                 case ScaleParameter(action):
@@ -248,7 +298,7 @@ class Rewriter:
             keys, checks = self.packing.add(
                 insertion, str(point.site), point.site, traced.reports, extras, replicas=point.replicas
             )
-            made = [] if self.examples is None else self.examples.take_new()
+            made = [node for source in (self.examples, self.losses) if source is not None for node in source.take_new()]
             self.edits.append(Edit(point.site, insertion.action, tuple(n.name for n in (*made, *new)), tuple(keys)))
             for check in checks:
                 self.check(point, check, seen)
@@ -264,6 +314,11 @@ class Rewriter:
         if isinstance(insertion, Replace) and insertion.examples is not None:
             assert self.examples is not None
             return self.examples.quantities(point, current, insertion.examples, self._scale_on(point.site.device))
+        if isinstance(insertion, Replace) and insertion.reads_losses:
+            assert self.losses is not None
+            rows, scale = [self._loss_rows[point.site]], self._scale_on(point.site.device)
+            is_opaque = point.site.device.type != "cuda"
+            return [self.losses.gramian(rows, scale, point.before, is_opaque=is_opaque)]
         if isinstance(insertion, Measure) or not insertion.takes_value:
             return []
         if point.value is None:
@@ -319,6 +374,10 @@ class Rewriter:
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
         scale = None if site.kind == "activation" else self._scale_on(site.device)
         return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
+
+    def _mode_at(self, point: InsertionPoint) -> TraceMode:
+        # What acts on the gradient of each loss has states for each.
+        return self._mode(point.site, f"{point.site}/loss{point.loss}" if point.loss is not None else "")
 
     def _scale_on(self, device: torch.device) -> Tensor | None:
         return None if self._scale is None else self._scale.on(device)
@@ -394,6 +453,8 @@ class Rewriter:
                 self._finish_group(group, where, nodes, *self._scale_group(group.action, points, nodes, mode))
             case ScaleGroup() | ReplaceGroup():
                 self._finish_group(group, where, nodes, *self._replace_group(group.action, points, nodes, mode))
+            case WeighLosses():
+                raise AssertionError("losses are weighed before other groups")
             case JudgeGroup():
                 raise AssertionError("judges are at step sites")
             case _:
@@ -491,6 +552,60 @@ class Rewriter:
             name = f"{action.group} (noise)"  # a global clip may have a group of the same name
             self.packing.groups.append(name)
             self.packing.noisy.add(name)
+
+    def weigh_losses(self, weighing: Weighing) -> dict[int, fx.Node]:
+        """Insert the weighted sums of the gradients of each loss; return those of gradients, by output."""
+        assert self.losses is not None
+        group, members = weighing.group, weighing.members
+        action, first, where = group.action, next(iter(members)), f"group:{group.action.group}"
+        rows = [{k: self.current(own.node) for k, own in points.items()} for points in members.values()]
+        for point, own in zip(members, rows, strict=True):
+            for node in own.values():
+                check_dense(action, point.site, value_of(node))
+        mode = self._mode(first.site, where)
+        gramian = self.losses.gramian(rows, mode.scale, first.before, is_opaque=mode.is_opaque)
+        weights, traced, extras, new = self._weights(action, first, gramian, replace(mode, scale=None))
+        keys, _ = self.packing.add(group, where, first.site, traced.reports, extras)
+        self.packing.groups.append(str(action.group))
+        made, sums = [*self.losses.take_new(), *new], {}
+        single: dict[torch.dtype, list[fx.Node]] = {}  # each weight
+        for point, own in zip(members, rows, strict=True):
+            wide = torch.promote_types(value_of(point.node).dtype.to_real(), torch.float32)
+            if wide not in single:
+                each = make_fx.trace(functools.partial(unbound_as, wide), [value_of(weights)])
+                single[wide], new = editing.splice(each, self.graph, [weights], first.before, "is_backward")
+                made += new
+            value, *others = [*own.values(), *(single[wide][k] for k in own)]
+            name, further = ("weighted sum", len(own)), list(map(value_of, others))
+            part = self._tracer.trace_part(name, weighted_sum, action, point.site, value_of(value), further=further)
+            (result,), new = self._splice(part, [value, *others], point)
+            self.edits.append(Edit(point.site, action, tuple(node.name for node in (*made, *new)), tuple(keys)))
+            made = []
+            if point.marker is not None:
+                point.marker.update_arg(0, result)
+            elif point.output is not None:
+                editing.replace_output(self.graph, point.output, result)
+                sums[point.output] = result
+            point.node = result
+        return sums
+
+    def _weights(
+        self, action: LossWeighing, point: InsertionPoint, gramian: fx.Node, mode: TraceMode
+    ) -> tuple[fx.Node, TracedAction, list[fx.Node], list[fx.Node]]:
+        """Insert the weights of the losses; return them, the trace, the outputs of its reports, and all new nodes."""
+        assert self.losses is not None
+        inputs = [gramian]
+        if takes_value(action.function):
+            inputs.append(self.losses.values(self.forward, point.before))
+        given = action if inspect.ismethod(action.function) else action.function
+        sized = value_of(gramian).diagonal().clone()  # of the shape of the weights
+
+        def run(_: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
+            return action.apply_group(tensors)
+
+        traced = trace_function(run, [sized], [point.site], given, mode, list(map(value_of, inputs)))
+        (weights, *extras), new = self._splice(traced, [gramian, *inputs], point)
+        return weights, traced, extras, new
 
     def _splice(
         self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint
@@ -609,7 +724,7 @@ def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
             node = node.all_input_nodes[0]
         node = made_by.get(node, node)
         made_by.update(dict.fromkeys(chain, node))
-        marker = point.marker or (point.before if point.site.kind == "activation" else None)
+        marker = point.marker or (point.before if point.before.target in _MARKERS else None)
         anchors[point.site] = Anchor(node.name, -1 if marker is None else number_of(marker))
     return anchors
 
@@ -644,6 +759,7 @@ def _buckets_of(
     return sorted(buckets, key=lambda bucket: nodes[bucket[1][-1]])
 
 
+_MARKERS = (ops.mark_activation, ops.mark_error)
 _SHARED = -1
 
 

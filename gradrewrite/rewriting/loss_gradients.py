@@ -1,0 +1,306 @@
+"""The gradients of single losses in a joint graph: copies of what the backward of several losses shares."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
+from gradrewrite.errors import PolicyError
+from gradrewrite.instrumentation.source_locations import line_in
+from gradrewrite.ir import editing, ops
+from gradrewrite.ir.gramian import gramian
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.markers import value_of
+from gradrewrite.rewriting.forward_values import ForwardValues
+
+_aten = torch.ops.aten
+Rows: TypeAlias = Mapping[int, fx.Node]  # gradients of one tensor, by the number of the loss; 0 where there is none
+Copies: TypeAlias = dict[int, dict[fx.Node, fx.Node]]  # of nodes, by loss
+
+# Results that depend on the shape of a tensor alone.
+_SHAPED = frozenset(
+    operators.overloads(
+        ["zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"]
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses among the outputs of a model."""
+
+    number: int
+    tangents: Mapping[fx.Node, frozenset[int]]  # the losses of each tangent; none for other outputs
+    vector: fx.Node | None  # the tangent of the one output with all losses, ``[number]``
+    outputs: frozenset[int]  # their positions among the outputs of the Dynamo graph
+
+
+def find_losses(graph: fx.Graph, asks: str) -> Losses:
+    """Return the losses of a model: its differentiable scalars, or the elements of its only differentiable vector.
+
+    PolicyError if there is none; ``asks`` names the action and its site.
+    """
+    by_tangent = aot_autograd.outputs_of_tangents(graph)
+    plain = {node: at for node, at in by_tangent.items() if at is not None}
+    scalars = sorted((at, node) for node, at in plain.items() if value_of(node).dim() == 0)
+    if scalars:
+        numbered = {node: frozenset([number]) for number, (_, node) in enumerate(scalars)}
+        tangents = {node: numbered.get(node, frozenset()) for node in by_tangent}
+        return Losses(len(scalars), tangents, None, frozenset(at for at, _ in scalars))
+    shapes = [tuple(value_of(node).shape) for node in by_tangent]
+    if len(plain) == len(by_tangent) == 1 and len(shapes[0]) == 1 and isinstance(shapes[0][0], int):
+        ((node, at),) = plain.items()
+        return Losses(shapes[0][0], {node: frozenset(range(shapes[0][0]))}, node, frozenset([at]))
+    found = ", ".join(map(str, shapes)) or "none"
+    raise PolicyError(
+        f"{asks} needs the losses of the model: differentiable scalar outputs (in a tuple, list or mapping), or one "
+        f"tensor [K] with all of them; the differentiable outputs have the shapes {found}. Compute the losses in the "
+        "model's forward and return them",
+        code="losses",
+    )
+
+
+class LossGradients:
+    """The backward of each loss in a joint graph, while it is rewritten."""
+
+    def __init__(self, marked: MarkedJointGraph, asks: str) -> None:
+        # By the names of nodes of this backward: that of the plain node, and the loss; None of a sum or of zeros.
+        self.copies: dict[str, tuple[str, int | None]] = {}
+        self.sums: list[fx.Node] = []  # over the losses, for what is not copied
+        self._new: list[fx.Node] = []  # Gram matrices and losses
+        self.losses = find_losses(marked.graph, asks)
+        self._marked, self._graph, self._asks = marked, marked.graph, asks
+        self._masked: dict[int, fx.Node] = {}
+        self._depends = self._find_dependencies()
+
+    def take_new(self) -> list[fx.Node]:
+        """Return the nodes of Gram matrices and losses since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def measured(self, nodes: Sequence[fx.Node]) -> list[Rows]:
+        """Return the gradients of each loss at nodes, without markers, so that no action changes them."""
+        wanted = self._ancestors(nodes, lambda n: n not in self._sources and bool(self._depends[n]))
+        copies = self._copy(wanted, marked=False)
+        return [{k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))} for node in nodes]
+
+    def separate(self, targets: Sequence[fx.Node]) -> tuple[list[Rows], dict[fx.Node, Rows]]:
+        """Take a backward apart as far as several losses share it, up to these nodes.
+
+        Other readers get the sums over the losses. Returns the gradients of each loss at the targets, and the copies
+        of the markers of errors; the nodes that were copied are gone.
+        """
+        wanted = self._ancestors(targets, lambda n: n not in self._sources and len(self._depends[n]) > 1)
+        copies = self._copy(wanted, marked=True)
+        rows: list[Rows] = [self._of_each(node, copies) for node in targets]
+        markers = {node: self._of_each(node, copies) for node in wanted if node.target is ops.mark_error}
+        self._add_up(wanted, copies)
+        editing.erase_unused(self._graph, wanted)
+        return rows, markers
+
+    def _of_each(self, node: fx.Node, copies: Copies) -> Rows:
+        return {k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))}
+
+    def _find_dependencies(self) -> dict[fx.Node, frozenset[int]]:
+        """Return, by node of the backward, the losses whose tangents it is computed from; none: zero for all losses."""
+        found = dict(self.losses.tangents)
+        self._sources = set(found)
+        for node in self._graph.nodes:
+            read = [found[n] for n in node.all_input_nodes if n in found] if node.op == "call_function" else []
+            if not read or node.target in _SHAPED or not _has_tensors(node):
+                continue
+            element = self._element(node)
+            if element is not None:
+                self._sources.add(node)
+            found[node] = frozenset().union(*read) if element is None else frozenset([element])
+        return found
+
+    def _element(self, node: fx.Node) -> int | None:
+        """Return the number of the loss with this tangent, if the node selects it from that of a vector."""
+        vector = self.losses.vector
+        if vector is None:
+            return None
+        if node.target is _aten.select.int and node.args[0] is vector:
+            return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
+        read = node.args[0]
+        is_unbound = isinstance(read, fx.Node) and read.target is _aten.unbind.int and read.args[0] is vector
+        return int(node.args[1]) if is_unbound else None  # type: ignore[arg-type]
+
+    def _ancestors(self, nodes: Sequence[fx.Node], is_wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
+        """Return wanted nodes of the backward with wanted readers down to ``nodes``, in the order of execution."""
+        found: set[fx.Node] = set()
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if node in found or node not in self._depends or not is_wanted(node):
+                continue
+            found.add(node)
+            todo += node.all_input_nodes
+            if not isinstance(node.meta.get("val"), Tensor):
+                todo += node.users  # all results of an op are copied: sums are of tensors
+        return [node for node in self._graph.nodes if node in found]
+
+    def _copy(self, nodes: Sequence[fx.Node], *, marked: bool) -> Copies:
+        copies: Copies = {k: {} for k in range(self.losses.number)}
+        zeros: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            for k in sorted(self._depends[node]):
+                copies[k][node] = self._copy_of(node, k, copies, zeros, marked=marked)
+        return copies
+
+    def _copy_of(
+        self, node: fx.Node, k: int, copies: Copies, zeros: dict[fx.Node, fx.Node], *, marked: bool
+    ) -> fx.Node:
+        """Insert the copy of a node for a loss; of a sum with one term that is not 0 this term is taken."""
+        missing = [n for n in node.all_input_nodes if n in self._depends and k not in self._depends[n]]
+        inputs = {n: copies[k].get(n, n) for n in node.all_input_nodes if n not in missing}
+        if node.target is ops.mark_error and not marked:
+            return inputs[node.all_input_nodes[0]]
+        term = _only_term(node, missing)
+        if term is not None and _has_same_layout(inputs[term], node):
+            return inputs[term]
+        self._check(node)
+        for n in missing:
+            if n not in zeros:
+                like = next((copies[j].get(n, n) for j in sorted(self._depends[n])), n)
+                zeros[n] = editing.insert_call(self._graph, _aten.zeros_like.default, (like,), node, "is_backward")
+                self._note(zeros[n], n, None)
+            inputs[n] = zeros[n]
+        if self.losses.vector in inputs:
+            inputs[self.losses.vector] = self._masked_tangent(k)
+        made = editing.insert_twin(node, inputs, f"{node.name}_loss{k}")
+        self._note(made, node, k)
+        return made
+
+    def _note(self, made: fx.Node, node: fx.Node, loss: int | None) -> None:
+        while node.target is ops.mark_error:  # which has no provenance
+            (node,) = node.all_input_nodes
+        self.copies[made.name] = node.name, loss
+
+    def _masked_tangent(self, k: int) -> fx.Node:
+        """Return the node of the tangent of a vector of losses, with 0 for the others."""
+        vector, number = self.losses.vector, self.losses.number
+        assert vector is not None
+        if k not in self._masked:
+
+            def mask(tangent: Tensor) -> list[Tensor]:
+                return [torch.where(torch.arange(number, device=tangent.device) == k, tangent, 0)]
+
+            traced = make_fx.trace(mask, [value_of(vector)])
+            after = self._graph.find_nodes(op="placeholder")[-1].next
+            (self._masked[k],), new = editing.splice(traced, self._graph, [vector], after, "is_backward")
+            for made in new:
+                self._note(made, vector, k)
+        return self._masked[k]
+
+    def _check(self, node: fx.Node) -> None:
+        """Raise PolicyError for an op that may not run once for each loss."""
+        name = operators.name_of(node)
+        if operators.is_random(node):
+            what = "draws random numbers, and would draw others for each loss"
+        elif operators.written_by(node) or node.is_impure() or name == "with_effects":
+            what = "has a side effect, which would happen once for each loss"
+        else:
+            return
+        line = line_in(self._marked, node)
+        raise PolicyError(
+            f"{self._asks} needs the gradient of each loss by itself, and the op {name}{f' ({line})' if line else ''} "
+            f"in the shared part of their backward {what}. Weigh the losses at an error site between this op and the "
+            "losses, or leave out the parameters behind it",
+            code="losses",
+        )
+
+    def _add_up(self, nodes: Sequence[fx.Node], copies: Copies) -> None:
+        """Let the readers of copied nodes that were not copied read the sums."""
+        inside = set(nodes)
+        for node in nodes:
+            outside = [user for user in node.users if user not in inside]
+            if not outside:
+                continue
+            first, *others = self._of_each(node, copies).values()
+            total = first
+            if any(user.op == "output" or user in self._depends for user in outside):
+                for other in others:
+                    total = editing.insert_call(self._graph, _aten.add.Tensor, (total, other), node, "is_backward")
+                    self.sums.append(total)
+                    self._note(total, node, None)
+            for user in outside:
+                user.replace_input_with(node, total)
+
+    def gramian(
+        self, rows: Sequence[Rows], scale: Tensor | None, before: fx.Node, *, is_opaque: bool
+    ) -> fx.Node:
+        """Insert the Gram matrix ``[K, K]`` of gradients, float64, in units of the unscaled losses."""
+        nodes = [node for own in rows for node in own.values()]
+        losses, counts = [k for own in rows for k in own], [len(own) for own in rows]
+
+        def run(*gradients: Tensor) -> list[Tensor]:
+            found = gramian(gradients, losses, counts, self.losses.number, is_opaque=is_opaque)
+            return [found if scale is None else found / scale.to(found.device, torch.float64).square()]
+
+        different = list(dict.fromkeys(nodes))
+        places = [different.index(node) for node in nodes]
+        traced = make_fx.trace(lambda *xs: run(*(xs[n] for n in places)), [value_of(node) for node in different])
+        tag = "is_backward" if scale is None else "must_be_in_backward"
+        (result,), new = editing.splice(traced, self._graph, different, before, tag)
+        self._new += new
+        return result
+
+    def values(self, forward: ForwardValues, before: fx.Node) -> fx.Node:
+        """Insert the losses ``[K]``, as the forward has computed them, float64."""
+        returned = aot_autograd.outputs_by_tangent(self._graph)
+        tangents = [self.losses.vector] if self.losses.vector is not None else list(self.losses.tangents)
+        nodes = [forward.for_backward(returned[t]) for t in tangents if t is not None and self.losses.tangents[t]]
+
+        def run(*losses: Tensor) -> list[Tensor]:
+            wide = [loss.to(torch.float64).reshape(-1) for loss in losses]
+            return [torch.cat(wide)]
+
+        traced = make_fx.trace(run, [value_of(node) for node in nodes])
+        (result,), new = editing.splice(traced, self._graph, nodes, before, "is_backward")
+        self._new += new
+        return result
+
+
+def weighted_sum(first: Tensor, *others: Tensor) -> Tensor:
+    """The sum of ``K`` gradients times ``K`` 0-d weights, which come after them; in the dtype of the weights."""
+    number = (1 + len(others)) // 2
+    gradients, weights = (first, *others[: number - 1]), others[number - 1 :]
+    terms = [gradient * weight for gradient, weight in zip(gradients, weights, strict=True)]
+    return functools.reduce(torch.add, terms).to(first.dtype)
+
+
+def unbound_as(dtype: torch.dtype, weights: Tensor) -> list[Tensor]:
+    """The elements of a vector, 0-d, in another dtype."""
+    return list(weights.to(dtype).unbind())
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    found: list[bool] = []
+    fx.node.map_aggregate(node.meta.get("val"), lambda x: found.append(isinstance(x, Tensor)))
+    return any(found)
+
+
+def _only_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the term of a sum that is left when these inputs are 0; None for other ops."""
+    if node.target not in (_aten.add.Tensor, _aten.sub.Tensor) or len(missing) != 1:
+        return None
+    left, right = node.args
+    if right is missing[0] and isinstance(left, fx.Node):
+        return left
+    is_plain = node.target is _aten.add.Tensor and node.kwargs.get("alpha", 1) == 1
+    return right if is_plain and left is missing[0] and isinstance(right, fx.Node) else None
+
+
+def _has_same_layout(node: fx.Node, other: fx.Node) -> bool:
+    a, b = value_of(node), value_of(other)
+    if a.dtype != b.dtype or a.dim() != b.dim() or a.layout is not torch.strided:
+        return False
+    pairs = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True)
+    return all(fake_tensors.statically_known_true(x == y) for x, y in pairs)

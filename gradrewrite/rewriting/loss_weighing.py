@@ -1,0 +1,169 @@
+"""The insertion plan of a graph whose losses are weighed: points of single losses, and of weighted sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import editing
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.scope import Context, refuse
+from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.loss_gradients import LossGradients
+from gradrewrite.rewriting.lowering import (
+    Average,
+    GroupInsertion,
+    Insertion,
+    InsertionPlan,
+    Replace,
+    WeighExamples,
+    WeighLosses,
+)
+
+ByLoss = Mapping[int, InsertionPoint]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """One group of losses' gradients, with the points of each loss by the point of their weighted sum."""
+
+    group: WeighLosses
+    members: Mapping[InsertionPoint, ByLoss]
+
+
+@dataclass(frozen=True, slots=True)
+class SeparatedPlan:
+    """An insertion plan with the weighing of losses set apart."""
+
+    plan: InsertionPlan  # without it; single insertions before it are at the points of each loss
+    weighings: Sequence[Weighing] = ()
+    late: Mapping[InsertionPoint, Sequence[Insertion]] = field(default_factory=dict)  # behind the weighted sums
+    split: Mapping[InsertionPoint, ByLoss] = field(default_factory=dict)  # errors that several losses share
+
+    def points_of(self, points: Sequence[InsertionPoint]) -> list[InsertionPoint]:
+        """Return these points, with those of each loss instead of errors that several losses share."""
+        return [own for point in points for own in (self.split[point].values() if point in self.split else [point])]
+
+    def first_points(self, points: Sequence[InsertionPoint]) -> list[InsertionPoint]:
+        """Return these points, with that of the first loss in the place of several."""
+        several = {**self.split, **{p: own for weighing in self.weighings for p, own in weighing.members.items()}}
+        return [next(iter(several[point].values())) if point in several else point for point in points]
+
+
+def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[WeighLosses]:
+    """Return the groups of losses' gradients; PolicyError where one cannot be."""
+    groups = [group for group in plan.groups if isinstance(group, WeighLosses)]
+    for group in groups:
+        kinds = {point.site.kind for point in group.points}
+        for point in group.points:
+            kind = "Tensor" if point.layout is None else "DTensor"
+            refuse(group.action, Context(point.site, tensor_type=kind, is_part=is_part))
+            _check_averages(group, point, plan)
+        if "error" in kinds and len(group.points) > 1:
+            sites = ", ".join(str(point.site) for point in group.points[:3])
+            raise PolicyError(
+                f"{describe(group.action)} is at {sites}{', ...' if len(group.points) > 3 else ''}: a group is at "
+                "gradient sites, or at one error site. Take one error site (with #call if its module is called more "
+                "than once), or give each a group of its own",
+                code="losses",
+            )
+        _check_others(group, plan)
+    return groups
+
+
+def _check_averages(group: WeighLosses, point: InsertionPoint, plan: InsertionPlan) -> None:
+    late = plan.single[point][plan.before_weighing[point] :]
+    average = next((i.action for i in late if isinstance(i, Average) and i.action.processes().size() > 1), None)
+    if point.site.kind == "error":  # gradients are averaged upstream
+        several = [i.action for own in plan.single.values() for i in own if isinstance(i, Average)]
+        average = next((action for action in several if action.processes().size() > 1), None)
+    if average is None:
+        return
+    raise PolicyError(
+        f"{point.site}: {describe(group.action)} comes before {describe(average)}, so that each process would weigh by "
+        "the gradients of its own examples, with weights of its own. Weigh at gradient sites, behind the average: list "
+        "AllReduce first; the gradient of each loss is then averaged",
+        code="losses",
+    )
+
+
+def _check_others(group: WeighLosses, plan: InsertionPlan) -> None:
+    """Raise PolicyError for per-example actions, and for groups that would come before the weighing."""
+    start = f"{group.points[0].site}: {describe(group.action)}"
+    replaced = [i for own in plan.single.values() for i in own if isinstance(i, Replace) and i.examples is not None]
+    examples = [*replaced, *(other for other in plan.groups if isinstance(other, WeighExamples))]
+    if examples:
+        raise PolicyError(
+            f"{start} and {describe(examples[0].action)} are in one policy: a gradient has terms of losses, or of "
+            "examples. Take one of them, or compute the figures of examples in a run of their own",
+            code="losses",
+        )
+    for other in plan.groups[: plan.groups.index(group)]:
+        if not isinstance(other, WeighLosses) and not set(other.points).isdisjoint(group.points):
+            raise PolicyError(
+                f"{start} comes after {describe(other.action)}, a group action, which acts on the weighted sums: list "
+                "it after WeighLosses",
+                code="losses",
+            )
+
+
+def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGradients) -> SeparatedPlan:
+    """Take the backward apart as far as losses share it up to the sites of these groups, and the plan with it."""
+    others: tuple[GroupInsertion, ...] = tuple(group for group in plan.groups if not isinstance(group, WeighLosses))
+    plan = replace(plan, groups=others)
+    targets = [point for group in groups for point in group.points]
+    if losses.losses.number < 2 or not targets:
+        return SeparatedPlan(plan)
+    rows, markers = losses.separate([point.node for point in targets])
+    for point in targets:
+        if point.marker in markers:
+            raise PolicyError(
+                f"{point.site}: the losses are weighed here, and once more upstream, by another group; keep one of them",
+                code="losses",
+            )
+    for point in plan.single:
+        _refresh(point)
+    members = {
+        point: {k: _point_of(point, k, node) for k, node in own.items()}
+        for point, own in zip(targets, rows, strict=True)
+        if len(own) > 1
+    }
+    split = {
+        point: {k: _point_of(point, k, marker.all_input_nodes[0], marker) for k, marker in markers[point.marker].items()}
+        for point in plan.single
+        if point.marker is not None and point.marker in markers
+    }
+    single: dict[InsertionPoint, tuple[Insertion, ...]] = {}
+    late: dict[InsertionPoint, Sequence[Insertion]] = {}
+    for point, own in plan.single.items():
+        early = own
+        if point in members:
+            number = plan.before_weighing[point]
+            early, late[point] = own[:number], own[number:]
+        single.update(_of_each(early, members.get(point, split.get(point, {0: point}))))
+    weighings = [Weighing(group, {p: members[p] for p in group.points if p in members}) for group in groups]
+    return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split)
+
+
+def _of_each(insertions: tuple[Insertion, ...], points: ByLoss) -> Iterator[tuple[InsertionPoint, tuple[Insertion, ...]]]:
+    """Return insertions by the points of each loss; figures of all losses are taken once."""
+    first, *others = points.values()
+    yield first, insertions
+    of_one = tuple(i for i in insertions if not (isinstance(i, Replace) and i.reads_losses))
+    yield from ((point, of_one) for point in others)
+
+
+def _refresh(point: InsertionPoint) -> None:
+    """Let a point have the node that is there now."""
+    if point.marker is not None and point.marker.all_input_nodes:  # none of a marker that was copied
+        point.node = point.marker.all_input_nodes[0]
+    elif point.output is not None:
+        point.node = editing.outputs_of(point.before)[point.output]
+
+
+def _point_of(point: InsertionPoint, loss: int, node: fx.Node, marker: fx.Node | None = None) -> InsertionPoint:
+    before = point.before if marker is None else marker
+    return replace(point, node=node, before=before, marker=marker, output=None, loss=loss)

@@ -1,0 +1,106 @@
+"""Weighing the gradients of several losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gradrewrite.errors import CallbackError
+from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
+from gradrewrite.passes._settings import short_repr
+from gradrewrite.policy.recording import record_all
+from gradrewrite.sites import Kind
+
+
+@runtime_checkable
+class LossWeighting(Protocol):
+    """Weights of losses from the Gram matrix of their gradients."""
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        """Return the weights ``[K]`` from the inner products ``[K, K]``, both float64."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WeighLosses:
+    """Replace the sum of the gradients of several losses by a weighted sum.
+
+    For a model that returns ``K`` losses, and whose sum is differentiated as ever: ``sum(model(x)).backward()``. The
+    losses are its differentiable scalar outputs, in their order, or the elements of its only differentiable one of
+    shape ``[K]``. Of other differentiable outputs none may receive a gradient. What several losses share of the
+    backward is there once for each of them, in one graph; a gradient that one loss reaches stays as it is.
+
+    At gradient sites the gradient of a loss is that of all parameters of the group which more than one loss reaches; it
+    is 0 for those that it does not reach. At an error site, the only one of its group, it is the error of each loss:
+    what lies upstream is there once.
+
+    Actions that the policy lists before it at the same site, and those at error sites between it and the losses, act on
+    the gradient of each loss by itself; those after it on the weighted sum, and so do other group actions. For one
+    loss, and where no gradient of the group is shared, nothing is inserted.
+
+    Records at ``group:<group>``: ``loss_weight_0``, ... ; ``loss_norm_0``, ..., the L2 norms of the gradients of the
+    losses; ``loss_cosine``, the smallest cosine of two of them, and for ``K > 2`` ``loss_cosine_0_1``, ... of each pair
+    (NaN where a norm is 0, infinite or NaN). Figures are in units of the unscaled losses. A NaN or an infinity in the
+    gradient of a loss makes the weights NaN, and so all gradients of the group.
+
+    Attributes:
+        weighting: ``PCGrad()``, ``UPGrad()``, ``MGDA()``, ``CAGrad()``, ``AlignedMTL()``, or a function of torch
+            operations: of the inner products of the gradients, ``[K, K]``, float64, and, with a second required
+            parameter, of the losses ``[K]``, float64. It returns the weights ``[K]``, may remember values in a
+            ``gr.State``, and is traced once.
+        group: Sites of one group are weighed together.
+
+    Raises:
+        TypeError: ``weighting`` is neither.
+        PolicyError: (at the rewrite) The model returns no losses; a part of the model is in another graph; gradients
+            are DTensors, or averaged later by others; an op of the shared backward cannot run once for each loss; a
+            group is at several error sites.
+        CallbackError: (at the rewrite) A function returns something else than weights.
+
+    Example:
+        >>> WeighLosses(lambda gramian: 1 / gramian.diagonal().sqrt(), group="trunk")
+        WeighLosses(<lambda>, group='trunk')
+    """
+
+    weighting: LossWeighting | Callable[..., Tensor]
+    _: KW_ONLY
+    group: Hashable = "default"
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "error"))
+    has_units: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weighting, LossWeighting) and not callable(self.weighting):
+            raise TypeError(
+                "WeighLosses: weighting is UPGrad(), PCGrad(), MGDA(), CAGrad(), AlignedMTL() or a function of the Gram "
+                f"matrix [K, K], got {self.weighting!r}"
+            )
+        if isinstance(self.weighting, type):
+            raise TypeError(f"WeighLosses: got the class {self.weighting.__name__}; a weighting is a value, as in "
+                            f"{self.weighting.__name__}()")
+
+    __repr__ = short_repr
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The function of the Gram matrix."""
+        return self.weighting.weights if isinstance(self.weighting, LossWeighting) else self.weighting
+
+    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the weights ``[K]`` of the losses, and record them; see ``policy.actions.LossWeighing``."""
+        found, gramian = self.function(*tensors), tensors[0]
+        number = len(gramian)
+        if not isinstance(found, Tensor) or tuple(found.shape) != (number,) or found.is_complex():
+            got = f"{tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+            raise CallbackError(
+                f"{self!r}: the weights of {number} losses are a real tensor of shape ({number},); the function "
+                f"returned {got}"
+            )
+        found = found.to(gramian.device, gramian.dtype)
+        record_all([f"loss_weight_{loss}" for loss in range(number)], found)
+        record_loss_norms(gramian)
+        record_loss_cosines(gramian)
+        return [found]
