@@ -6,12 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
+from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import CallbackError
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
-from gradrewrite.passes._settings import short_repr
 from gradrewrite.policy.recording import record_all
 from gradrewrite.sites import Kind
 
@@ -82,7 +81,11 @@ class WeighLosses:
             raise TypeError(f"WeighLosses: got the class {self.weighting.__name__}; a weighting is a value, as in "
                             f"{self.weighting.__name__}()")
 
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        """As the call that makes it."""
+        is_value = isinstance(self.weighting, LossWeighting)
+        weighting = repr(self.weighting) if is_value else describe_callable(self.weighting)
+        return f"WeighLosses({weighting}{'' if self.group == 'default' else f', group={self.group!r}'})"
 
     @property
     def function(self) -> Callable[..., Tensor]:

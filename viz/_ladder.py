@@ -215,6 +215,8 @@ def describe_node(graph_view: GraphView, node: Node) -> str:
     lines.append(f"{what}, {node.lane}")
     if node.shape or node.dtype:
         lines.append(f"[{node.shape}] {node.dtype}")
+    if node.loss is not None:
+        lines.append(f"backward of loss {node.loss} by itself")
     if node.edit >= 0:
         edit = graph_view.edits[node.edit]
         lines.append(f"inserted: {edit.text} at {edit.site}")
@@ -287,7 +289,9 @@ def _parts(graph_view: GraphView, row: _Row, records: EditRecords) -> list[Part]
         lines += [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in figures]
         names += tuple(name for n in figures for name in graph_view.edits[n].nodes)
         title = "\n".join(lines)
-        parts.append(Part(key, node.lane, text, node.module_call or "(model)", names, title=title, figures=figures))
+        losses = sorted({node.loss for node in nodes if node.loss is not None})
+        small = (node.module_call or "(model)") + (f" \u00b7 losses {', '.join(map(str, losses))}" if losses else "")
+        parts.append(Part(key, node.lane, text, small, names, title=title, figures=figures))
     parts.sort(key=lambda part: COLUMNS.index(part.column))
     parts += [edit_part(graph_view, f"edit {number}", [number], records) for number in row.edits]
     for label, name in row.outputs:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from gradrewrite.backends.runtime_wrapper import RewrittenBackward
 from gradrewrite.backends.session import Session
 from gradrewrite.backends.tracing_errors import in_place_named
 from gradrewrite.distributed.layouts import InputLayouts
-from gradrewrite.errors import GraphBreakError, NotRewrittenError, RewriteError, TraceError
+from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, returned_inputs
 from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
 from gradrewrite.ir import editing
@@ -80,7 +81,8 @@ def compile_graph(
                 key.save(stored.sites, stored.answers)
         if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
-        return run
+        weighed = None if compilation.result is None else compilation.result.weighed
+        return run if weighed is None else _refusing_others(run, weighed)
     except RewriteError as err:
         return _raising(err)
 
@@ -264,7 +266,9 @@ class GraphCompilation:
         lost = tuple(site for site, _ in self.result.out_of_reach)
         answered = frozenset(found.position for answers in self.result.answers for found in answers)
         named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
-        return GraphReport(self.frame, self.is_whole, *named, self.measured)
+        count = Counter(loss for _, loss in self.result.loss_of.values())
+        loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
+        return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
@@ -438,6 +442,30 @@ def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:
 
 def _is_resumed(frame: str) -> bool:
     return frame.startswith("torch_dynamo_resume_in_")
+
+
+def _refusing_others(compiled: Runnable, losses: Collection[int]) -> Runnable:
+    """Let an error follow where an output of a graph receives a gradient and is none of the weighed losses."""
+
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        given = {id(argument) for argument in args}
+        for position, output in enumerate(outputs):
+            is_differentiable = isinstance(output, Tensor) and output.requires_grad and id(output) not in given
+            if position not in losses and is_differentiable:
+                output.register_hook(functools.partial(_refuse_gradient, position, tuple(output.shape)))
+        return outputs
+
+    return run
+
+
+def _refuse_gradient(position: int, shape: tuple[int, ...], gradient: Tensor | None) -> None:
+    if gradient is not None:
+        raise PolicyError(
+            f"WeighLosses: output {position} of the model, of shape {shape}, received a gradient and is none of its "
+            "losses, so that this gradient would be lost. Compute the loss of it in the model's forward, or detach it",
+            code="losses",
+        )
 
 
 def _raising(error: RewriteError) -> Runnable:

@@ -25,6 +25,8 @@ class GraphReport:
         answered: Positions of the callbacks that answered at any site, in the nested lists of the policy.
         measured: Which of the actions that only measure it has: ``"all"``; ``"every step"``, those without an interval;
             ``"nothing"``, none. See ``Monitor(sample=)``.
+        loss_nodes: Where the gradients of several losses are taken apart (``WeighLosses``), the numbers of the nodes in
+            the backward of each loss by itself.
     """
 
     frame: str
@@ -35,6 +37,7 @@ class GraphReport:
     region: str = ""
     answered: frozenset[tuple[int, ...]] = frozenset()
     measured: Measured = "all"
+    loss_nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Explanation:
             where = f"{graph.frame}, {graph.region}" if graph.region else graph.frame
             where += "" if graph.measured == "all" else f", measuring {graph.measured}"
             lines.append(f"graph {number} ({where}): {len(graph.sites)} sites, {len(graph.edits)} edits")
+            of_losses = [f"{number} of loss {loss}" for loss, number in enumerate(graph.loss_nodes)]
+            lines += [f"  nodes in the backward of each loss by itself: {', '.join(of_losses)}"] * bool(of_losses)
             lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
             lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
         lines += [f"skipped: {line}" for line in self.skipped]

@@ -36,6 +36,7 @@ class Node:
     op: str
     argument: str  # what a placeholder stands for: a parameter's name; ``""`` for ops
     source: str
+    loss: int | None  # of a node in the backward of one of several losses, its number
     mark: Mark  # ``"edit"`` if an edit inserted it, ``"records"`` if it packs records
     edit: int  # number of the edit, -1 if there is none
     shape: str  # ``"4, 16"``; several values are in brackets
@@ -201,6 +202,7 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
         op=origin.op,
         argument=origin.name,
         source=origin.source,
+        loss=origin.loss,
         mark=mark,
         edit=edit,
         shape=shape,

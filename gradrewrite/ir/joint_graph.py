@@ -55,8 +55,10 @@ class JointGraph:
 
     @property
     def code(self) -> str:
-        """The graph as Python, each inserted line marked with its action and site."""
-        marks = {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
+        """The graph as Python, inserted lines marked with action and site, those of single losses with the loss."""
+        origins = self.provenance.origins.items()
+        marks = {name: f"loss {origin.loss}" for name, origin in origins if origin.loss is not None}
+        marks |= {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
         marks |= dict.fromkeys(self.record_nodes, "records")
         lines = []
         for line in self.graph_module.print_readable(print_output=False).splitlines():
