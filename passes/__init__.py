@@ -10,6 +10,11 @@ from gradrewrite.passes._clip_by_norm import ClipByNorm as ClipByNorm
 from gradrewrite.passes._clip_by_value import ClipByValue as ClipByValue
 from gradrewrite.passes._clip_per_example import ClipPerExample as ClipPerExample
 from gradrewrite.passes._keep import Keep as Keep
+from gradrewrite.passes._loss_weightings import MGDA as MGDA
+from gradrewrite.passes._loss_weightings import AlignedMTL as AlignedMTL
+from gradrewrite.passes._loss_weightings import CAGrad as CAGrad
+from gradrewrite.passes._loss_weightings import PCGrad as PCGrad
+from gradrewrite.passes._loss_weightings import UPGrad as UPGrad
 from gradrewrite.passes._observe import Observe as Observe
 from gradrewrite.passes._simple import NanToNum as NanToNum
 from gradrewrite.passes._simple import Scale as Scale
@@ -21,8 +26,10 @@ from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
 
 __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "AdaptiveClip",
+    "AlignedMTL",
     "AllReduce",
     "AutoClip",
+    "CAGrad",
     "CheckFinite",
     "ClipByGlobalNorm",
     "ClipByNorm",
@@ -31,10 +38,13 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "DecayWeights",
     "Keep",
     "L2",
+    "MGDA",
     "NanToNum",
     "Observe",
+    "PCGrad",
     "Scale",
     "SkipSpikes",
+    "UPGrad",
     "WeighLosses",
     "ZClip",
     "Zero",
