@@ -1,0 +1,102 @@
+"""The gradients of several losses, weighed in one backward, are those of one backward a loss, weighed by TorchJD."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torchjd.aggregation as jd
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite.passes import MGDA, AlignedMTL, CAGrad, PCGrad, UPGrad, WeighLosses
+
+from helpers import mostly_slow
+from models.several_losses import MODULES, losses_of, make
+
+# ours, TorchJD's, and the largest difference relative to the largest element
+WEIGHTINGS: dict[str, tuple[Any, Any, float]] = {
+    "PCGrad": (PCGrad(seed=3), jd.PCGradWeighting(), 1e-8),
+    "UPGrad": (UPGrad(norm_eps=1e-4, reg_eps=1e-4), jd.UPGradWeighting(), 1e-6),
+    "MGDA": (MGDA(), jd.MGDAWeighting(), 1e-8),
+    "CAGrad": (CAGrad(c=0.5, norm_eps=1e-4), jd.CAGradWeighting(c=0.5), 1e-4),
+    "AlignedMTL": (AlignedMTL(), jd.AlignedMTLWeighting(), 1e-8),
+}
+
+
+@contextlib.contextmanager
+def order_of(seed: int, number: int) -> Iterator[None]:
+    """Let TorchJD's PCGrad take our order of the first backward."""
+    from gradrewrite.ir.loss_weights import order_of_projections
+
+    rows = iter(order_of_projections(torch.tensor(0), seed, number).unbind())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randperm", lambda _: next(rows))
+        yield
+
+
+def gramian_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Tensor:
+        pairs = [(x * y).sum() for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+        return torch.stack(pairs).sum() if pairs else torch.zeros((), dtype=torch.float64)
+
+    return torch.stack([torch.stack([dot(a, b) for b in gradients]) for a in gradients])
+
+
+def eager_gradients(model: nn.Module, x: Tensor, pattern: str, weighting: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The oracle: one backward a loss, the Gram matrix of the shared parameters, TorchJD's weights."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = losses_of(model(x))
+    all_parameters = list(parameters.values())
+    found = [torch.autograd.grad(loss, all_parameters, retain_graph=True, allow_unused=True) for loss in losses]
+    reached = [sum(own[n] is not None for own in found) for n in range(len(parameters))]
+    shared = [n for n, name in enumerate(parameters) if name.startswith(pattern) and reached[n] > 1]
+    gramian = gramian_of([[own[n] for n in shared] for own in found])
+    weights = weighting(gramian)
+    total = {}
+    for n, name in enumerate(parameters):
+        terms = [(w if n in shared else 1) * own[n] for w, own in zip(weights, found, strict=True) if own[n] is not None]
+        if terms:
+            total[name] = torch.stack(terms).sum(0)
+    return total, weights
+
+
+def assert_equal_gradients(model: nn.Module, expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, parameter in model.named_parameters():
+        if name not in expected:
+            assert parameter.grad is None or not parameter.grad.any()
+            continue
+        assert parameter.grad is not None, name
+        scale = float(expected[name].abs().max()) if expected[name].numel() else 1.0
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=tolerance * max(scale, 1e-3))
+
+
+def check(name: str, weighting: str) -> dict[str, float]:
+    plain, x = make(name)
+    ours, theirs, tolerance = WEIGHTINGS[weighting]
+    number = len(losses_of(plain(x)))
+    with order_of(3, number):
+        expected, weights = eager_gradients(copy.deepcopy(plain), x, "trunk", theirs)
+    model = gr.transform(copy.deepcopy(plain), gr.on("gradient:trunk*", WeighLosses(ours)))
+    sum(losses_of(model(x)), torch.zeros(())).backward()
+    found = model.monitor.latest()
+    got = torch.tensor([found[f"loss_weight_{k}@group:default"] for k in range(number)], dtype=torch.float64)
+    torch.testing.assert_close(got, weights, rtol=tolerance, atol=tolerance)
+    assert_equal_gradients(model, expected, tolerance)
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_pcgrad_equals_torchjd(name: str) -> None:
+    check(name, "PCGrad")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("weighting", ["UPGrad", "MGDA", "CAGrad", "AlignedMTL"])
+@pytest.mark.parametrize("name", mostly_slow(MODULES, 3))
+def test_weightings_equal_torchjd(name: str, weighting: str) -> None:
+    check(name, weighting)
