@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite.ir.ops import LIBRARY
 
-CHUNK = 1 << 15  # elements; the rows of all losses stay in the cache between their products
+CHUNK = 1 << 20  # elements; the rows of all losses stay in a cache between their products
 
 LIBRARY.define("gramian(Tensor[] gradients, int[] losses, int[] counts, int number) -> Tensor")
 LIBRARY.define("loss_cosines(Tensor gramian) -> Tensor")
