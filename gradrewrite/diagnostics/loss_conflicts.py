@@ -11,7 +11,7 @@ from statistics import median
 
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.nonfinite_steps import has_counts
-from gradrewrite.diagnostics.run_log import MIN_STEPS, Run, Series, is_group, kind_of, listed, words
+from gradrewrite.diagnostics.run_log import MIN_STEPS, Run, Series, is_group, kind_of, listed
 from gradrewrite.diagnostics.site_health import percent
 
 OFTEN = 0.2  # share of the steps
@@ -50,7 +50,7 @@ class Conflict:
 
     def __str__(self) -> str:
         often = f"in {percent(self.share)} of {self.steps} steps at {self.site}"
-        return f"{often} (median of these {words(self.cosine)})"
+        return f"{often} (median of these {self.cosine:.2g})"
 
 
 def cosines_of(run: Run) -> list[Series]:
