@@ -9,7 +9,7 @@ reaches on images that were left out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,9 @@ def train(policy: Any, seed: int, steps: int, factor: float = 1.0) -> tuple[gr.R
     return model, net.score(images[rest], labels[rest])
 
 
-def of_seeds(name: str, seeds: int, run: Callable[[int], tuple[float, float]]) -> Way:
+def of_seeds(name: str, policy: Any, steps: int, seeds: int, factor: float = 1.0) -> Way:
     """Train with each seed, and print what that reaches."""
-    read, drawn = zip(*(run(seed) for seed in range(seeds)), strict=True)
+    read, drawn = zip(*(train(policy, seed, steps, factor)[1] for seed in range(seeds)), strict=True)
     way = Way(name, list(read), list(drawn))
     print(way)
     return way
@@ -129,11 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps, seeds = options.steps, options.seeds
     model, _ = train(POLICIES["plain sum"], 0, steps)
     print(*(text for text in viz.report(model.monitor).health.verdict.remarks if "loss" in text.lower()), sep="\n")
-    ways = [of_seeds(name, seeds, lambda seed, p=policy: train(p, seed, steps)[1]) for name, policy in POLICIES.items()]
-    scaled = [
-        of_seeds(f"sum, first loss x {factor}", seeds, lambda seed, f=factor: train([], seed, steps, f)[1])
-        for factor in FACTORS
-    ]
+    ways = [of_seeds(name, policy, steps, seeds) for name, policy in POLICIES.items()]
+    scaled = [of_seeds(f"sum, first loss x {factor}", [], steps, seeds, factor) for factor in FACTORS]
     print(draw(ways, scaled, options.out / "multi_task.png"))
 
 
