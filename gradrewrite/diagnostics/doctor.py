@@ -11,6 +11,7 @@ from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
+from gradrewrite.diagnostics.loss_conflicts import cosines_of
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, harmful_steps, has_counts, skips_updates
 from gradrewrite.diagnostics.run_log import (
     LISTED,
@@ -85,6 +86,7 @@ def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
         "exploding": (MIN_STEPS, _longest(measured_over_steps(run))),
         "saturated": (MIN_STEPS, _longest(shares_of(run, SATURATED_LIMITS))),
         "dead": (MIN_STEPS, _longest(shares_of(run, DEAD_LIMITS))),
+        "conflicting losses": (MIN_STEPS, _longest(cosines_of(run))),
         "clip acts always": (MIN_CLIP_STEPS, steps_of_clips(sites_of(run))),
     }
     found = []

@@ -10,6 +10,7 @@ from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
 from gradrewrite.diagnostics.doctor import findings_on, sentences, skipped_rules
 from gradrewrite.diagnostics.judge import Evidence
+from gradrewrite.diagnostics.loss_conflicts import conflicts_in
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of
 from gradrewrite.diagnostics.number_formats import remarks_on
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run
@@ -89,7 +90,7 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
     sites = where_needed(sites, is_remedy=verdict.is_sound or verdict.kind == "clip acts always")
     if not verdict.is_sound:
         sites = tuple(replace(row, mark="see the verdict") if row.site == verdict.site else row for row in sites)
-    verdict = replace(verdict, remarks=(*verdict.remarks, *remarks_on(run)))
+    verdict = replace(verdict, remarks=(*verdict.remarks, *conflicts_in(run), *remarks_on(run)))
     text = loss_text(loss) if compared is None else compare_runs(run, compared)
     baseline_bad = None if compared is None else _first_bad(compared, other)
     return Health(run, verdict, sites, findings, faults, _first_bad(run, loss), text, baseline_bad)

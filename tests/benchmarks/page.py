@@ -28,6 +28,7 @@ These benchmarks have not run on a GPU yet (`python -m tests.benchmarks --device
 launches, waits and Inductor's time in Python. Policies wait for the device only where that is documented
 (`tests/integration/cuda/test_waits.py`).
 """
+RUNS = "tests/benchmarks/all_*.json"
 # A run of another program, with a text of its own.
 PER_EXAMPLE = Path(__file__).with_name("per_example_cost_cpu_202611.md")
 STEP = "ways take turns in random order in each round; median and quartiles of a round's ratios to plain"
@@ -103,7 +104,7 @@ def _of(result: Result, folder: str) -> Iterator[str]:
     yield from _columns(is_cpu)
     yield from _figures(result, folder)
     yield from _bounds(result)
-    yield "\n### All figures\n"
+    yield f"\n### Figures of the largest sizes\n\n`{RUNS}` has all sizes; the plots above show them.\n"
     for model in dict.fromkeys(CASES[case].model for case in result.cases()):
         yield from _table(result, model)
 
@@ -190,16 +191,13 @@ def _excess(bound: Bound) -> str:
 
 
 def _table(result: Result, model: str) -> Iterator[str]:
-    """Yield the table of a model: its sizes, one below the other."""
-    columns = COLUMNS.split("|")
-    yield f"\n#### {model}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    for case in result.cases():
-        if CASES[case].model == model:
-            plain = result.row(case, "plain")
-            assert plain is not None
-            yield f"| **{CASES[case].size}**: {CASES[case].text} {'|  ' * (len(columns) - 1)}|\n"
-            for row in result.of(case):
-                yield "| " + " | ".join(_cells(row, plain)) + " |\n"
+    """Yield the table of a model, of its largest size."""
+    columns, case = COLUMNS.split("|"), [case for case in result.cases() if CASES[case].model == model][-1]
+    plain = result.row(case, "plain")
+    assert plain is not None
+    yield f"\n#### {model}: {CASES[case].text}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    for row in result.of(case):
+        yield "| " + " | ".join(_cells(row, plain)) + " |\n"
 
 
 def _cells(row: Row, plain: Row) -> Iterator[str]:
