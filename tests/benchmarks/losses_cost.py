@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from gradrewrite.passes import PCGrad, WeighLosses
 from benchmarks.measuring import allocations, largest_sum
 from models.gpt import Gpt
 
+VOCABULARY = 1024
 WAYS = ("plain", "gradients", "features", "torchjd", "backwards")
 POLICIES: dict[str, gr.Policy] = {
     "gradients": gr.on("gradient:trunk.*", WeighLosses(PCGrad())),
@@ -51,7 +52,7 @@ class GptTrunk(Gpt):
     """The blocks of a GPT, without its head."""
 
     def __init__(self) -> None:
-        super().__init__(4, width=256, context=128)
+        super().__init__(4, width=256, vocabulary=VOCABULARY, context=128)
         del self.head
 
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
@@ -61,35 +62,58 @@ class GptTrunk(Gpt):
         return self.norm(x)
 
 
-def convolutions() -> nn.Module:
-    """Six convolutions with BatchNorm."""
-    widths = (3, 32, 32, 64, 64, 128, 128)
+def convolutions(*widths: int) -> nn.Sequential:
+    """Convolutions with BatchNorm; the second one halves the image."""
     layers: list[nn.Module] = []
     for n, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
-        layers += [nn.Conv2d(a, b, 3, stride=1 + n % 2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        layers += [nn.Conv2d(a, b, 3, stride=2 if n == 1 else 1, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
 class Heads(nn.Module):
-    """A trunk, and heads that classify its features, each with a loss of its own."""
+    """A trunk, and heads that classify its features at each position, each with a loss of its own."""
 
-    def __init__(self, trunk: nn.Module, width: int, classes: int, number: int) -> None:
+    def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.trunk = trunk
-        self.heads = nn.ModuleList(nn.Linear(width, classes) for _ in range(number))
+        self.trunk, self.heads = trunk, nn.ModuleList(heads)
 
     def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         features = self.trunk(x)
-        pairs = zip(self.heads, targets, strict=True)
-        return tuple(functional.cross_entropy(head(features).flatten(0, -2), own.flatten()) for head, own in pairs)
+        return tuple(loss_of(head(features), own) for head, own in zip(self.heads, targets, strict=True))
+
+
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy; classes are the dimension behind the batch, of tokens the last one."""
+    if scores.dim() == 3:
+        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    return functional.cross_entropy(scores, targets)
 
 
 def make(model: str, number: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Return a model with ``number`` losses, and its inputs."""
+    """Return a model with ``number`` losses, and its inputs.
+
+    The GPT predicts the next ``number`` tokens of 1,024; the convolutional net has dense tasks with two convolutions
+    each. ``"GPT, small heads"`` and ``"ConvNet, small heads"`` have almost nothing behind the trunk.
+    """
     torch.manual_seed(0)
-    if model == "GPT":
-        return Heads(GptTrunk(), 256, 128, number), (torch.randint(128, (8, 128)), torch.randint(128, (number, 8, 128)))
-    return Heads(convolutions(), 128, 10, number), (torch.randn(32, 3, 32, 32), torch.randint(10, (number, 32)))
+    is_small = model.endswith("small heads")
+    if model.startswith("GPT"):
+        classes = 16 if is_small else VOCABULARY
+        heads: list[nn.Module] = [nn.Linear(256, classes) for _ in range(number)]
+        return Heads(GptTrunk(), heads), (
+            torch.randint(VOCABULARY, (8, 128)),
+            torch.randint(classes, (number, 8, 128)),
+        )
+    dense = [nn.Conv2d(64, 4, 1) if is_small else dense_head() for _ in range(number)]
+    return Heads(convolutions(3, 32, 64, 64, 64, 64, 64), dense), (
+        torch.randn(16, 3, 32, 32),
+        torch.randint(4, (number, 16, 16, 16)),
+    )
+
+
+def dense_head() -> nn.Module:
+    """Return the head of a dense task: a convolution half as wide as the trunk, and one to the classes."""
+    return nn.Sequential(nn.Conv2d(64, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 4, 1))
 
 
 @dataclass(frozen=True)
@@ -148,8 +172,7 @@ def step_of(way: str, model: nn.Module, inputs: tuple[Tensor, Tensor], backward:
 
     def torchjd() -> None:
         features = model.trunk(inputs[0])
-        pairs = zip(model.heads, inputs[1], strict=True)
-        losses = [functional.cross_entropy(h(features).flatten(0, -2), y.flatten()) for h, y in pairs]
+        losses = [loss_of(head(features), own) for head, own in zip(model.heads, inputs[1], strict=True)]
         mtl_backward(losses, features=features)
         jac_to_grad(trunk, Aggregator())
 
