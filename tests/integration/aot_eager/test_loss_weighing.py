@@ -1,0 +1,448 @@
+"""Where losses are weighed, what acts before and after it, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite.passes import (
+    CheckFinite,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipPerExample,
+    Observe,
+    Scale,
+    UPGrad,
+    WeighLosses,
+)
+
+from helpers import mostly_slow
+from models.several_losses import MIXING, losses_of, make
+
+
+def uneven(gramian: Tensor) -> Tensor:
+    """Weights that depend on the gradients, and are exact to compare."""
+    norms = gramian.diagonal().sqrt()
+    return torch.arange(1, len(gramian) + 1, dtype=torch.float64) / norms.sum()
+
+
+def total(output: Any) -> Tensor:
+    return torch.stack(losses_of(output)).sum()
+
+
+class Net(nn.Module):
+    """Two tasks with opposite wishes behind a trunk of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.a, self.b = nn.Linear(5, 2), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.two(self.one(x).tanh()).tanh()
+        return (self.a(h) - 1).square().mean(), (self.b(h) + 2).square().mean()
+
+
+def net() -> tuple[Net, Tensor]:
+    torch.manual_seed(0)
+    return Net().double(), torch.randn(3, 4, dtype=torch.float64)
+
+
+def step(model: nn.Module, x: Tensor, weights: Sequence[float] = (1.0, 1.0)) -> dict[str, Tensor]:
+    model.zero_grad()
+    first, second = model(x)
+    (weights[0] * first + weights[1] * second).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weighed(policy: gr.Policy, **settings: Any) -> tuple[gr.RewrittenModule, dict[str, Tensor]]:
+    plain, x = net()
+    model = gr.transform(plain, policy, **settings)
+    return model, step(model, x)
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def eager(
+    weigh: Callable[[Tensor], Tensor] = uneven,
+    each: Callable[[Tensor], Tensor] = lambda g: g,
+    error: Callable[[Tensor], Tensor] = lambda g: g,
+    names: Sequence[str] = ("one.weight", "one.bias", "two.weight", "two.bias"),
+) -> dict[str, Tensor]:
+    """The oracle: a backward for each loss, with hooks at the error of ``two``; gradients through ``each``; weights."""
+    model, x = net()
+    model.two.register_forward_hook(lambda _, __, out: out.register_hook(error) and None)
+    rows = []
+    for n in range(2):
+        model.zero_grad()
+        model(x)[n].backward()
+        rows.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    own = [{name: each(row[name]) for name in names} for row in rows]
+    gramian = torch.stack([torch.stack([sum((a[n] * b[n]).sum() for n in names) for b in own]) for a in own])
+    weights = weigh(gramian)
+    result = {}
+    for name in {**rows[0], **rows[1]}:
+        result[name] = (
+            sum(w * row[name] for w, row in zip(weights, own, strict=True))
+            if name in names
+            else sum(row[name] for row in rows if name in row)
+        )
+    return result
+
+
+@pytest.mark.parametrize("name", mostly_slow([*MIXING, "residual", "conv", "lstm"], 6))
+def test_error_site_equals_eager(name: str) -> None:
+    plain, x = make(name)
+    site, layer = ("error:trunk", plain.trunk) if name not in MIXING else ("error:trunk.0", plain.trunk[0])
+    reference = copy.deepcopy(plain)
+    layer = reference.get_submodule(site.partition(":")[2])
+    errors: list[Tensor] = []
+    hook = layer.register_forward_hook(lambda _, __, out: errors.append(out))
+    losses = losses_of(reference(x))
+    hook.remove()
+    found = [torch.autograd.grad(loss, errors[0], retain_graph=True, allow_unused=True)[0] for loss in losses]
+    dense = [torch.zeros_like(errors[0]) if e is None else e for e in found]
+    weights = uneven(torch.stack([torch.stack([(a * b).sum() for b in dense]) for a in dense]))
+    combined = sum(w * e for w, e in zip(weights, dense, strict=True))
+    layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: combined) and None)
+    total(reference(x)).backward()
+
+    model = gr.transform(copy.deepcopy(plain), gr.on(site, WeighLosses(uneven)))
+    total(model(x)).backward()
+
+    for (parameter_name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if other.grad is None:
+            assert p.grad is None or not p.grad.any()
+        else:
+            torch.testing.assert_close(p.grad, other.grad, rtol=1e-10, atol=1e-10, msg=parameter_name)
+
+
+def test_parameters_outside_of_the_group_have_the_sum() -> None:
+    names = ("two.weight", "two.bias")
+    _, got = weighed(gr.on("gradient:two.*", WeighLosses(uneven)))
+
+    assert_same(got, eager(names=names))
+
+
+def test_two_groups() -> None:
+    policy = [gr.on(f"gradient:{name}.*", WeighLosses(uneven, group=name)) for name in ("one", "two")]
+    _, got = weighed(policy)
+    one, two = eager(names=("one.weight", "one.bias")), eager(names=("two.weight", "two.bias"))
+
+    assert_same(got, {**two, "one.weight": one["one.weight"], "one.bias": one["one.bias"]})
+
+
+def clip(bound: float) -> Callable[[Tensor], Tensor]:
+    return lambda g: g * min(1.0, bound / float(g.norm()))
+
+
+def test_actions_act_on_each_loss_before_and_on_the_sum_after() -> None:
+    before, after, error = ClipByNorm(0.2), ClipByNorm(0.05), ClipByNorm(0.1)
+    policy = [gr.on("error:two", error), gr.on("gradient:[ot]*", [before, WeighLosses(uneven), after])]
+    _, got = weighed(policy)
+    expected = eager(each=clip(0.2), error=clip(0.1))
+    expected = {n: clip(0.05)(g) if n[0] in "ot" else g for n, g in expected.items()}
+
+    assert_same(got, expected)
+
+
+def test_other_groups_act_on_the_sum() -> None:
+    policy = [gr.on("gradient:[ot]*", WeighLosses(uneven)), gr.on("gradient:*", ClipByGlobalNorm(0.1))]
+    _, got = weighed(policy)
+    expected = eager()
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+
+    assert_same(got, {name: g * 0.1 / norm for name, g in expected.items()})
+
+
+def test_records_of_what_acts_on_each_loss() -> None:
+    model, _ = weighed([gr.on("error:two", Observe("norm")), gr.on("gradient:[ot]*", WeighLosses(uneven))])
+    found = model.monitor.latest()
+    plain, x = net()
+    outputs: list[Tensor] = []
+    plain.two.register_forward_hook(lambda _, __, out: outputs.append(out))
+    norms = [float(torch.autograd.grad(loss, outputs[0], retain_graph=True)[0].norm()) for loss in plain(x)]
+
+    assert [found["norm@error:two"], found["norm.2@error:two"]] == pytest.approx(norms)
+
+
+def test_states_of_what_acts_on_each_loss() -> None:
+    last = gr.State((), name="last")
+
+    def remember(g: Tensor) -> Tensor:
+        last.set(g.norm())
+        return g
+
+    model, _ = weighed([gr.on("error:two", remember), gr.on("gradient:[ot]*", WeighLosses(uneven))])
+
+    assert set(gr.state_dict(model)["states"]) == {"error:two/loss0/last", "error:two/loss1/last"}
+
+
+def test_tangents_scale_the_losses() -> None:
+    plain, x = net()
+    got = step(gr.transform(copy.deepcopy(plain), gr.on("gradient:[ot]*", WeighLosses(uneven))), x, (2.0, 0.5))
+
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = super().forward(x)
+            return 2 * first, 0.5 * second
+
+    plain.__class__ = Scaled
+    expected = step(gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven))), x)
+
+    assert_same(got, expected)
+
+
+def test_loss_scale() -> None:
+    plain, x = net()
+    policy = gr.on("gradient:[ot]*", [WeighLosses(uneven), Observe("norm")])
+    expected_model = gr.transform(copy.deepcopy(plain), policy)
+    expected = step(expected_model, x)
+    scale = torch.tensor(1024.0)
+    model = gr.transform(copy.deepcopy(plain), policy, loss_scale=scale)
+    got = step(model, x, (1024.0, 1024.0))
+
+    assert_same(got, {name: 1024 * g for name, g in expected.items()})
+    assert model.monitor.latest() == pytest.approx(expected_model.monitor.latest())
+
+
+def test_each_backward_is_weighed_by_itself_with_a_warning() -> None:
+    plain, x = net()
+    model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
+    first = step(model, x)
+    with pytest.warns(gr.RewriteWarning, match="acts on the gradients of each backward by itself"):
+        total(model(x)).backward()
+
+    assert_same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, {n: 2 * g for n, g in first.items()})
+
+
+def test_losses_reach_a_function_that_asks_for_them() -> None:
+    def by_loss(gramian: Tensor, losses: Tensor) -> Tensor:
+        return losses / losses.sum() + 0 * gramian[0]
+
+    plain, x = net()
+    losses = torch.stack(plain(x)).detach()
+    _, got = weighed(gr.on("gradient:[ot]*", WeighLosses(by_loss)))
+
+    assert_same(got, eager(lambda _: losses / losses.sum()))
+
+
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_observed_losses_leave_gradients_as_they_are(is_vector: bool) -> None:
+    class Vector(Net):
+        def forward(self, x: Tensor) -> Any:
+            losses = super().forward(x)
+            return torch.stack(losses) if is_vector else losses
+
+    clips = [gr.on("error:two", ClipByNorm(0.1)), gr.on("gradient:*", Scale(0.5))]
+    plain, x = net()
+    plain.__class__ = Vector
+    without = gr.transform(copy.deepcopy(plain), clips)
+    seen = [gr.on("error:two", Observe("loss_norms", "norm")), gr.on("gradient:one.*", Observe("loss_norms", "loss_cosine"))]
+    model = gr.transform(copy.deepcopy(plain), [*seen[:1], *clips, *seen[1:]])
+    assert_same(step(model, x), step(without, x), 0.0)
+
+    found = model.monitor.latest()
+    losses = losses_of(plain(x))
+    rows = [torch.autograd.grad(loss, list(plain.one.parameters()), retain_graph=True) for loss in losses]
+    for n, name in enumerate(("one.weight", "one.bias")):
+        a, b = (row[n].flatten() for row in rows)
+        assert found[f"loss_norm_0@gradient:{name}"] == pytest.approx(float(a.norm()))
+        assert found[f"loss_norm_1@gradient:{name}"] == pytest.approx(float(b.norm()))
+        assert found[f"loss_cosine@gradient:{name}"] == pytest.approx(float(a @ b / a.norm() / b.norm()))
+    assert "loss_norm_1@error:two" in found
+    assert "norm@error:two" in found
+
+
+def test_records_of_a_group_and_of_pairs() -> None:
+    plain, x = make("mlp", 3)
+    model = gr.transform(plain, gr.on("gradient:trunk.*", [Observe("loss_cosine"), WeighLosses(UPGrad())]))
+    total(model(x)).backward()
+    found = model.monitor.latest()
+    pairs = [found[f"loss_cosine_{i}_{j}@group:default"] for i, j in ((0, 1), (0, 2), (1, 2))]
+
+    assert found["loss_cosine@group:default"] == min(pairs)
+    assert all(f"loss_weight_{k}@group:default" in found and f"loss_norm_{k}@group:default" in found for k in range(3))
+    assert "loss_cosine_1_2@gradient:trunk.0.weight" in found
+
+
+def test_one_loss_is_the_plain_graph() -> None:
+    class One(Net):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    x = net()[1].float()
+    graph = gr.transform(One(), gr.on("gradient:*", WeighLosses(uneven))).trace(x)
+    plain = gr.transform(One(), []).trace(x)
+
+    assert graph.code == plain.code
+
+
+def test_nothing_shared_is_the_plain_graph() -> None:
+    x = net()[1].float()
+    graph = gr.transform(Net(), gr.on("gradient:[ab].*", WeighLosses(uneven))).trace(x)
+
+    assert not graph.edits
+    assert graph.code == gr.transform(Net(), []).trace(x).code
+
+
+def test_nan_in_one_loss_makes_all_weights_nan() -> None:
+    plain, x = net()
+    model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(UPGrad())))
+    found = step(model, x, (float("nan"), 1.0))
+
+    assert found["one.weight"].isnan().all()
+    assert not found["b.weight"].isnan().any()
+    assert model.monitor.latest()["loss_weight_1@group:default"] != model.monitor.latest()["loss_weight_1@group:default"]
+
+
+def test_a_check_names_the_site_of_one_loss() -> None:
+    plain, x = net()
+    policy = [gr.on("error:two", CheckFinite("raise")), gr.on("gradient:[ot]*", WeighLosses(uneven))]
+    model = gr.transform(plain, policy)
+    with pytest.raises(gr.NonFiniteError, match="error:two"):
+        step(model, x, (1.0, float("inf")))
+        model.monitor.latest()
+
+
+@pytest.mark.parametrize("name", mostly_slow(["residual", "transformer", "conv and batch norm", "Stacked", "Cat"], 2))
+def test_dynamic_shapes(name: str) -> None:
+    plain, x = make(name)
+    model = gr.transform(copy.deepcopy(plain), gr.on("gradient:trunk.*", WeighLosses(uneven)), dynamic=True)
+    for rows in (4, 6):
+        batch = torch.cat([x, x.flip(0)])[:rows]
+        fixed = gr.transform(copy.deepcopy(plain), gr.on("gradient:trunk.*", WeighLosses(uneven)), dynamic=False)
+        fixed.load_state_dict(model.state_dict())
+        for one in (model, fixed):
+            one.zero_grad()
+            total(one(batch)).backward()
+        for p, q in zip(model.parameters(), fixed.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)
+    assert len(model.explain().graphs) == 1
+
+
+def test_text_and_explanation_say_which_copy_belongs_to_which_loss() -> None:
+    plain, x = net()
+    model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
+    graph = model.trace(x)
+    copies = [name for name, origin in graph.provenance.origins.items() if origin.loss == 1]
+    lines = graph.code.splitlines()
+
+    assert copies
+    assert all("_loss1" in name for name in copies)
+    assert any("_loss1" in line and line.endswith("# loss 1") for line in lines)
+    step(model, x)
+    assert f"{len(copies)} of loss 1" in str(model.explain())
+
+
+def test_explanation_counts_what_is_there_once_for_each_loss() -> None:
+    model, _ = weighed(gr.on("gradient:[ot]*", WeighLosses(uneven)))
+    (report,) = model.explain().graphs
+    first, second = report.loss_nodes
+
+    assert first == second > 0
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] + torch.rand_like(grads[0])
+
+
+class WithNoise(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = Noisy.apply(self.two(self.one(x).tanh()))
+        return self.a(h).mean(), self.b(h).mean()
+
+
+class Logits(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.a(self.one(x)[:, :5]), self.b(self.one(x)[:, :5])
+
+
+class WithFeatures(Net):
+    def forward(self, x: Tensor) -> Any:
+        h = self.two(self.one(x).tanh())
+        return {"one": self.a(h).mean(), "two": self.b(h).mean(), "features": h}
+
+
+WEIGH = WeighLosses(uneven)
+REFUSED: dict[str, tuple[type[Net], Any, str]] = {
+    "random op": (WithNoise, gr.on("gradient:one.*", WEIGH), r"rand.* \(test_loss_weighing.py:\d+ .*draws random numbers"),
+    "no losses": (Logits, gr.on("gradient:one.*", WEIGH), r"the differentiable outputs have the shapes \(3, 2\), \(3, 2\)"),
+    "no losses to observe": (Logits, gr.on("gradient:one.*", Observe("loss_norms")), "needs the losses of the model"),
+    "two error sites": (Net, gr.on("error:[ot]*", WEIGH), "is at error:one, error:two.*: a group is at gradient sites, or"),
+    "two levels": (
+        Net,
+        [gr.on("error:two", WEIGH), gr.on("gradient:one.weight", WeighLosses(uneven, group=1))],
+        "error:two: the losses are weighed here, and once more upstream",
+    ),
+    "examples": (
+        Net,
+        [gr.on("gradient:one.*", WEIGH), gr.on("gradient:two.*", ClipPerExample(1.0))],
+        r"and ClipPerExample\(1.0\) are in one policy",
+    ),
+    "group before": (
+        Net,
+        [gr.on("gradient:*", ClipByGlobalNorm(1.0)), gr.on("gradient:one.*", WEIGH)],
+        r"comes after ClipByGlobalNorm\(1.0\), a group action",
+    ),
+    "wrong weights": (
+        Net,
+        gr.on("gradient:one.*", WeighLosses(lambda g: g)),
+        r"weights of 2 losses are a real tensor of shape \(2,\); the function returned \(2, 2\)",
+    ),
+    "another kind of site": (Net, gr.on("activation:one", WEIGH), "it applies to error, gradient"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    kind, policy, message = REFUSED[name]
+    plain = kind().double()
+    before = copy.deepcopy(plain.state_dict())
+    with pytest.raises(gr.RewriteError, match=message):
+        gr.transform(plain, policy)(net()[1])
+    assert all(torch.equal(value, before[key]) for key, value in plain.state_dict().items())
+
+
+def test_gradient_of_another_output_is_an_error() -> None:
+    model = gr.transform(WithFeatures().double(), gr.on("gradient:one.*", WEIGH))
+    out = model(net()[1])
+    (out["one"] + out["two"]).backward()
+    out = model(net()[1])
+    with pytest.raises(gr.PolicyError, match=r"output 2 of the model, of shape \(3, 5\), received a gradient"):
+        (out["one"] + out["features"].sum()).backward()
+
+
+def test_a_graph_break_is_refused() -> None:
+    class Broken(Net):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.one(x)
+            torch._dynamo.graph_break()
+            h = self.two(h)
+            return self.a(h).mean(), self.b(h).mean()
+
+    model = gr.transform(Broken().double(), gr.on("gradient:two.*", WEIGH), fullgraph=False)
+    with pytest.raises(gr.PolicyError, match="needs the backward of all losses in one graph"):
+        total(model(net()[1])).backward()
+
+
+def test_regions_are_refused() -> None:
+    model = gr.transform(Net().double(), gr.on("gradient:one.*", WEIGH), regions=["one", "two"])
+    with pytest.raises(gr.PolicyError, match="needs the backward of all losses in one graph"):
+        total(model(net()[1])).backward()
