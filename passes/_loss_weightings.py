@@ -168,9 +168,9 @@ class CAGrad:
 
     The weights sum to more than 1: they are ``1 + c`` for one loss, and ``(1 + c) / K`` each for orthogonal gradients
     of one norm. They are 1/K each, those of the mean, at Pareto-stationary points, where ``|g_w|`` is less than 1e-4
-    times the root of the trace of ``G``: where all gradients are 0, and where one is, unless a combination of others
-    has a cosine with ``g_0`` below ``-c``. They do not depend on the scale of the gradients, and are NaN if an element
-    of the Gram matrix is NaN or infinite.
+    times ``sum_i w_i |g_i|``: where all gradients are 0, and where one is, unless a combination of others has a cosine
+    with ``g_0`` below ``-c``. They do not depend on the scale of the gradients, and are NaN if an element of the Gram
+    matrix is NaN or infinite.
 
     Attributes:
         c: Radius of the ball in units of ``|g_0|``, >= 0; 0 gives the mean.

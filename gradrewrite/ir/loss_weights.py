@@ -22,7 +22,7 @@ SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)
 MOST_LOSSES = 10  # of the weightings that look at all sets of losses
 LEAST_PIVOT = 1e-13  # of a matrix with a diagonal of ones: less is rounding, and the gradients depend on each other
 TOLERANCE = 1e-12  # of conditions on numbers of the order of 1
-STATIONARY = 1e-4  # norm of a combination of gradients with all norms 1: less is none
+STATIONARY = 1e-4  # norm of a convex combination, to that combination of norms: gradients of less cancel each other
 SWEEPS = 10  # of Jacobi rotations; they converge quadratically, 5 to 7 are needed up to K = 16
 
 LIBRARY.define("weights_pcgrad(Tensor gramian, Tensor count, int seed) -> Tensor")
@@ -52,7 +52,7 @@ def _guarded(weigh: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def order_of_projections(count: Tensor, seed: int, number: int) -> Tensor:
     """Return a random order of all losses for each loss, ``[K, K]``, from a hash of seed, count and position."""
     cells = torch.arange(number * number, device=count.device)
-    key = _mix(_mix((count & _MASK) ^ _mix(seed >> 32)) ^ _mix(seed & _MASK))
+    key = _mix(_mix(seed & _MASK ^ _mix(seed >> 32 ^ 0x9E3779B9)) ^ count & _MASK)
     order: Tensor = _mix(key ^ cells).view(number, number).argsort(1)
     return order
 
@@ -164,8 +164,8 @@ def cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
 def _cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
     """Look at the stationary point of each face of the simplex.
 
-    With ``b = G 1 / K`` and ``s = c |g_0|``, that of ``b^T w + s sqrt(w^T G w)`` on the face F has the value mu, and
-    ``y = s / |g_w| w = G_FF^-1 (mu 1 - b)`` with ``y^T G y = s^2``.
+    With ``b = G 1 / K`` and ``s = c |g_0|``, that of ``b^T w + s |g_w|`` on the face F has a value mu, and for
+    ``y = s / |g_w| w`` holds ``y = G_FF^-1 (mu 1 - b)`` and ``y^T G y = s^2``.
     """
     number = len(gramian)
     gramian = _of_trace_one(gramian)
@@ -191,10 +191,12 @@ def _cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
     violation = (values[:, None] * ones - decrease).amax(1)
     is_near = is_point & (values <= values.amin() + 1e-9)
     best = _first_valid(torch.where(is_near, violation, math.inf)).reshape(1)
+    added = found[best][0].clamp(min=0)
+    weights = 1 / number + added / sets.norms
+    if norm_eps == 0:
+        return torch.where(added.sum() * STATIONARY <= square.sqrt(), weights, 1 / number)
     norm = (square / (curvature * slack)).sqrt()[best]
-    added = found[best][0].clamp(min=0) / sets.norms
-    at_stationary = 1 / number if norm_eps == 0 else 0.0
-    return torch.where(norm >= (norm_eps or STATIONARY), 1 / number + added, at_stationary)
+    return torch.where(norm >= norm_eps, weights, 0.0)
 
 
 # MGDA
