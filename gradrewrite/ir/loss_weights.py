@@ -20,7 +20,7 @@ from gradrewrite.ir.ops import LIBRARY
 ScaleMode = Literal["min", "median", "rmse"]
 SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)
 MOST_LOSSES = 10  # of the weightings that look at all sets of losses
-LEAST_PIVOT = 1e-13  # of a matrix with a diagonal of ones: less is rounding, and the gradients depend on each other
+LEAST_PIVOT = 1e-13  # square of a combination, to the square of that of norms: less is rounding of the Gram matrix
 TOLERANCE = 1e-12  # of conditions on numbers of the order of 1
 STATIONARY = 1e-4  # norm of a convex combination, to that combination of norms: gradients of less cancel each other
 SWEEPS = 10  # of Jacobi rotations; they converge quadratically, 5 to 7 are needed up to K = 16
@@ -85,16 +85,21 @@ def pcgrad(gramian: Tensor, count: Tensor, seed: int) -> Tensor:
 
 
 class _Sets(NamedTuple):
-    """All sets of losses, ``[2^K]``; the losses whose bits are set in the index are in a set.
+    """All sets of losses, ``[2^K]``; a loss is in a set if its bit is set in the index.
 
-    ``tableaus[F]`` is the matrix C swept at F: ``-C_FF^-1`` in F, ``C_FF^-1 C_FG`` between F and its complement G, and
-    the Schur complement in G. ``is_regular``: ``C_FF`` is regular; ``is_circuit_at_most``: it is without the last of F.
+    Attributes:
+        tableaus: ``[2^K, K, K]``: the matrix C of cosines swept at each set F, which is ``-C_FF^-1`` in F,
+            ``C_FF^-1 C_FG`` between F and its complement G, and the Schur complement in G.
+        members: ``[2^K, K]``, bool.
+        is_regular: ``[2^K]``: the gradients in F do not depend on each other, so that the tableau says something.
+        meets_zero: 0-d: a convex combination of gradients is 0.
+        norms: ``[K]``: of the gradients; 1 for a gradient of 0.
     """
 
     tableaus: Tensor
     members: Tensor
     is_regular: Tensor
-    is_circuit_at_most: Tensor
+    meets_zero: Tensor
     norms: Tensor
 
 
@@ -103,20 +108,25 @@ def _sets_of(gramian: Tensor) -> _Sets:
     norms = gramian.diagonal().clamp(min=0).sqrt()
     norms = torch.where(norms > 0, norms, 1.0)
     tableaus = (gramian / norms / norms[:, None])[None]
-    is_regular = is_last = torch.ones(1, dtype=torch.bool, device=gramian.device)
+    members = torch.zeros(1, number, dtype=torch.bool, device=gramian.device)
+    is_regular, meets_zero = ~members[:, 0], members[0, 0]
+    losses = torch.arange(number, device=gramian.device)
     for k in range(number):
-        pivots = tableaus[:, k, k]
-        kept = pivots.clamp(min=LEAST_PIVOT)[:, None]
         row = tableaus[:, k]
-        scaled = row / kept
+        combination = torch.where(members, row, 0.0)  # of those in F, which is closest to gradient k
+        least = LEAST_PIVOT * (1 + combination.abs().sum(1)).square()
+        is_independent = row[:, k] > least
+        is_opposite = (combination <= TOLERANCE).all(1)
+        meets_zero = meets_zero | (is_regular & ~is_independent & is_opposite).any()
+        pivots = torch.maximum(row[:, k], least)[:, None]
+        scaled = row / pivots
         swept = tableaus - scaled[:, :, None] * row[:, None]
         swept[:, k] = swept[:, :, k] = scaled
-        swept[:, k, k] = -1 / kept[:, 0]
+        swept[:, k, k] = -1 / pivots[:, 0]
         tableaus = torch.cat([tableaus, swept])
-        is_last = torch.cat([is_last, is_regular])
-        is_regular = torch.cat([is_regular, is_regular & (pivots > LEAST_PIVOT)])
-    sets, losses = (torch.arange(n, device=gramian.device) for n in (len(tableaus), number))
-    return _Sets(tableaus, (sets[:, None] >> losses & 1).bool(), is_regular, is_last, norms)
+        members = torch.cat([members, members | (losses == k)])
+        is_regular = torch.cat([is_regular, is_regular & is_independent])
+    return _Sets(tableaus, members, is_regular, meets_zero, norms)
 
 
 def _first_valid(violation: Tensor) -> Tensor:
@@ -148,7 +158,9 @@ def _upgrad(gramian: Tensor, reg_eps: float) -> Tensor:
     gramian = _of_trace_one(gramian) + reg_eps * torch.eye(len(gramian), dtype=gramian.dtype, device=gramian.device)
     sets = _sets_of(gramian)
     # Column i of a tableau: with F the losses that conflict, minus their weights, and the products of the others.
-    violation = torch.where(sets.members[:, :, None], sets.tableaus, -sets.tableaus).amax(1)
+    inside = sets.members[:, :, None]
+    violation = torch.where(inside, sets.tableaus, -sets.tableaus).amax(1)
+    violation = violation / (1 + torch.where(inside, sets.tableaus, 0.0).abs().sum(1))
     is_out = sets.members | ~sets.is_regular[:, None]  # the weight of i itself stays at its bound
     best = _first_valid(torch.where(is_out, math.inf, violation))
     added = torch.where(sets.members[best], -sets.tableaus[best, :, losses], 0.0).clamp(min=0)  # [i, weight]
@@ -156,7 +168,7 @@ def _upgrad(gramian: Tensor, reg_eps: float) -> Tensor:
 
 
 def cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
-    """Maximise the least decrease of all losses in a ball around the mean gradient."""
+    """Maximise the least product with a gradient in a ball around the mean gradient."""
     return _cagrad(_trace_at_least(gramian, norm_eps), c, norm_eps)
 
 
@@ -172,8 +184,7 @@ def _cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
     sets = _sets_of(gramian)
     inside = sets.members[:, :, None] & sets.members[:, None]
     inverses = torch.where(inside, -sets.tableaus, 0.0)
-    products = gramian.mean(1) / sets.norms  # b; ones and b are scaled like the matrix that is swept
-    ones = 1 / sets.norms
+    products, ones = gramian.mean(1) / sets.norms, 1 / sets.norms  # b and 1, scaled like the matrix that is swept
     square = c * c * gramian.mean().clamp(min=0)
     of_ones = inverses @ ones
     curvature = of_ones @ ones
@@ -183,20 +194,20 @@ def _cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
     slack = square - (of_rest * rest).sum(1)
     step = (slack / curvature).sqrt()[:, None]
     found = of_ones * step - of_rest
-    values = (mean + step)[:, 0]
-    is_point = (slack > 0) & sets.is_circuit_at_most & (found >= -TOLERANCE * found.abs().amax(1, keepdim=True)).all(1)
-    values = torch.where(is_point, values, math.inf)
+    is_inside = (found >= -TOLERANCE * found.abs().amax(1, keepdim=True)).all(1)
+    is_point = (slack > 0) & sets.is_regular & is_inside
+    values = torch.where(is_point, (mean + step)[:, 0], math.inf)
     # Values tell points apart to the square root of rounding only; of those that are left the conditions decide.
-    decrease = products + found @ (gramian / sets.norms / sets.norms[:, None])
-    violation = (values[:, None] * ones - decrease).amax(1)
-    is_near = is_point & (values <= values.amin() + 1e-9)
-    best = _first_valid(torch.where(is_near, violation, math.inf)).reshape(1)
+    violation = ((mean + step) * ones - products - found @ (gramian / sets.norms / sets.norms[:, None])).amax(1)
+    best = _first_valid(torch.where(values <= values.amin() + 1e-9, violation, math.inf)).reshape(1)
     added = found[best][0].clamp(min=0)
     weights = 1 / number + added / sets.norms
+    is_zero = sets.meets_zero & (values.amin() >= 0)  # then 0 has the least value, 0
     if norm_eps == 0:
-        return torch.where(added.sum() * STATIONARY <= square.sqrt(), weights, 1 / number)
+        is_stationary = is_zero | ~(added.sum() * STATIONARY <= square.sqrt())
+        return torch.where(is_stationary, 1 / number, weights)
     norm = (square / (curvature * slack)).sqrt()[best]
-    return torch.where(norm >= norm_eps, weights, 0.0)
+    return torch.where(is_zero | ~(norm >= norm_eps), 0.0, weights)
 
 
 # MGDA
