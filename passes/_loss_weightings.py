@@ -211,8 +211,8 @@ class AlignedMTL:
 
     The weights are ``sqrt(s) V diag(l)^-1/2 V^T 1/K`` with ``G = V diag(l) V^T``, over the eigenvalues ``l`` that are
     not 0 (more than K times the rounding of the largest). Senushkin et al., "Independent component alignment for
-    multi-task learning", 2023, https://arxiv.org/abs/2305.19000. On the CPU by LAPACK, on other devices by about
-    ``6 + log2(K)`` sweeps of Jacobi rotations, of K - 1 rounds (K if that is odd).
+    multi-task learning", 2023, https://arxiv.org/abs/2305.19000. On the CPU by LAPACK, on other devices by
+    ``K // 2 + 8`` sweeps of Jacobi rotations, of K - 1 rounds (K if that is odd); one rotation for two losses.
 
     Weights are 1/K each for orthogonal gradients of one norm, for one loss, and where all gradients are 0; a single
     gradient of 0 has the weight 0. They do not depend on the scale of the gradients. They are NaN if an element of the
