@@ -67,10 +67,10 @@ class UPGrad:
     descent for multi-objective optimization", 2024, https://arxiv.org/abs/2406.16232. It is solved exactly: K
     iterations on the device look at all 2^K sets of losses.
 
-    ``reg_eps`` is added to the diagonal of ``G / trace(G)``, so conflicts smaller than that may be left, mostly
-    those of a loss with a much smaller gradient; with 0 none are. Weights do not depend on the scale of the gradients.
-    TorchJD takes a Gram matrix with a trace below 1e-4 as zeros, which ends the method when gradients get small;
-    ``norm_eps=1e-4`` does so too.
+    ``reg_eps`` is added to the diagonal of ``G / trace(G)``, so conflicts smaller than that may be left, mostly those
+    of a loss with a much smaller gradient; with 0 only conflicts within the rounding of G are. Weights do not depend on
+    the scale of the gradients. TorchJD takes a Gram matrix with a trace below 1e-4 as zeros, which ends the method when
+    gradients get small; ``norm_eps=1e-4`` does so too.
 
     Weights are 1/K each where nothing conflicts, for one loss, and where all gradients are 0; a loss with a gradient of
     0 keeps 1/K. They are NaN if an element of the Gram matrix is NaN or infinite.
@@ -114,8 +114,8 @@ class MGDA:
     The minimum of ``w^T G w`` over ``w >= 0`` with sum 1, by at most ``max_iters`` steps of Frank-Wolfe with exact line
     search from ``w = 1/K``, to the first step shorter than ``epsilon``. Desideri, "Multiple-gradient descent algorithm
     (MGDA) for multiobjective optimization", 2012; Sener and Koltun, "Multi-task learning as multi-objective
-    optimization", 2018, https://arxiv.org/abs/1810.04650. On a GPU all ``max_iters`` iterations run, the last ones
-    without effect.
+    optimization", 2018, https://arxiv.org/abs/1810.04650. On a GPU all ``max_iters`` iterations run, those after the
+    stop without effect.
 
     The shorter a gradient the larger its weight: for orthogonal ones in proportion to ``1 / |g_i|^2``, so 1/K each if
     they have one norm. A gradient of 0 has the weight 1 and the combination is 0, as at every Pareto-stationary point;
@@ -168,9 +168,9 @@ class CAGrad:
 
     The weights sum to more than 1: they are ``1 + c`` for one loss, and ``(1 + c) / K`` each for orthogonal gradients
     of one norm. They are 1/K each, those of the mean, at Pareto-stationary points, where ``|g_w|`` is less than 1e-4
-    times the root of the trace of ``G``: where all gradients are 0, and where one is, unless a combination of others
-    has a cosine with ``g_0`` below ``-c``. They do not depend on the scale of the gradients, and are NaN if an element
-    of the Gram matrix is NaN or infinite.
+    times ``sum_i w_i |g_i|``: where all gradients are 0, and where one is, unless a combination of others has a cosine
+    with ``g_0`` below ``-c``. They do not depend on the scale of the gradients, and are NaN if an element of the Gram
+    matrix is NaN or infinite.
 
     Attributes:
         c: Radius of the ball in units of ``|g_0|``, >= 0; 0 gives the mean.
@@ -211,8 +211,8 @@ class AlignedMTL:
 
     The weights are ``sqrt(s) V diag(l)^-1/2 V^T 1/K`` with ``G = V diag(l) V^T``, over the eigenvalues ``l`` that are
     not 0 (more than K times the rounding of the largest). Senushkin et al., "Independent component alignment for
-    multi-task learning", 2023, https://arxiv.org/abs/2305.19000. On the CPU by LAPACK, on other devices by 10 sweeps of
-    Jacobi rotations, of K - 1 rounds (K if that is odd).
+    multi-task learning", 2023, https://arxiv.org/abs/2305.19000. On the CPU by LAPACK, on other devices by
+    ``K // 2 + 8`` sweeps of Jacobi rotations, of K - 1 rounds (K if that is odd); one rotation for two losses.
 
     Weights are 1/K each for orthogonal gradients of one norm, for one loss, and where all gradients are 0; a single
     gradient of 0 has the weight 0. They do not depend on the scale of the gradients. They are NaN if an element of the

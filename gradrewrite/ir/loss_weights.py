@@ -20,10 +20,9 @@ from gradrewrite.ir.ops import LIBRARY
 ScaleMode = Literal["min", "median", "rmse"]
 SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)
 MOST_LOSSES = 10  # of the weightings that look at all sets of losses
-LEAST_PIVOT = 1e-13  # of a matrix with a diagonal of ones: less is rounding, and the gradients depend on each other
+LEAST_PIVOT = 1e-13  # square of a combination, to the square of that of norms: less is rounding of the Gram matrix
 TOLERANCE = 1e-12  # of conditions on numbers of the order of 1
-STATIONARY = 1e-4  # norm of a combination of gradients with all norms 1: less is none
-SWEEPS = 10  # of Jacobi rotations; they converge quadratically, 5 to 7 are needed up to K = 16
+STATIONARY = 1e-4  # norm of a convex combination, to that combination of norms: gradients of less cancel each other
 
 LIBRARY.define("weights_pcgrad(Tensor gramian, Tensor count, int seed) -> Tensor")
 LIBRARY.define("weights_upgrad(Tensor gramian, float norm_eps, float reg_eps) -> Tensor")
@@ -52,7 +51,7 @@ def _guarded(weigh: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def order_of_projections(count: Tensor, seed: int, number: int) -> Tensor:
     """Return a random order of all losses for each loss, ``[K, K]``, from a hash of seed, count and position."""
     cells = torch.arange(number * number, device=count.device)
-    key = _mix(_mix((count & _MASK) ^ _mix(seed >> 32)) ^ _mix(seed & _MASK))
+    key = _mix(_mix(seed & _MASK ^ _mix(seed >> 32 ^ 0x9E3779B9)) ^ count & _MASK)
     order: Tensor = _mix(key ^ cells).view(number, number).argsort(1)
     return order
 
@@ -85,16 +84,21 @@ def pcgrad(gramian: Tensor, count: Tensor, seed: int) -> Tensor:
 
 
 class _Sets(NamedTuple):
-    """All sets of losses, ``[2^K]``; the losses whose bits are set in the index are in a set.
+    """All sets of losses, ``[2^K]``; a loss is in a set if its bit is set in the index.
 
-    ``tableaus[F]`` is the matrix C swept at F: ``-C_FF^-1`` in F, ``C_FF^-1 C_FG`` between F and its complement G, and
-    the Schur complement in G. ``is_regular``: ``C_FF`` is regular; ``is_circuit_at_most``: it is without the last of F.
+    Attributes:
+        tableaus: ``[2^K, K, K]``: the matrix C of cosines swept at each set F, which is ``-C_FF^-1`` in F,
+            ``C_FF^-1 C_FG`` between F and its complement G, and the Schur complement in G.
+        members: ``[2^K, K]``, bool.
+        is_regular: ``[2^K]``: the gradients in F do not depend on each other, so that the tableau says something.
+        meets_zero: 0-d: a convex combination of gradients is 0.
+        norms: ``[K]``: of the gradients; 1 for a gradient of 0.
     """
 
     tableaus: Tensor
     members: Tensor
     is_regular: Tensor
-    is_circuit_at_most: Tensor
+    meets_zero: Tensor
     norms: Tensor
 
 
@@ -103,20 +107,30 @@ def _sets_of(gramian: Tensor) -> _Sets:
     norms = gramian.diagonal().clamp(min=0).sqrt()
     norms = torch.where(norms > 0, norms, 1.0)
     tableaus = (gramian / norms / norms[:, None])[None]
-    is_regular = is_last = torch.ones(1, dtype=torch.bool, device=gramian.device)
+    members = torch.zeros(1, number, dtype=torch.bool, device=gramian.device)
+    losses = torch.arange(number, device=gramian.device)
+    rows, others = [], []
     for k in range(number):
-        pivots = tableaus[:, k, k]
-        kept = pivots.clamp(min=LEAST_PIVOT)[:, None]
         row = tableaus[:, k]
-        scaled = row / kept
-        swept = tableaus - scaled[:, :, None] * row[:, None]
+        rows.append(row)
+        others.append(members)
+        scaled = row.clone()
+        scaled[:, k] = -1.0
+        scaled /= row[:, k, None].clamp(min=LEAST_PIVOT)
+        swept = torch.addcmul(tableaus, scaled[:, :, None], row[:, None], value=-1)
         swept[:, k] = swept[:, :, k] = scaled
-        swept[:, k, k] = -1 / kept[:, 0]
         tableaus = torch.cat([tableaus, swept])
-        is_last = torch.cat([is_last, is_regular])
-        is_regular = torch.cat([is_regular, is_regular & (pivots > LEAST_PIVOT)])
-    sets, losses = (torch.arange(n, device=gramian.device) for n in (len(tableaus), number))
-    return _Sets(tableaus, (sets[:, None] >> losses & 1).bool(), is_regular, is_last, norms)
+        members = torch.cat([members, members | (losses == k)])
+    pivots = torch.cat([row[:, k] for k, row in enumerate(rows)])
+    combination = torch.where(torch.cat(others), torch.cat(rows), 0.0)  # of the others, closest to the last of a set
+    is_independent = pivots > LEAST_PIVOT * (1 + combination.abs().sum(1)).square()
+    is_regular = torch.ones_like(members[:1, 0])
+    for k in range(number):
+        is_regular = torch.cat([is_regular, is_regular & is_independent[2**k - 1 : 2 ** (k + 1) - 1]])
+    are_others_regular = torch.cat([is_regular[: 2**k] for k in range(number)])
+    is_opposite = (combination <= TOLERANCE).all(1)
+    meets_zero = (are_others_regular & ~is_independent & is_opposite).any()
+    return _Sets(tableaus, members, is_regular, meets_zero, norms)
 
 
 def _first_valid(violation: Tensor) -> Tensor:
@@ -148,7 +162,9 @@ def _upgrad(gramian: Tensor, reg_eps: float) -> Tensor:
     gramian = _of_trace_one(gramian) + reg_eps * torch.eye(len(gramian), dtype=gramian.dtype, device=gramian.device)
     sets = _sets_of(gramian)
     # Column i of a tableau: with F the losses that conflict, minus their weights, and the products of the others.
-    violation = torch.where(sets.members[:, :, None], sets.tableaus, -sets.tableaus).amax(1)
+    inside = sets.members[:, :, None]
+    violation = torch.where(inside, sets.tableaus, -sets.tableaus).amax(1)
+    violation = violation / (1 + torch.where(inside, sets.tableaus, 0.0).abs().sum(1))
     is_out = sets.members | ~sets.is_regular[:, None]  # the weight of i itself stays at its bound
     best = _first_valid(torch.where(is_out, math.inf, violation))
     added = torch.where(sets.members[best], -sets.tableaus[best, :, losses], 0.0).clamp(min=0)  # [i, weight]
@@ -156,7 +172,7 @@ def _upgrad(gramian: Tensor, reg_eps: float) -> Tensor:
 
 
 def cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
-    """Maximise the least decrease of all losses in a ball around the mean gradient."""
+    """Maximise the least product with a gradient in a ball around the mean gradient."""
     return _cagrad(_trace_at_least(gramian, norm_eps), c, norm_eps)
 
 
@@ -164,16 +180,15 @@ def cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
 def _cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
     """Look at the stationary point of each face of the simplex.
 
-    With ``b = G 1 / K`` and ``s = c |g_0|``, that of ``b^T w + s sqrt(w^T G w)`` on the face F has the value mu, and
-    ``y = s / |g_w| w = G_FF^-1 (mu 1 - b)`` with ``y^T G y = s^2``.
+    With ``b = G 1 / K`` and ``s = c |g_0|``, that of ``b^T w + s |g_w|`` on the face F has a value mu, and for
+    ``y = s / |g_w| w`` holds ``y = G_FF^-1 (mu 1 - b)`` and ``y^T G y = s^2``.
     """
     number = len(gramian)
     gramian = _of_trace_one(gramian)
     sets = _sets_of(gramian)
     inside = sets.members[:, :, None] & sets.members[:, None]
     inverses = torch.where(inside, -sets.tableaus, 0.0)
-    products = gramian.mean(1) / sets.norms  # b; ones and b are scaled like the matrix that is swept
-    ones = 1 / sets.norms
+    products, ones = gramian.mean(1) / sets.norms, 1 / sets.norms  # b and 1, scaled like the matrix that is swept
     square = c * c * gramian.mean().clamp(min=0)
     of_ones = inverses @ ones
     curvature = of_ones @ ones
@@ -183,18 +198,20 @@ def _cagrad(gramian: Tensor, c: float, norm_eps: float) -> Tensor:
     slack = square - (of_rest * rest).sum(1)
     step = (slack / curvature).sqrt()[:, None]
     found = of_ones * step - of_rest
-    values = (mean + step)[:, 0]
-    is_point = (slack > 0) & sets.is_circuit_at_most & (found >= -TOLERANCE * found.abs().amax(1, keepdim=True)).all(1)
-    values = torch.where(is_point, values, math.inf)
+    is_inside = (found >= -TOLERANCE * found.abs().amax(1, keepdim=True)).all(1)
+    is_point = (slack > 0) & sets.is_regular & is_inside
+    values = torch.where(is_point, (mean + step)[:, 0], math.inf)
     # Values tell points apart to the square root of rounding only; of those that are left the conditions decide.
-    decrease = products + found @ (gramian / sets.norms / sets.norms[:, None])
-    violation = (values[:, None] * ones - decrease).amax(1)
-    is_near = is_point & (values <= values.amin() + 1e-9)
-    best = _first_valid(torch.where(is_near, violation, math.inf)).reshape(1)
+    violation = ((mean + step) * ones - products - found @ (gramian / sets.norms / sets.norms[:, None])).amax(1)
+    best = _first_valid(torch.where(values <= values.amin() + 1e-9, violation, math.inf)).reshape(1)
+    added = found[best][0].clamp(min=0)
+    weights = 1 / number + added / sets.norms
+    is_zero = sets.meets_zero & (values.amin() >= 0)  # then 0 has the least value, 0
+    if norm_eps == 0:
+        is_stationary = is_zero | ~(added.sum() * STATIONARY <= square.sqrt())
+        return torch.where(is_stationary, 1 / number, weights)
     norm = (square / (curvature * slack)).sqrt()[best]
-    added = found[best][0].clamp(min=0) / sets.norms
-    at_stationary = 1 / number if norm_eps == 0 else 0.0
-    return torch.where(norm >= (norm_eps or STATIONARY), 1 / number + added, at_stationary)
+    return torch.where(is_zero | ~(norm >= norm_eps), 0.0, weights)
 
 
 # MGDA
@@ -209,19 +226,18 @@ def mgda(gramian: Tensor, epsilon: float, max_iters: int) -> Tensor:
 
 
 def frank_wolfe(gramian: Tensor, epsilon: float, max_iters: int) -> Tensor:
-    """Run all iterations; those after the stop change nothing."""
-    corners = torch.eye(len(gramian), dtype=gramian.dtype, device=gramian.device)
-    weights = torch.full_like(corners[0], 1 / len(gramian))
-    squares = gramian.diagonal()
-    is_going = torch.ones((), dtype=torch.bool, device=gramian.device)
+    """Run all iterations; those after the stop have a step of 0."""
+    corners = torch.stack([torch.eye(len(gramian), dtype=gramian.dtype, device=gramian.device), gramian], 1)
+    squares, point = gramian.diagonal(), corners.mean(0)
+    is_going: Tensor | float = 1.0
     for _ in range(max_iters):
-        products = gramian @ weights
+        weights, products = point.unbind()
         least, corner = products.min(0)
-        down, up = (weights @ products - least).clamp(min=0), squares[corner.reshape(1)] - least
-        step = torch.where(up <= 0, 1.0, down / (down + up))
-        weights = torch.where(is_going, torch.lerp(weights, corners[corner.reshape(1)][0], step), weights)
-        is_going = is_going & (step >= epsilon)
-    return weights
+        down, up = (weights @ products - least).clamp(min=0), squares.take(corner) - least
+        step = torch.where(up <= 0, 1.0, down / (down + up)) * is_going
+        point = torch.lerp(point, corners.index_select(0, corner)[0], step)
+        is_going = step >= epsilon
+    return point[0]
 
 
 def _frank_wolfe(gramian: list[list[float]], epsilon: float, max_iters: int) -> list[float]:
@@ -265,23 +281,33 @@ def aligned_mtl(gramian: Tensor, scale_mode: ScaleMode) -> Tensor:
 
 
 def eigh_by_rotations(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, ascending, and eigenvectors of a symmetric matrix, by Jacobi rotations of disjoint pairs."""
+    """Return eigenvalues, ascending, and eigenvectors of a symmetric matrix, by Jacobi rotations of neighbors."""
     number = len(matrix)
     matrix = torch.nn.functional.pad(matrix, (0, number % 2) * 2)  # to an even number of rows, which all have partners
-    vectors = eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    seats = torch.arange(len(matrix), device=matrix.device)
-    for _ in range(SWEEPS * (len(matrix) - 1)):
-        p, q = seats.view(2, -1)[0], seats.view(2, -1)[1].flip(0)
-        across, difference = matrix[p, q], matrix[q, q] - matrix[p, p]
-        angle = torch.atan2(torch.where(difference < 0, -2 * across, 2 * across), difference.abs()) / 2
-        cosine, sine = angle.cos(), angle.sin()
-        rotation = eye.clone()
-        rotation[p, p] = rotation[q, q] = cosine
-        rotation[p, q], rotation[q, p] = sine, -sine
+    size = len(matrix)
+    vectors = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    crossing = torch.zeros_like(vectors)
+    crossing.diagonal(1)[::2], crossing.diagonal(-1)[::2] = 1.0, -1.0
+    straight, crossing = (torch.stack([one[:, n] for n in _next_round(size)], 1) for one in (vectors, crossing))
+    sweeps = 1 if size == 2 else number // 2 + 8  # most matrices need half of them
+    for _ in range(sweeps * (size - 1)):
+        squares = matrix.diagonal().view(-1, 2)
+        ratio = 2 * matrix.diagonal(1)[::2] / (squares[:, 1] - squares[:, 0])
+        angle = torch.atan(ratio.nan_to_num(0.0, math.inf, -math.inf)) / 2  # at most 45 degrees
+        angle = angle[:, None].expand(-1, 2).reshape(-1, 1)
+        rotation = torch.addcmul(angle.cos() * straight, angle.sin(), crossing)
         matrix, vectors = rotation.T @ matrix @ rotation, vectors @ rotation
-        seats = torch.cat([seats[:1], seats[-1:], seats[1:-1]])  # as in a tournament: all meet once in a sweep
-    values, order = matrix.diagonal()[:number].sort()
+    values, order = matrix.diagonal()[:number].sort()  # after each sweep all are where they were
     return values, vectors[:number, :number][:, order]
+
+
+def _next_round(size: int) -> list[int]:
+    """Return the old place of each in the next round of ``size - 1`` with all neighbors once, as in a tournament."""
+    if size == 2:
+        return [0, 1]
+    upper, lower = list(range(0, size, 2)), list(range(1, size, 2))
+    upper, lower = [upper[0], lower[0], *upper[1:-1]], [*lower[1:], upper[-1]]
+    return [place for pair in zip(upper, lower, strict=True) for place in pair]
 
 
 def _fake(gramian: Tensor, *_: Any) -> Tensor:
