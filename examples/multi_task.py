@@ -30,7 +30,7 @@ TRUNK = "gradient:trunk.*"
 POLICIES: dict[str, Any] = {
     "plain sum": gr.on(TRUNK, Observe("loss_norms", "loss_cosine")),
     "UPGrad": gr.on(TRUNK, WeighLosses(UPGrad())),
-    "UPGrad, reg_eps=0": gr.on(TRUNK, WeighLosses(UPGrad(reg_eps=0.0))),  # for a loss that is far smaller
+    "UPGrad, reg_eps=1e-4": gr.on(TRUNK, WeighLosses(UPGrad(reg_eps=1e-4))),  # as TorchJD has it
     "CAGrad": gr.on(TRUNK, WeighLosses(CAGrad(c=0.5))),
     "AlignedMTL": gr.on(TRUNK, WeighLosses(AlignedMTL())),
     "MGDA": gr.on(TRUNK, WeighLosses(MGDA())),

@@ -6,13 +6,13 @@ import itertools
 
 from torch import Tensor
 
-from gradrewrite.ir.gramian import cosines
+from gradrewrite.ir.gramian import cosines, diagonal_of
 from gradrewrite.policy.recording import current_recording, record_all
 
 
 def record_loss_norms(gramian: Tensor) -> None:
     """Record ``loss_norm_0``, ...: the L2 norm of the gradient of each loss."""
-    record_all([f"loss_norm_{number}" for number in range(len(gramian))], gramian.diagonal().sqrt())
+    record_all([f"loss_norm_{number}" for number in range(len(gramian))], diagonal_of(gramian).sqrt())
 
 
 def record_loss_cosines(gramian: Tensor) -> None:

@@ -67,10 +67,10 @@ class UPGrad:
     descent for multi-objective optimization", 2024, https://arxiv.org/abs/2406.16232. It is solved exactly: K
     iterations on the device look at all 2^K sets of losses.
 
-    ``reg_eps`` is added to the diagonal of ``G / trace(G)``, so conflicts smaller than that may be left, mostly those
-    of a loss with a much smaller gradient; with 0 only conflicts within the rounding of G are. Weights do not depend on
-    the scale of the gradients. TorchJD takes a Gram matrix with a trace below 1e-4 as zeros, which ends the method when
-    gradients get small; ``norm_eps=1e-4`` does so too.
+    By default weights do not depend on the scale of the gradients, and only conflicts within the rounding of G are
+    left. TorchJD adds 1e-4 to the diagonal of ``G / trace(G)`` (``reg_eps``), which leaves conflicts smaller than that,
+    mostly those of a loss with a much smaller gradient; and it takes a Gram matrix with a trace below 1e-4 as zeros
+    (``norm_eps``), which ends the method when gradients get small.
 
     Weights are 1/K each where nothing conflicts, for one loss, and where all gradients are 0; a loss with a gradient of
     0 keeps 1/K. They are NaN if an element of the Gram matrix is NaN or infinite.
@@ -85,13 +85,13 @@ class UPGrad:
 
     Example:
         >>> gramian = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
-        >>> UPGrad(reg_eps=0.0).weights(gramian)
+        >>> UPGrad().weights(gramian)
         tensor([1.0000, 0.6250], dtype=torch.float64)
     """
 
     _: KW_ONLY
     norm_eps: float = 0.0
-    reg_eps: float = 1e-4
+    reg_eps: float = 0.0
 
     __repr__ = short_repr
 

@@ -78,8 +78,10 @@ class WeighLosses:
                 f"matrix [K, K], got {self.weighting!r}"
             )
         if isinstance(self.weighting, type):
-            raise TypeError(f"WeighLosses: got the class {self.weighting.__name__}; a weighting is a value, as in "
-                            f"{self.weighting.__name__}()")
+            raise TypeError(
+                f"WeighLosses: got the class {self.weighting.__name__}; a weighting is a value, as in "
+                f"{self.weighting.__name__}()"
+            )
 
     def __repr__(self) -> str:
         """As the call that makes it."""

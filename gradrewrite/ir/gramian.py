@@ -40,8 +40,13 @@ def cosines(gramian: Tensor, *, is_opaque: bool) -> Tensor:
     return torch.ops.gradrewrite.loss_cosines.default(gramian) if is_opaque else _cosines(gramian)
 
 
+def diagonal_of(matrix: Tensor) -> Tensor:
+    """The diagonal of a square matrix; ``Tensor.diagonal`` has a warning of torch in compiled code (2.13)."""
+    return matrix.reshape(-1)[:: len(matrix) + 1]
+
+
 def _cosines(gramian: Tensor) -> Tensor:
-    norms = gramian.diagonal().sqrt()
+    norms = diagonal_of(gramian).sqrt()
     all_pairs = gramian / norms[:, None] / norms[None, :]
     pairs = list(itertools.combinations(range(len(gramian)), 2))
     found = torch.stack([all_pairs[i, j] for i, j in pairs]) if pairs else gramian.new_full((1,), torch.nan)

@@ -181,7 +181,7 @@ class LossWeighing(GroupAction, Protocol):
 
     @property
     def function(self) -> Callable[..., Tensor]:
-        """The function of the inner products, which may be the user's."""
+        """The function of the inner products: the user's, or a weighting's method."""
 
 
 @runtime_checkable

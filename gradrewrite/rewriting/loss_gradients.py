@@ -1,4 +1,4 @@
-"""The gradients of single losses in a joint graph: copies of what the backward of several losses shares."""
+"""The gradients of single losses: copies of shared backward nodes."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class LossGradients:
         self.losses = find_losses(marked.graph, asks)
         self._marked, self._graph, self._asks = marked, marked.graph, asks
         self._masked: dict[int, fx.Node] = {}
+        self._elements: dict[fx.Node, int] = {}  # of the tangent of a vector, with their losses
         self._depends = self._find_dependencies()
 
     def take_new(self) -> list[fx.Node]:
@@ -86,7 +87,7 @@ class LossGradients:
 
     def measured(self, nodes: Sequence[fx.Node]) -> list[Rows]:
         """Return the gradients of each loss at nodes, without markers, so that no action changes them."""
-        wanted = self._ancestors(nodes, lambda n: n not in self._sources and bool(self._depends[n]))
+        wanted = self._ancestors(nodes, lambda n: bool(self._depends[n]))
         copies = self._copy(wanted, marked=False)
         return [{k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))} for node in nodes]
 
@@ -96,7 +97,8 @@ class LossGradients:
         Other readers get the sums over the losses. Returns the gradients of each loss at the targets, and the copies
         of the markers of errors; the nodes that were copied are gone.
         """
-        wanted = self._ancestors(targets, lambda n: n not in self._sources and len(self._depends[n]) > 1)
+        # What acts on the tangent of a vector acts on each loss, too.
+        wanted = self._ancestors([*targets, *self._elements], lambda n: len(self._depends[n]) > 1)
         copies = self._copy(wanted, marked=True)
         rows: list[Rows] = [self._of_each(node, copies) for node in targets]
         markers = {node: self._of_each(node, copies) for node in wanted if node.target is ops.mark_error}
@@ -108,28 +110,26 @@ class LossGradients:
         return {k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))}
 
     def _find_dependencies(self) -> dict[fx.Node, frozenset[int]]:
-        """Return, by node of the backward, the losses whose tangents it is computed from; none: zero for all losses."""
+        """Return the losses of each node of the backward; none where it is 0 for all."""
         found = dict(self.losses.tangents)
-        self._sources = set(found)
         for node in self._graph.nodes:
             read = [found[n] for n in node.all_input_nodes if n in found] if node.op == "call_function" else []
             if not read or node.target in _SHAPED or not _has_tensors(node):
                 continue
             element = self._element(node)
             if element is not None:
-                self._sources.add(node)
+                self._elements[node] = element
             found[node] = frozenset().union(*read) if element is None else frozenset([element])
         return found
 
     def _element(self, node: fx.Node) -> int | None:
         """Return the number of the loss with this tangent, if the node selects it from that of a vector."""
-        vector = self.losses.vector
-        if vector is None:
+        if self.losses.vector is None or not isinstance(node.args[0], fx.Node):
             return None
-        if node.target is _aten.select.int and node.args[0] is vector:
-            return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
         read = node.args[0]
-        is_unbound = isinstance(read, fx.Node) and read.target is _aten.unbind.int and read.args[0] is vector
+        if node.target is _aten.select.int and _unmarked(read) is self.losses.vector:
+            return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
+        is_unbound = read.target is _aten.unbind.int and _unmarked(read.all_input_nodes[0]) is self.losses.vector
         return int(node.args[1]) if is_unbound else None  # type: ignore[arg-type]
 
     def _ancestors(self, nodes: Sequence[fx.Node], is_wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -138,7 +138,11 @@ class LossGradients:
         todo = list(nodes)
         while todo:
             node = todo.pop()
-            if node in found or node not in self._depends or not is_wanted(node):
+            if node in found or node in self.losses.tangents or node not in self._depends:
+                continue
+            if node in self._elements:
+                todo += node.all_input_nodes
+            if not is_wanted(node):
                 continue
             found.add(node)
             todo += node.all_input_nodes
@@ -160,6 +164,8 @@ class LossGradients:
         """Insert the copy of a node for a loss; of a sum with one term that is not 0 this term is taken."""
         missing = [n for n in node.all_input_nodes if n in self._depends and k not in self._depends[n]]
         inputs = {n: copies[k].get(n, n) for n in node.all_input_nodes if n not in missing}
+        if self.losses.vector in inputs:
+            inputs[self.losses.vector] = self._masked_tangent(k)
         if node.target is ops.mark_error and not marked:
             return inputs[node.all_input_nodes[0]]
         term = _only_term(node, missing)
@@ -172,16 +178,12 @@ class LossGradients:
                 zeros[n] = editing.insert_call(self._graph, _aten.zeros_like.default, (like,), node, "is_backward")
                 self._note(zeros[n], n, None)
             inputs[n] = zeros[n]
-        if self.losses.vector in inputs:
-            inputs[self.losses.vector] = self._masked_tangent(k)
         made = editing.insert_twin(node, inputs, f"{node.name}_loss{k}")
         self._note(made, node, k)
         return made
 
     def _note(self, made: fx.Node, node: fx.Node, loss: int | None) -> None:
-        while node.target is ops.mark_error:  # which has no provenance
-            (node,) = node.all_input_nodes
-        self.copies[made.name] = node.name, loss
+        self.copies[made.name] = _unmarked(node).name, loss  # a marker has no provenance
 
     def _masked_tangent(self, k: int) -> fx.Node:
         """Return the node of the tangent of a vector of losses, with 0 for the others."""
@@ -225,17 +227,16 @@ class LossGradients:
                 continue
             first, *others = self._of_each(node, copies).values()
             total = first
-            if any(user.op == "output" or user in self._depends for user in outside):
+            if any(user.op == "output" or user in self._depends for user in outside if user not in self._elements):
                 for other in others:
                     total = editing.insert_call(self._graph, _aten.add.Tensor, (total, other), node, "is_backward")
                     self.sums.append(total)
                     self._note(total, node, None)
             for user in outside:
-                user.replace_input_with(node, total)
+                element = self._elements.get(user)
+                user.replace_input_with(node, total if element is None else copies[element][node])
 
-    def gramian(
-        self, rows: Sequence[Rows], scale: Tensor | None, before: fx.Node, *, is_opaque: bool
-    ) -> fx.Node:
+    def gramian(self, rows: Sequence[Rows], scale: Tensor | None, before: fx.Node, *, is_opaque: bool) -> fx.Node:
         """Insert the Gram matrix ``[K, K]`` of gradients, float64, in units of the unscaled losses."""
         nodes = [node for own in rows for node in own.values()]
         losses, counts = [k for own in rows for k in own], [len(own) for own in rows]
@@ -269,7 +270,7 @@ class LossGradients:
 
 
 def weighted_sum(first: Tensor, *others: Tensor) -> Tensor:
-    """The sum of ``K`` gradients times ``K`` 0-d weights, which come after them; in the dtype of the weights."""
+    """The sum of ``K`` gradients times the ``K`` 0-d weights behind them, computed in the dtype of the weights."""
     number = (1 + len(others)) // 2
     gradients, weights = (first, *others[: number - 1]), others[number - 1 :]
     terms = [gradient * weight for gradient, weight in zip(gradients, weights, strict=True)]
@@ -279,6 +280,12 @@ def weighted_sum(first: Tensor, *others: Tensor) -> Tensor:
 def unbound_as(dtype: torch.dtype, weights: Tensor) -> list[Tensor]:
     """The elements of a vector, 0-d, in another dtype."""
     return list(weights.to(dtype).unbind())
+
+
+def _unmarked(node: fx.Node) -> fx.Node:
+    while node.target is ops.mark_error:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _has_tensors(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The insertion plan of a graph whose losses are weighed: points of single losses, and of weighted sums."""
+"""The insertion plan of weighed losses: points of single losses and of weighted sums."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
         if len(own) > 1
     }
     split = {
-        point: {k: _point_of(point, k, marker.all_input_nodes[0], marker) for k, marker in markers[point.marker].items()}
+        point: {
+            k: _point_of(point, k, marker.all_input_nodes[0], marker) for k, marker in markers[point.marker].items()
+        }
         for point in plan.single
         if point.marker is not None and point.marker in markers
     }
@@ -148,7 +150,9 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
     return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split)
 
 
-def _of_each(insertions: tuple[Insertion, ...], points: ByLoss) -> Iterator[tuple[InsertionPoint, tuple[Insertion, ...]]]:
+def _of_each(
+    insertions: tuple[Insertion, ...], points: ByLoss
+) -> Iterator[tuple[InsertionPoint, tuple[Insertion, ...]]]:
     """Return insertions by the points of each loss; figures of all losses are taken once."""
     first, *others = points.values()
     yield first, insertions

@@ -253,7 +253,9 @@ class Rewriter:
         return separated
 
     def _separate(self, plan: InsertionPlan) -> SeparatedPlan:
-        reading = {p: i.action for p, own in plan.single.items() for i in own if isinstance(i, Replace) and i.reads_losses}
+        reading = {
+            p: i.action for p, own in plan.single.items() for i in own if isinstance(i, Replace) and i.reads_losses
+        }
         weighed = [group for group in plan.groups if isinstance(group, WeighLosses)]
         if self._marked is None or not (reading or weighed):
             return SeparatedPlan(plan)
@@ -261,7 +263,10 @@ class Rewriter:
         for point, action in reading.items():
             refuse(action, Context(point.site, is_part=is_part, reads_losses=True))
         groups = check_weighing(plan, is_part=is_part)
-        asking = [*((point.site, action) for point, action in reading.items()), *((g.points[0].site, g.action) for g in groups)]
+        asking = [
+            *((point.site, action) for point, action in reading.items()),
+            *((g.points[0].site, g.action) for g in groups),
+        ]
         self.losses = LossGradients(self._marked, "{}: {}".format(asking[0][0], describe(asking[0][1])))
         rows = self.losses.measured([point.node for point in reading])
         self._loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}

@@ -259,7 +259,9 @@ def main() -> None:
             costs = measure(name, number, options.rounds)
             found.append(costs)
             ratios = ", ".join(f"{way} {costs.ratio(way):.3f}" for way in WAYS[1:])
-            print(f"{name}, {number} losses: share {costs.share:.3f}, bound {costs.bound:.3f}, {ratios}", file=sys.stderr)
+            print(
+                f"{name}, {number} losses: share {costs.share:.3f}, bound {costs.bound:.3f}, {ratios}", file=sys.stderr
+            )
             print("  peak MB", {w: round(p / 1e6, 1) for w, p in costs.peaks.items()}, file=sys.stderr)
             print("  compilation", {w: round(s, 1) for w, s in costs.compilation.items()}, file=sys.stderr)
     machine = {"python": platform.python_version(), "torch": torch.__version__, "threads": 1}

@@ -111,8 +111,12 @@ def _in_place() -> nn.Module:
 
 
 def _residual(width: int = 6) -> nn.Module:
-    return Lambda(lambda m, x: x + m.two(m.one(m.norm(x)).relu()), norm=nn.LayerNorm(width), one=nn.Linear(width, 9),
-                  two=nn.Linear(9, width))
+    return Lambda(
+        lambda m, x: x + m.two(m.one(m.norm(x)).relu()),
+        norm=nn.LayerNorm(width),
+        one=nn.Linear(width, 9),
+        two=nn.Linear(9, width),
+    )
 
 
 def _convolutions(*further: nn.Module) -> nn.Module:
@@ -295,4 +299,3 @@ def losses_of(output: Any) -> list[Tensor]:
         return [loss for loss in found if loss.requires_grad]
     values = output.values() if isinstance(output, dict) else output
     return [loss for value in values for loss in losses_of(value)]
-

@@ -59,7 +59,9 @@ def eager_gradients(model: nn.Module, x: Tensor, pattern: str, weighting: Any) -
     weights = weighting(gramian)
     total = {}
     for n, name in enumerate(parameters):
-        terms = [(w if n in shared else 1) * own[n] for w, own in zip(weights, found, strict=True) if own[n] is not None]
+        terms = [
+            (w if n in shared else 1) * own[n] for w, own in zip(weights, found, strict=True) if own[n] is not None
+        ]
         if terms:
             total[name] = torch.stack(terms).sum(0)
     return total, weights

@@ -27,7 +27,7 @@ GRAMIAN = ROWS @ ROWS.T
     [
         (PCGrad(), "PCGrad()"),
         (PCGrad(3), "PCGrad(seed=3)"),
-        (UPGrad(reg_eps=0.0), "UPGrad(reg_eps=0.0)"),
+        (UPGrad(reg_eps=1e-4), "UPGrad(reg_eps=0.0001)"),
         (MGDA(max_iters=20), "MGDA(max_iters=20)"),
         (CAGrad(0.4, norm_eps=1e-4), "CAGrad(c=0.4, norm_eps=0.0001)"),
         (AlignedMTL(scale_mode="rmse"), "AlignedMTL(scale_mode='rmse')"),
