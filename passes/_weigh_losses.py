@@ -74,8 +74,8 @@ class WeighLosses:
     def __post_init__(self) -> None:
         if not isinstance(self.weighting, LossWeighting) and not callable(self.weighting):
             raise TypeError(
-                "WeighLosses: weighting is UPGrad(), PCGrad(), MGDA(), CAGrad(), AlignedMTL() or a function of the Gram "
-                f"matrix [K, K], got {self.weighting!r}"
+                "WeighLosses: weighting is UPGrad(), PCGrad(), MGDA(), CAGrad(), AlignedMTL() or a function of the "
+                f"Gram matrix [K, K], got {self.weighting!r}"
             )
         if isinstance(self.weighting, type):
             raise TypeError(

@@ -24,9 +24,10 @@ def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
     or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1 for what
     carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the
     innermost, with ``#n`` for its calls), ``runs`` (all module calls around it, outermost first, separated by ``/``),
-    ``source``, ``loss`` (of the backward of one of several losses, -1 of others), ``shape``, ``dtype``, ``inserted``, ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number,
-    -1 for none), ``site`` and ``action`` (of the edit), ``reshapes``. Edges have ``saved``: from the forward to the
-    backward. The graph has ``schema``, ``version``, ``sites``, ``edits`` and ``outputs``.
+    ``source``, ``loss`` (of the backward of one of several losses, -1 of others), ``shape``, ``dtype``, ``inserted``,
+    ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number, -1 for none), ``site`` and ``action`` (of the
+    edit), ``reshapes``. Edges have ``saved``: from the forward to the backward. The graph has ``schema``, ``version``,
+    ``sites``, ``edits`` and ``outputs``.
 
     Args:
         graph: What ``model.trace(...)`` returned.

@@ -121,7 +121,7 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
     for point in targets:
         if point.marker in markers:
             raise PolicyError(
-                f"{point.site}: the losses are weighed here, and once more upstream, by another group; keep one of them",
+                f"{point.site}: the losses are weighed here, and once more upstream by another group; keep one of them",
                 code="losses",
             )
     for point in plan.single:

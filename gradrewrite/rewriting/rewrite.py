@@ -18,7 +18,7 @@ from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inducto
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.distributed.layouts import Layout
-from gradrewrite.errors import CallbackError
+from gradrewrite.errors import CallbackError, PolicyError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import backward_names, read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -133,29 +133,9 @@ def rewrite_joint_graph(
     answers = [(point, ask(point.site)) for point in points]
     plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
     separated = rewriter.follow(plan)
-    plan = separated.plan
     plain = {point.output: point.node for point in points if point.output is not None}
     anchors = _anchors(separated.first_points(points))
-    progress = current_progress()
-    progress.begin("rewriting", len(answers))
-    averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
-    for point, own in plan.single.items():
-        if any(isinstance(insertion, Average) for insertion in own):
-            averaged[point] = own
-        else:
-            rewriter.insert(point, own)
-        progress.advance()
-    early = [g for g in plan.groups if isinstance(g, WeighExamples) and not averaged.keys().isdisjoint(g.points)]
-    rewriter.insert_bucketed(averaged, early)
-    for weighing in separated.weighings:
-        plain |= rewriter.weigh_losses(weighing)
-    for point, own in separated.late.items():
-        rewriter.insert(point, own)
-    for group in plan.groups:
-        if group not in early:
-            rewriter.insert_group(group)
-    if rewriter.examples is not None:
-        rewriter.examples.add_up_terms()
+    plain |= rewriter.insert_plan(separated)
     rewriter.packing.follow(rewriter.current, graph)
     is_checked = bool(rewriter.packing.checks)
     all_points = separated.points_of(points)
@@ -163,11 +143,8 @@ def rewrite_joint_graph(
     of_parts = rewriter.edits_of_parts([point for point in points if point.is_part])
     outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
     editing.erase_markers(graph)
-    if rewriter.examples is not None:
-        drop_replaced(graph, rewriter.examples.replaced)
+    rewriter.erase_replaced()
     losses = rewriter.losses
-    if losses is not None:
-        editing.erase_unused(graph, losses.sums)
     live = editing.live_tensors(graph)
     if live or (is_checked and replay_graph is not None):
         inductor.stop_folding()
@@ -263,14 +240,44 @@ class Rewriter:
         for point, action in reading.items():
             refuse(action, Context(point.site, is_part=is_part, reads_losses=True))
         groups = check_weighing(plan, is_part=is_part)
-        asking = [
-            *((point.site, action) for point, action in reading.items()),
-            *((g.points[0].site, g.action) for g in groups),
-        ]
-        self.losses = LossGradients(self._marked, "{}: {}".format(asking[0][0], describe(asking[0][1])))
+        asking = [(point.site, action) for point, action in reading.items()]
+        site, action = (asking or [(group.points[0].site, group.action) for group in groups])[0]
+        self.losses = LossGradients(self._marked, f"{site}: {describe(action)}")
         rows = self.losses.measured([point.node for point in reading])
         self._loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}
         return separate(plan, groups, self.losses)
+
+    def insert_plan(self, separated: SeparatedPlan) -> dict[int, fx.Node]:
+        """Insert a whole plan; return the weighted sums of losses' gradients, by output."""
+        plan, sums = separated.plan, {}
+        progress = current_progress()
+        progress.begin("rewriting", len(plan.single))
+        averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
+        for point, own in plan.single.items():
+            if any(isinstance(insertion, Average) for insertion in own):
+                averaged[point] = own
+            else:
+                self.insert(point, own)
+            progress.advance()
+        early = [g for g in plan.groups if isinstance(g, WeighExamples) and not averaged.keys().isdisjoint(g.points)]
+        self.insert_bucketed(averaged, early)
+        for weighing in separated.weighings:
+            sums |= self.weigh_losses(weighing)
+        for point, own in separated.late.items():
+            self.insert(point, own)
+        for group in plan.groups:
+            if group not in early:
+                self.insert_group(group)
+        if self.examples is not None:
+            self.examples.add_up_terms()
+        return sums
+
+    def erase_replaced(self) -> None:
+        """Take out nodes that nothing reads any more."""
+        if self.examples is not None:
+            drop_replaced(self.graph, self.examples.replaced)
+        if self.losses is not None:
+            editing.erase_unused(self.graph, self.losses.sums)
 
     def insert(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> None:
         """Insert at one site, in order; averages come in buckets."""
@@ -567,6 +574,7 @@ class Rewriter:
         for point, own in zip(members, rows, strict=True):
             for node in own.values():
                 check_dense(action, point.site, value_of(node))
+            _check_same_device(action, first.site, point.site)
         mode = self._mode(first.site, where)
         gramian = self.losses.gramian(rows, mode.scale, first.before, is_opaque=mode.is_opaque)
         weights, traced, extras, new = self._weights(action, first, gramian, replace(mode, scale=None))
@@ -603,7 +611,7 @@ class Rewriter:
         if takes_value(action.function):
             inputs.append(self.losses.values(self.forward, point.before))
         given = action if inspect.ismethod(action.function) else action.function
-        sized = value_of(gramian).diagonal().clone()  # of the shape of the weights
+        sized = value_of(gramian)[0].clone()  # of the shape of the weights
 
         def run(_: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
             return action.apply_group(tensors)
@@ -708,6 +716,15 @@ def _recording() -> Recording:
     found = current_recording()
     assert found is not None  # while a function is traced
     return found
+
+
+def _check_same_device(action: GroupAction, first: Site, site: Site) -> None:
+    if site.device != first.device:
+        raise PolicyError(
+            f"{site}: {describe(action)} has gradients on {first.device} ({first}) and on {site.device}; give the "
+            "sites of each device a group of their own",
+            code="losses",
+        )
 
 
 def _is_on_cuda(node: fx.Node) -> bool:

@@ -4,17 +4,18 @@
 
 A GPT and a convolutional net have K heads with a loss each. On one thread, in turns that are drawn by chance, in
 processor seconds of the process: ``plain`` differentiates the sum of the losses, compiled by ``torch.compile``;
-``gradients`` weighs the losses by PCGrad at the gradients of the trunk, ``features`` at the error of its output, both in
-one compiled backward; ``torchjd`` is TorchJD's eager PCGrad; ``backwards`` calls a compiled backward for each loss
-(with torch's buffer donation off, for it forbids a second one) and weighs by TorchJD's PCGrad. The share of the backward
-is measured in the plain steps. Peak memory is that of a later step, over what was there before it. The compilation
-is that of the first step, in processes with caches of their own.
+``gradients`` weighs the losses by PCGrad at the gradients of the trunk, ``features`` at the error of its output, both
+in one compiled backward; ``torchjd`` is TorchJD's eager PCGrad; ``backwards`` calls a compiled backward for each loss
+(with torch's buffer donation off, for it forbids a second one) and weighs by TorchJD's PCGrad. The share of the
+backward is measured in the plain steps. Peak memory is that of a later step, over what was there before it. The
+compilation is that of the first step, in processes with caches of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import platform
@@ -65,7 +66,7 @@ class GptTrunk(Gpt):
 def convolutions(*widths: int) -> nn.Sequential:
     """Convolutions with BatchNorm; the second one halves the image."""
     layers: list[nn.Module] = []
-    for n, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(widths)):
         layers += [nn.Conv2d(a, b, 3, stride=2 if n == 1 else 1, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
     return nn.Sequential(*layers)
 
@@ -154,9 +155,9 @@ class Costs:
 
 def step_of(way: str, model: nn.Module, inputs: tuple[Tensor, Tensor], backward: list[float]) -> Callable[[], None]:
     """Return a training step of a way, without an optimizer; plain ones note the seconds of the backward."""
+    from torchjd.aggregation import PCGrad as Aggregator
     from torchjd.aggregation import PCGradWeighting
     from torchjd.autojac import jac_to_grad, mtl_backward
-    from torchjd.aggregation import PCGrad as Aggregator
 
     if way in POLICIES:
         model = gr.transform(model, POLICIES[way])

@@ -1,7 +1,8 @@
-"""Small modules with several losses: shared trunks of many kinds, and losses that ops mix in other ways than by sums."""
+"""Small modules with several losses: trunks of many kinds, and losses that ops mix in other ways than by sums."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +48,7 @@ def _rows(*shape: int) -> Callable[[], Tensor]:
 
 
 def _linear(*widths: int) -> list[nn.Module]:
-    pairs = zip(widths, widths[1:], strict=False)
-    return [layer for a, b in pairs for layer in (nn.Linear(a, b), nn.Tanh())]
+    return [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
 
 
 def _encoder() -> nn.Module:
@@ -151,10 +151,12 @@ TRUNKS: dict[str, tuple[Make, Callable[[], Tensor]]] = {
     "conv and instance norm": (lambda: _convolutions(nn.InstanceNorm2d(4, affine=True)), _rows(2, 9, 9)),
     "conv and max pool": (lambda: _convolutions(nn.MaxPool2d(2, 1)), _rows(2, 10, 10)),
     "conv and average pool": (lambda: _convolutions(nn.AvgPool2d(2, 1)), _rows(2, 10, 10)),
-    "depthwise": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Hardswish(), nn.Conv2d(4, 2, 1)), _rows(4, 6, 6)),
+    "depthwise": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Hardswish(), nn.Conv2d(4, 2, 1)),
+                  _rows(4, 6, 6)),
     "transposed conv": (lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 3, stride=2), nn.Tanh()), _rows(2, 4, 4)),
     "conv 1d": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.ELU(), nn.Conv1d(4, 2, 3)), _rows(2, 8)),
-    "upsampling": (lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.Upsample(scale_factor=2), nn.Conv2d(2, 1, 3)), _rows(2, 6, 6)),
+    "upsampling": (lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.Upsample(scale_factor=2), nn.Conv2d(2, 1, 3)),
+                   _rows(2, 6, 6)),
     "transformer": (_encoder, _rows(5, 8)),
     "two transformer layers": (lambda: nn.Sequential(_encoder(), _encoder()), _rows(5, 8)),
     "attention": (_attention, _rows(5, 8)),

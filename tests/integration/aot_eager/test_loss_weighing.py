@@ -340,7 +340,6 @@ def test_a_check_names_the_site_of_one_loss() -> None:
     model = gr.transform(plain, policy)
     with pytest.raises(gr.NonFiniteError, match="first non-finite: error:/mean#1"):
         step(model, x, (1.0, float("inf")))
-        model.monitor.latest()
 
 
 @pytest.mark.parametrize("name", mostly_slow(["residual", "transformer", "conv and batch norm", "Stacked", "Cat"], 2))
