@@ -85,8 +85,8 @@ class WeighLosses:
 
     def __repr__(self) -> str:
         """As the call that makes it."""
-        is_value = isinstance(self.weighting, LossWeighting)
-        weighting = repr(self.weighting) if is_value else describe_callable(self.weighting)
+        given = self.weighting
+        weighting = repr(given) if isinstance(given, LossWeighting) else describe_callable(given)
         return f"WeighLosses({weighting}{'' if self.group == 'default' else f', group={self.group!r}'})"
 
     @property

@@ -185,8 +185,8 @@ class LossWeighing(GroupAction, Protocol):
 
 
 @runtime_checkable
-class LossAction(Action, Protocol):
-    """An action that also reads the Gram matrix of the losses' gradients (internal until 1.0)."""
+class LossAction(Protocol):
+    """An action that also reads the Gram matrix of the losses' gradients (internal until 1.0); it is an ``Action`` too."""
 
     @property
     def loss_figures(self) -> Sequence[str]:

@@ -94,10 +94,10 @@ def _check_others(group: WeighLosses, plan: InsertionPlan) -> None:
     """Raise PolicyError for per-example actions, and for groups that would come before the weighing."""
     start = f"{group.points[0].site}: {describe(group.action)}"
     replaced = [i for own in plan.single.values() for i in own if isinstance(i, Replace) and i.examples is not None]
-    examples = [*replaced, *(other for other in plan.groups if isinstance(other, WeighExamples))]
+    examples = [other.action for other in (*replaced, *plan.groups) if isinstance(other, Replace | WeighExamples)]
     if examples:
         raise PolicyError(
-            f"{start} and {describe(examples[0].action)} are in one policy: a gradient has terms of losses, or of "
+            f"{start} and {describe(examples[0])} are in one policy: a gradient has terms of losses, or of "
             "examples. Take one of them, or compute the figures of examples in a run of their own",
             code="losses",
         )

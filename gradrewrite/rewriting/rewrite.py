@@ -249,7 +249,8 @@ class Rewriter:
 
     def insert_plan(self, separated: SeparatedPlan) -> dict[int, fx.Node]:
         """Insert a whole plan; return the weighted sums of losses' gradients, by output."""
-        plan, sums = separated.plan, {}
+        plan = separated.plan
+        sums: dict[int, fx.Node] = {}
         progress = current_progress()
         progress.begin("rewriting", len(plan.single))
         averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
@@ -263,8 +264,8 @@ class Rewriter:
         self.insert_bucketed(averaged, early)
         for weighing in separated.weighings:
             sums |= self.weigh_losses(weighing)
-        for point, own in separated.late.items():
-            self.insert(point, own)
+        for point, late in separated.late.items():
+            self.insert(point, late)
         for group in plan.groups:
             if group not in early:
                 self.insert_group(group)

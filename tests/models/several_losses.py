@@ -202,7 +202,7 @@ class Vector(_Mixing):
 class Named(_Mixing):
     """A mapping with another output, which is not differentiable."""
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> dict[str, Any]:
         h = self.features(x)
         one, two, three = self.losses(h)
         return {"one": one, "features": h.detach(), "two": two, "rest": {"three": three}}

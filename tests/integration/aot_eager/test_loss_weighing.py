@@ -94,11 +94,10 @@ def eager(
     weights = weigh(gramian)
     result = {}
     for name in {**rows[0], **rows[1]}:
-        result[name] = (
-            sum(w * row[name] for w, row in zip(weights, own, strict=True))
-            if name in names
-            else sum(row[name] for row in rows if name in row)
-        )
+        terms = [row[name] for row in rows if name in row]
+        if name in names:
+            terms = [w * row[name] for w, row in zip(weights, own, strict=True)]
+        result[name] = torch.stack(terms).sum(0)
     return result
 
 
