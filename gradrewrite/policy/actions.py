@@ -186,7 +186,10 @@ class LossWeighing(GroupAction, Protocol):
 
 @runtime_checkable
 class LossAction(Protocol):
-    """An action that also reads the Gram matrix of the losses' gradients (internal until 1.0); it is an ``Action`` too."""
+    """An action that also reads the Gram matrix of the losses' gradients (internal until 1.0).
+
+    It is an ``Action`` too.
+    """
 
     @property
     def loss_figures(self) -> Sequence[str]:

@@ -29,6 +29,22 @@ def test_error_in_a_callback_at_the_end_reaches_the_caller() -> None:
         y.sum().backward()
 
 
+def test_a_hook_of_an_output_sees_no_gradient_where_none_flows() -> None:
+    """AOTAutograd's backward is given zeros for it."""
+    seen: dict[str, Tensor | None] = {}
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().sum(), x.cos()
+
+    x = torch.ones(2, requires_grad=True)
+    for reads_both in (False, True):
+        loss, other = fn(x)
+        other.register_hook(lambda g: seen.update(other=g))
+        (loss + other.sum() if reads_both else loss).backward()
+        assert (seen.get("other") is not None) == reads_both
+
+
 @pytest.mark.pure
 def test_storage_is_known_weakly() -> None:
     x = torch.ones(3)
