@@ -53,6 +53,8 @@ class CachedRewrite:
     replay_graph: ReplayGraph | None  # without its graph; None where nothing is checked, or it cannot be replayed
     replay_code: bytes  # that graph
     names: tuple[str, ...]  # of the outputs of the forward
+    loss_of: Mapping[str, tuple[str, int | None]]  # see ``RewriteResult``, as the next one
+    weighed: frozenset[int] | None
 
 
 class CacheKey:
@@ -144,7 +146,10 @@ def _text_of_action(action: Any) -> str | None:
     if averages(action):  # the number of processes, and the name of their group, are in the code
         return None
     settings = [(f.name, getattr(action, f.name)) for f in fields(action)]
-    return f"{kind.__module__}.{kind.__qualname__}{settings!r}" if all(_is_plain(v) for _, v in settings) else None
+    texts = [(name, repr(value) if _is_plain(value) else _text_of_action(value)) for name, value in settings]
+    if any(text is None for _, text in texts):
+        return None
+    return f"{kind.__module__}.{kind.__qualname__}{texts!r}"
 
 
 def _is_plain(value: Any) -> bool:

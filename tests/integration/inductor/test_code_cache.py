@@ -16,7 +16,19 @@ from torch._inductor.utils import fresh_cache
 
 import gradrewrite as gr
 from gradrewrite._compat import inductor
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Observe, Scale, Zero
+from gradrewrite.passes import (
+    CAGrad,
+    CheckFinite,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    Keep,
+    Observe,
+    Scale,
+    UPGrad,
+    WeighLosses,
+    Zero,
+)
 
 from helpers import failure
 
@@ -48,7 +60,8 @@ def step(policy: Any, *, build: Callable[[], nn.Module] = Net, x: Tensor | None 
     model.compile()
     counters.clear()
     torch.manual_seed(1)
-    model(torch.linspace(-1, 1, 12).reshape(3, 4) if x is None else x).backward()
+    loss = model(torch.linspace(-1, 1, 12).reshape(3, 4) if x is None else x)
+    (loss if isinstance(loss, Tensor) else loss[0] + loss[1]).backward()
     return model, [p.grad for p in model.parameters()], bool(counters["aot_autograd"]["autograd_cache_hit"])
 
 
@@ -81,6 +94,33 @@ def test_a_hit_is_what_was_compiled(name: str) -> None:
     assert (report.sites, report.edits, report.is_whole) == (known.sites, known.edits, known.is_whole)
     if name == "value":
         assert report.edits[0].action is CLIP
+
+
+class Summed(nn.Module):
+    """A model with two losses, whose sum a step differentiates, and another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.first(x)
+        return self.second(h).square().sum(), (h - 1).square().sum(), h
+
+
+def test_weighed_losses_of_a_hit() -> None:
+    policy = gr.on("gradient:first.*", WeighLosses(UPGrad()))
+    cold, wanted, was_hit = step(policy, build=Summed)
+    warm, got, is_hit = step(policy, build=Summed)
+    _, other, hits_other = step(gr.on("gradient:first.*", WeighLosses(CAGrad())), build=Summed)
+
+    assert (was_hit, is_hit, hits_other) == (False, True, False)
+    assert all(map(torch.equal, got, wanted))
+    assert not torch.equal(other[0], wanted[0])
+    assert warm.monitor.latest() == cold.monitor.latest()
+    assert warm.explain().graphs[0].loss_nodes == cold.explain().graphs[0].loss_nodes
+    with pytest.raises(gr.PolicyError, match="output 2 of the model"):
+        sum(part.sum() for part in warm(torch.ones(3, 4))).backward()
 
 
 def test_every_policy_gets_its_own_code() -> None:
