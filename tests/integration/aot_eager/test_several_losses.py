@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ import gradrewrite as gr
 from gradrewrite.passes import MGDA, AlignedMTL, CAGrad, PCGrad, UPGrad, WeighLosses
 
 from helpers import mostly_slow
+from models.architectures import ARCHITECTURES, FURTHER, Architecture, Loss
 from models.several_losses import MODULES, losses_of, make
 
+CASES = [case for case in (*ARCHITECTURES, *FURTHER) if case.works]
 # ours, TorchJD's, and the largest difference relative to the largest element
 WEIGHTINGS: dict[str, tuple[Any, Any, float]] = {
     "PCGrad": (PCGrad(seed=3), jd.PCGradWeighting(), 1e-8),
@@ -47,10 +49,12 @@ def gramian_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
     return torch.stack([torch.stack([dot(a, b) for b in gradients]) for a in gradients])
 
 
-def eager_gradients(model: nn.Module, x: Tensor, pattern: str, weighting: Any) -> tuple[dict[str, Tensor], Tensor]:
+def eager_gradients(
+    run: Callable[[], Any], model: nn.Module, pattern: str, weighting: Any
+) -> tuple[dict[str, Tensor], Tensor]:
     """The oracle: one backward a loss, the Gram matrix of the shared parameters, TorchJD's weights."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    losses = losses_of(model(x))
+    losses = losses_of(run())
     all_parameters = list(parameters.values())
     found = [torch.autograd.grad(loss, all_parameters, retain_graph=True, allow_unused=True) for loss in losses]
     reached = [sum(own[n] is not None for own in found) for n in range(len(parameters))]
@@ -81,8 +85,9 @@ def check(name: str, weighting: str) -> dict[str, float]:
     plain, x = make(name)
     ours, theirs, tolerance = WEIGHTINGS[weighting]
     number = len(losses_of(plain(x)))
+    reference = copy.deepcopy(plain)
     with order_of(3, number):
-        expected, weights = eager_gradients(copy.deepcopy(plain), x, "trunk", theirs)
+        expected, weights = eager_gradients(lambda: reference(x), reference, "trunk", theirs)
     model = gr.transform(copy.deepcopy(plain), gr.on("gradient:trunk*", WeighLosses(ours)))
     sum(losses_of(model(x)), torch.zeros(())).backward()
     found = model.monitor.latest()
@@ -102,3 +107,44 @@ def test_pcgrad_equals_torchjd(name: str) -> None:
 @pytest.mark.parametrize("name", mostly_slow(MODULES, 3))
 def test_weightings_equal_torchjd(name: str, weighting: str) -> None:
     check(name, weighting)
+
+
+class TwoLosses(nn.Module):
+    """The loss of a library's model, and one of its largest output."""
+
+    def __init__(self, trunk: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.trunk, self.loss = trunk, loss
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        out = self.trunk(**inputs)
+        largest = None
+        for value in out.values():
+            if isinstance(value, Tensor) and value.requires_grad and value.dim():
+                largest = value if largest is None or value.numel() > largest.numel() else largest
+        assert largest is not None
+        return self.loss(out, inputs), largest.square().mean()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped:UserWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+@pytest.mark.parametrize("case", mostly_slow(CASES, 4), ids=lambda case: f"{case.name}{case.variant}")
+def test_architectures(case: Architecture) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    plain, inputs = TwoLosses(case.make(), case.loss), case.make_inputs()
+    if case.prepare is not None:
+        case.prepare(plain.trunk, inputs)
+    reference = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    expected, _ = eager_gradients(lambda: reference(**inputs), reference, "trunk", inverse_norms)
+    model = gr.transform(plain, gr.on("gradient:trunk*", WeighLosses(inverse_norms)))
+    torch.manual_seed(1)
+    sum(losses_of(model(**inputs)), torch.zeros(())).backward()
+
+    assert_equal_gradients(model, expected, 1e-8 if case.dtype is torch.float64 else 1e-3)
+
+
+def inverse_norms(gramian: Tensor) -> Tensor:
+    return 1 / gramian.diagonal().sqrt()
