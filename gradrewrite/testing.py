@@ -29,16 +29,17 @@ from typing_extensions import assert_never
 from gradrewrite._compat import aot_autograd, fake_tensors, inductor
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
-from gradrewrite.errors import TraceError
+from gradrewrite.errors import PolicyError, TraceError
 from gradrewrite.instrumentation.module_names import InputNames
 from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.instrumentation.probes import listen_to_taps
 from gradrewrite.instrumentation.source_locations import user_line
+from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.reports import HostBound, Kept, Leaf, NormClip, StateUpdate, ValueClip, acting_bound, leaves
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
-from gradrewrite.policy.actions import GroupAction, Policy
+from gradrewrite.policy.actions import ExampleClip, GroupAction, LossWeighing, Policy, describe
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.policy.sampling import Omitted
@@ -111,7 +112,8 @@ def assert_matches_eager(
 
     Args:
         model: The model; it stays as it was.
-        policy: Any policy. Actions at activations change no gradient and are not compared.
+        policy: A policy without actions on the gradients of single losses or examples, which no hook of eager autograd
+            sees. Actions at activations change no gradient and are not compared.
         *args: Inputs of the model; leaves that require a gradient are compared too.
         compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
         loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,
@@ -160,6 +162,7 @@ def assert_matches_eager(
                     "the model computes nothing that has a backward (it may return its input as it is)",
                     code="no-backward",
                 )
+            _check_comparable([edit for graph in graphs for edit in graph.edits])
             lost = {str(site) for graph in graphs for site in graph.out_of_reach}
             hooked = _Hooked(plain, policy, lost, [site for graph in graphs for site in graph.sites], states)
             states.note_backward(step)
@@ -190,6 +193,22 @@ def assert_matches_eager(
             _descend(plain, rewritten)
     acted, altered, refused, gradients, records = map(tuple, found)
     return Comparison(acted, altered, refused, gradients, records, plain_error)
+
+
+def _check_comparable(edits: Iterable[Edit]) -> None:
+    """Raise PolicyError for an action on the gradients of single losses or examples."""
+    for edit in edits:
+        action = edit.action
+        is_single = isinstance(action, LossWeighing | ExampleClip)
+        if not is_single and not isinstance(action, GroupAction):
+            insertion = lower_action(action, edit.site)
+            is_single = isinstance(insertion, Replace) and (insertion.reads_losses or insertion.examples is not None)
+        if is_single:
+            raise PolicyError(
+                f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which do not see the "
+                f"gradients of single losses or examples; {describe(action)} needs them. Compare without it",
+                code="action-not-allowed",
+            )
 
 
 def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled: bool) -> float:

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from gradrewrite.errors import PolicyError
 from gradrewrite.ir import loss_weights
 from gradrewrite.passes._settings import short_repr, store_python_numbers
 from gradrewrite.policy.state import State
@@ -80,7 +81,8 @@ class UPGrad:
         reg_eps: Regularization, relative to the trace, >= 0.
 
     Raises:
-        ValueError: A setting is out of range, or (at the rewrite) there are more than 10 losses.
+        ValueError: A setting is out of range.
+        PolicyError: (at the rewrite) There are more than 10 losses.
         TypeError: A setting is no number.
 
     Example:
@@ -178,7 +180,8 @@ class CAGrad:
             units of the root of the trace.
 
     Raises:
-        ValueError: A setting is out of range, or (at the rewrite) there are more than 10 losses.
+        ValueError: A setting is out of range.
+        PolicyError: (at the rewrite) There are more than 10 losses.
         TypeError: A setting is no number.
 
     Example:
@@ -263,8 +266,9 @@ def _checked(weighting: str, gramian: Tensor, most: int | None = None) -> Tensor
     if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1] or not gramian.shape[0]:
         raise ValueError(f"{weighting}: a Gram matrix is [K, K] with K >= 1, got shape {tuple(gramian.shape)}")
     if most is not None and gramian.shape[0] > most:
-        raise ValueError(
+        raise PolicyError(
             f"{weighting}: got {gramian.shape[0]} losses, and it looks at all sets of at most {most}; add up some "
-            "of them in the model, or take PCGrad, MGDA or AlignedMTL"
+            "of them in the model, or take PCGrad, MGDA or AlignedMTL",
+            code="losses",
         )
     return gramian

@@ -28,9 +28,9 @@ class WeighLosses:
     """Replace the sum of the gradients of several losses by a weighted sum.
 
     For a model that returns ``K`` losses, and whose sum is differentiated as ever: ``sum(model(x)).backward()``. The
-    losses are its differentiable scalar outputs, in their order, or the elements of its only differentiable one of
-    shape ``[K]``. Of other differentiable outputs none may receive a gradient. What several losses share of the
-    backward is there once for each of them, in one graph; a gradient that one loss reaches stays as it is.
+    losses are its differentiable scalar outputs, in their order, or without any the elements of its only differentiable
+    one of shape ``[K]``; at most 32. Other differentiable outputs may not receive a gradient. What several losses share
+    of the backward is there once for each of them, in one graph; a gradient that one loss reaches stays as it is.
 
     At gradient sites the gradient of a loss is that of all parameters of the group which more than one loss reaches; it
     is 0 for those that it does not reach. At an error site, the only one of its group, it is the error of each loss:
@@ -38,12 +38,13 @@ class WeighLosses:
 
     Actions that the policy lists before it at the same site, and those at error sites between it and the losses, act on
     the gradient of each loss by itself; those after it on the weighted sum, and so do other group actions. For one
-    loss, and where no gradient of the group is shared, nothing is inserted.
+    loss, and where no gradient of the group is shared, nothing is inserted, of which a warning tells.
 
     Records at ``group:<group>``: ``loss_weight_0``, ... ; ``loss_norm_0``, ..., the L2 norms of the gradients of the
     losses; ``loss_cosine``, the smallest cosine of two of them, and for ``K > 2`` ``loss_cosine_0_1``, ... of each pair
-    (NaN where a norm is 0, infinite or NaN). Figures are in units of the unscaled losses. A NaN or an infinity in the
-    gradient of a loss makes the weights NaN, and so all gradients of the group.
+    (NaN where a norm is 0, infinite or NaN). Figures are in units of the unscaled losses; squares of elements are added
+    in float32, those of 64-bit gradients in float64. With the weightings below a NaN or an infinity in the gradient of
+    a loss makes all weights NaN, and so all gradients of the group.
 
     Attributes:
         weighting: ``PCGrad()``, ``UPGrad()``, ``MGDA()``, ``CAGrad()``, ``AlignedMTL()``, or a function of torch
@@ -55,8 +56,8 @@ class WeighLosses:
     Raises:
         TypeError: ``weighting`` is neither.
         PolicyError: (at the rewrite) The model returns no losses; a part of the model is in another graph; gradients
-            are DTensors, or averaged later by others; an op of the shared backward cannot run once for each loss; a
-            group is at several error sites.
+            are DTensors, on several devices, or averaged later by others; an op of the shared backward cannot run once
+            for each loss; a group is at several error sites.
         CallbackError: (at the rewrite) A function returns something else than weights.
 
     Example:

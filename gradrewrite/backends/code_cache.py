@@ -53,8 +53,9 @@ class CachedRewrite:
     replay_graph: ReplayGraph | None  # without its graph; None where nothing is checked, or it cannot be replayed
     replay_code: bytes  # that graph
     names: tuple[str, ...]  # of the outputs of the forward
-    loss_of: Mapping[str, tuple[str, int | None]]  # see ``RewriteResult``, as the next one
-    weighed: frozenset[int] | None
+    copies_of_losses: Mapping[str, tuple[str, int | None]]  # see ``RewriteResult``, as the next two
+    refused_outputs: frozenset[int]
+    notes: tuple[str, ...]
 
 
 class CacheKey:

@@ -26,7 +26,7 @@ from gradrewrite.backends.session import Session
 from gradrewrite.backends.tracing_errors import in_place_named
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
-from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, returned_inputs
+from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
 from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
@@ -81,8 +81,8 @@ def compile_graph(
                 key.save(stored.sites, stored.answers)
         if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
-        weighed = None if compilation.result is None else compilation.result.weighed
-        return run if weighed is None else _refusing_others(run, weighed)
+        refused = compilation.result.refused_outputs if compilation.result is not None else ()
+        return _refusing_gradients(run, refused) if refused else run
     except RewriteError as err:
         return _raising(err)
 
@@ -105,6 +105,7 @@ def marking(
     if region is not None and module is not None:
         session.inputs.add(region.name, module.forward)
     role: _Role = "value" if region is not None or _is_resumed(frame) else "input"
+    returned = dynamo_returns.returned_tensors()
     with session.names.in_frame(gm, local, global_):
         compilation = GraphCompilation(
             session,
@@ -114,13 +115,14 @@ def marking(
             is_last=broken is None,
             inputs=_inputs_of(session, gm, inputs, is_whole=is_whole, is_region=region is not None, role=role),
             returned=returned_inputs(gm.graph),
+            outputs=positions_of(gm.graph, returned),
             parallelism=data_parallel.parallelism_around(session.names.all_modules()),
             region=region,
             measured=measured,
         )
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
-        returned, name = dynamo_returns.returned_tensors(), "" if region is None else region.name
+        name = "" if region is None else region.name
         compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
         _warn_of_nested_regions(session, gm)
         nn_modules.keep_lstms_differentiable(gm)
@@ -143,6 +145,7 @@ class GraphCompilation:
     is_last: bool  # no graph break ended it
     inputs: Mapping[int, GraphInput]  # the tensor inputs of the Dynamo graph, by position
     returned: Collection[int]  # positions of the inputs that it returns
+    outputs: frozenset[int] | None  # see ``MarkedJointGraph.returned``
     parallelism: data_parallel.DataParallelism
     region: RegionCall | None = None  # None for a graph of the model
     measured: Measured = "all"
@@ -162,7 +165,8 @@ class GraphCompilation:
         """Return a joint graph with its probes' values, inputs and layouts."""
         number = 0 if self.region is None else self.region.number
         is_whole = self.is_whole and self.region is None
-        return MarkedJointGraph(graph, self.values, self.inputs, self.is_last, number, is_whole, self.layouts)
+        given = graph, self.values, self.inputs, self.is_last, number, is_whole, self.outputs, self.layouts
+        return MarkedJointGraph(*given)
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""
@@ -220,8 +224,9 @@ class GraphCompilation:
             replay_graph=replay_graph,
             replay_code=code,
             names=names,
-            loss_of=result.loss_of,
-            weighed=result.weighed,
+            copies_of_losses=result.copies_of_losses,
+            refused_outputs=result.refused_outputs,
+            notes=result.notes,
         )
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
@@ -241,8 +246,9 @@ class GraphCompilation:
             out_of_reach=tuple((site, tuple(a.action for a in answers[site])) for site in cached.out_of_reach),
             replay_graph=None,
             assumes=False,
-            loss_of=cached.loss_of,
-            weighed=cached.weighed,
+            copies_of_losses=cached.copies_of_losses,
+            refused_outputs=cached.refused_outputs,
+            notes=cached.notes,
         )
         if cached.replay_graph is not None:
             from gradrewrite._compat import autograd_cache
@@ -270,12 +276,14 @@ class GraphCompilation:
         lost = tuple(site for site, _ in self.result.out_of_reach)
         answered = frozenset(found.position for answers in self.result.answers for found in answers)
         named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
-        count = Counter(loss for _, loss in self.result.loss_of.values())
+        count = Counter(loss for _, loss in self.result.copies_of_losses.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
         return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
+        for note in result.notes:
+            warnings.warn_once(note, note)
         for site, actions in result.out_of_reach:
             self.session.graphs.note_out_of_reach(site, actions)
         for edit in result.of_parts:
@@ -426,7 +434,8 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
     if not folder or (config.in_framework and compilation.session.graphs.joint is None):  # stored code has no graph
         return None
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
-    further = compilation.is_last, sorted(compilation.returned), engine.overwrites_outputs, compilation.region
+    outputs = None if compilation.outputs is None else sorted(compilation.outputs)
+    further = compilation.is_last, sorted(compilation.returned), outputs, engine.overwrites_outputs, compilation.region
     return find_key(*given, *further, compilation.measured, compilation.session.may_skip)
 
 
@@ -448,15 +457,14 @@ def _is_resumed(frame: str) -> bool:
     return frame.startswith("torch_dynamo_resume_in_")
 
 
-def _refusing_others(compiled: Runnable, losses: Collection[int]) -> Runnable:
-    """Let an error follow where an output of a graph receives a gradient and is none of the weighed losses."""
+def _refusing_gradients(compiled: Runnable, refused: Collection[int]) -> Runnable:
+    """Let an error follow where one of these outputs of a graph receives a gradient."""
 
     def run(*args: Any) -> Any:
         outputs = compiled(*args)
-        given = {id(argument) for argument in args}
-        for position, output in enumerate(outputs):
-            is_differentiable = isinstance(output, Tensor) and output.requires_grad and id(output) not in given
-            if position not in losses and is_differentiable:
+        for position in refused:
+            output = outputs[position]
+            if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(functools.partial(_refuse_gradient, position, tuple(output.shape)))
         return outputs
 

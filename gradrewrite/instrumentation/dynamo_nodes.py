@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from gradrewrite._compat import autograd, fake_tensors, operators
+from gradrewrite.ir import editing
 
 
 def is_checkpoint(node: fx.Node) -> bool:
@@ -107,6 +108,14 @@ def returned_inputs(graph: fx.Graph) -> set[int]:
     outputs, inputs = graph.output_node().all_input_nodes, graph.find_nodes(op="placeholder")
     storages = set(map(_differentiable_storage, outputs)) - {None}
     return {position for position, node in enumerate(inputs) if _differentiable_storage(node) in storages}
+
+
+def positions_of(graph: fx.Graph, returned: Sequence[Tensor] | None) -> frozenset[int] | None:
+    """Return the positions of fake tensors among the outputs of a Dynamo graph; None for all."""
+    if returned is None:
+        return None
+    known = set(map(id, returned))
+    return frozenset(n for n, node in enumerate(editing.outputs_of(graph.output_node())) if id(fake_of(node)) in known)
 
 
 def _differentiable_storage(node: fx.Node) -> int | None:

@@ -106,14 +106,14 @@ def with_edits(
     anchors: Mapping[Site, Anchor],
     edits: Iterable[Edit],
     record_nodes: Iterable[fx.Node],
-    loss_of: Mapping[str, tuple[str, int | None]],
+    copies_of_losses: Mapping[str, tuple[str, int | None]],
 ) -> Provenance:
     """Add the anchors and the inserted nodes of a rewrite; these have the provenance of their site.
 
-    ``loss_of`` has the nodes of the backward of single losses; see ``RewriteResult``.
+    ``copies_of_losses`` has the nodes of the backward of single losses; see ``RewriteResult``.
     """
     known_origins = {**provenance.origins}
-    for name, (plain, loss) in loss_of.items():  # in the order in which they were inserted
+    for name, (plain, loss) in copies_of_losses.items():  # in the order in which they were inserted
         known_origins[name] = replace(known_origins[plain], loss=loss)
     provenance = replace(provenance, origins=known_origins)
     known = {  # parameters and inputs, of order -1, belong where their node does

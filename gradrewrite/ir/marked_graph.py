@@ -22,5 +22,7 @@ class MarkedJointGraph:
     is_last: bool = True  # the gradients of its outputs come from outside of the model, not from behind a graph break
     call: int = 0  # how many calls of the same graph came before, in one call of the model
     is_whole: bool = True  # it holds all that one call of the model does
+    # Positions of the outputs of the Dynamo graph that the call returns; the others are stored. None if all are.
+    returned: frozenset[int] | None = None
     # of these inputs and of their gradients, where they are DTensors
     layouts: InputLayouts = field(default_factory=InputLayouts)

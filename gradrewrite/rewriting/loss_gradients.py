@@ -20,13 +20,17 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.rewriting.forward_values import ForwardValues
 
 _aten = torch.ops.aten
+MOST = 32  # losses
 Rows: TypeAlias = Mapping[int, fx.Node]  # gradients of one tensor, by the number of the loss; 0 where there is none
 Copies: TypeAlias = dict[int, dict[fx.Node, fx.Node]]  # of nodes, by loss
 
+# Each element of the result is one of the arguments, at the same place.
+_KEEPING = frozenset((ops.mark_error, _aten.copy.default, _aten.slice_scatter.default))
 # Results that depend on the shape of a tensor alone.
 _SHAPED = frozenset(
     operators.overloads(
-        ["zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"]
+        [f"{name}_like" for name in ("zeros", "ones", "full", "empty")]
+        + [f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")]
     )
 )
 
@@ -38,32 +42,66 @@ class Losses:
     number: int
     tangents: Mapping[fx.Node, frozenset[int]]  # the losses of each tangent; none for other outputs
     vector: fx.Node | None  # the tangent of the one output with all losses, ``[number]``
-    outputs: frozenset[int]  # their positions among the outputs of the Dynamo graph
+    others: frozenset[int]  # positions of other differentiable outputs of the Dynamo graph
+    parts: tuple[int, ...] = ()  # numbers of losses that another loss is computed from
 
 
-def find_losses(graph: fx.Graph, asks: str) -> Losses:
+def find_losses(marked: MarkedJointGraph, asks: str) -> Losses:
     """Return the losses of a model: its differentiable scalars, or the elements of its only differentiable vector.
 
-    PolicyError if there is none; ``asks`` names the action and its site.
+    What a model stores is no loss of it. PolicyError if there is none; ``asks`` names the action and its site.
     """
+    graph, returned = marked.graph, marked.returned
     by_tangent = aot_autograd.outputs_of_tangents(graph)
-    plain = {node: at for node, at in by_tangent.items() if at is not None}
-    scalars = sorted((at, node) for node, at in plain.items() if value_of(node).dim() == 0)
+    own = {node: at for node, at in by_tangent.items() if at is not None and (returned is None or at in returned)}
+    scalars = sorted((at, node) for node, at in own.items() if value_of(node).dim() == 0)
+    vectors = [(at, node) for node, at in own.items() if value_of(node).dim() == 1]
+    # A base of views has no position: any output that is made outside of the graph may be one.
+    outside = aot_autograd.regenerated_outputs(graph) if None in by_tangent.values() else set()
+    others = outside.union(at for at in by_tangent.values() if at is not None)
     if scalars:
         numbered = {node: frozenset([number]) for number, (_, node) in enumerate(scalars)}
         tangents = {node: numbered.get(node, frozenset()) for node in by_tangent}
-        return Losses(len(scalars), tangents, None, frozenset(at for at, _ in scalars))
-    shapes = [tuple(value_of(node).shape) for node in by_tangent]
-    if len(plain) == len(by_tangent) == 1 and len(shapes[0]) == 1 and isinstance(shapes[0][0], int):
-        ((node, at),) = plain.items()
-        return Losses(shapes[0][0], {node: frozenset(range(shapes[0][0]))}, node, frozenset([at]))
-    found = ", ".join(map(str, shapes)) or "none"
+        found = _checked(len(scalars), asks), tangents, None, frozenset(others - {at for at, _ in scalars})
+        return Losses(*found, _parts(graph, [node for _, node in scalars]))
+    if len(vectors) == 1 and isinstance(value_of(vectors[0][1]).shape[0], int):
+        ((at, node),) = vectors
+        number = _checked(value_of(node).shape[0], asks)
+        tangents = {other: frozenset(range(number)) if other is node else frozenset() for other in by_tangent}
+        return Losses(number, tangents, node, frozenset(others - {at}))
+    shapes = ", ".join(str(tuple(value_of(node).shape)) for node in own) or "none"
+    views = " Some are views of one tensor: return that tensor, or a .clone() of each view." if outside else ""
     raise PolicyError(
         f"{asks} needs the losses of the model: differentiable scalar outputs (in a tuple, list or mapping), or one "
-        f"tensor [K] with all of them; the differentiable outputs have the shapes {found}. Compute the losses in the "
-        "model's forward and return them",
+        f"tensor [K] with all of them, of a fixed size; the differentiable outputs have the shapes {shapes}.{views} "
+        "Compute the losses in the model's forward and return them; to evaluate a model that returns none then, call "
+        "it under torch.no_grad()",
         code="losses",
     )
+
+
+def _checked(number: int, asks: str) -> int:
+    if number > MOST:
+        raise PolicyError(
+            f"{asks}: the model returns {number} losses, each of which would have a backward of its own; at most "
+            f"{MOST} can be. Is this the loss of each example? Return its mean",
+            code="losses",
+        )
+    return number
+
+
+def _parts(graph: fx.Graph, tangents: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Return the numbers of losses that another one is computed from."""
+    outputs = aot_autograd.outputs_by_tangent(graph)
+    losses = [outputs[node] for node in tangents]
+    behind: set[fx.Node] = set()
+    todo = [read for loss in losses for read in loss.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in behind:
+            behind.add(node)
+            todo += node.all_input_nodes
+    return tuple(number for number, loss in enumerate(losses) if loss in behind)
 
 
 class LossGradients:
@@ -74,10 +112,12 @@ class LossGradients:
         self.copies: dict[str, tuple[str, int | None]] = {}
         self.sums: list[fx.Node] = []  # over the losses, for what is not copied
         self._new: list[fx.Node] = []  # Gram matrices and losses
-        self.losses = find_losses(marked.graph, asks)
+        self.losses = find_losses(marked, asks)
         self._marked, self._graph, self._asks = marked, marked.graph, asks
         self._masked: dict[int, fx.Node] = {}
-        self._elements: dict[fx.Node, int] = {}  # of the tangent of a vector, with their losses
+        # Of the tangent of a vector: values of its shape with the elements of the losses apart, and single elements.
+        self._diagonal = {node for node in (self.losses.vector,) if node is not None}
+        self._elements: dict[fx.Node, int] = {}
         self._depends = self._find_dependencies()
 
     def take_new(self) -> list[fx.Node]:
@@ -87,9 +127,11 @@ class LossGradients:
 
     def measured(self, nodes: Sequence[fx.Node]) -> list[Rows]:
         """Return the gradients of each loss at nodes, without markers, so that no action changes them."""
+        if self.losses.number == 1:
+            return [{0: node} for node in nodes]
         wanted = self._ancestors(nodes, lambda n: bool(self._depends[n]))
         copies = self._copy(wanted, marked=False)
-        return [{k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))} for node in nodes]
+        return [self._of_each(node, copies) for node in nodes]
 
     def separate(self, targets: Sequence[fx.Node]) -> tuple[list[Rows], dict[fx.Node, Rows]]:
         """Take a backward apart as far as several losses share it, up to these nodes.
@@ -113,23 +155,38 @@ class LossGradients:
         """Return the losses of each node of the backward; none where it is 0 for all."""
         found = dict(self.losses.tangents)
         for node in self._graph.nodes:
-            read = [found[n] for n in node.all_input_nodes if n in found] if node.op == "call_function" else []
+            read = [n for n in node.all_input_nodes if n in found] if node.op == "call_function" else []
             if not read or node.target in _SHAPED or not _has_tensors(node):
                 continue
             element = self._element(node)
             if element is not None:
                 self._elements[node] = element
-            found[node] = frozenset().union(*read) if element is None else frozenset([element])
+            elif self._keeps_elements_apart(node, {n: found[n] for n in read}):
+                self._diagonal.add(node)
+            found[node] = frozenset().union(*(found[n] for n in read)) if element is None else frozenset([element])
         return found
+
+    def _keeps_elements_apart(self, node: fx.Node, read: Mapping[fx.Node, frozenset[int]]) -> bool:
+        """Whether each element of a result is computed from the same element of the tangent of a vector."""
+        value, vector = node.meta.get("val"), self.losses.vector
+        if vector is None or not isinstance(value, Tensor) or value.shape != value_of(vector).shape:
+            return False
+        others = [n for n in read if n not in self._diagonal]
+        if node.target is _aten.select_scatter.default:
+            number = int(node.args[3]) % self.losses.number  # type: ignore[arg-type]
+            return all(read[n] <= {number} for n in others)
+        return not others and (node.target in _KEEPING or operators.is_pointwise(node))
 
     def _element(self, node: fx.Node) -> int | None:
         """Return the number of the loss with this tangent, if the node selects it from that of a vector."""
-        if self.losses.vector is None or not isinstance(node.args[0], fx.Node):
+        read = node.args[0] if node.args else None
+        if not isinstance(read, fx.Node):
             return None
-        read = node.args[0]
-        if node.target is _aten.select.int and _unmarked(read) is self.losses.vector:
+        if read in self._diagonal and node.target is _aten.select.int:
             return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
-        is_unbound = read.target is _aten.unbind.int and _unmarked(read.all_input_nodes[0]) is self.losses.vector
+        if read in self._diagonal and node.target is _aten.slice.Tensor and value_of(node).shape[0] == 1:
+            return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
+        is_unbound = read.target is _aten.unbind.int and read.all_input_nodes[0] in self._diagonal
         return int(node.args[1]) if is_unbound else None  # type: ignore[arg-type]
 
     def _ancestors(self, nodes: Sequence[fx.Node], is_wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -213,8 +270,8 @@ class LossGradients:
         line = line_in(self._marked, node)
         raise PolicyError(
             f"{self._asks} needs the gradient of each loss by itself, and the op {name}{f' ({line})' if line else ''} "
-            f"in the shared part of their backward {what}. Weigh the losses at an error site between this op and the "
-            "losses, or leave out the parameters behind it",
+            f"in the shared part of their backward {what}. Leave out the parameters behind it, or take an error site "
+            "between this op and the losses",
             code="losses",
         )
 
@@ -270,10 +327,12 @@ class LossGradients:
 
 
 def weighted_sum(first: Tensor, *others: Tensor) -> Tensor:
-    """The sum of ``K`` gradients times the ``K`` 0-d weights behind them, computed in the dtype of the weights."""
+    """The sum of ``K`` gradients times the ``K`` 0-d weights behind them, computed in the wider of their dtypes."""
     number = (1 + len(others)) // 2
     gradients, weights = (first, *others[: number - 1]), others[number - 1 :]
-    terms = [gradient * weight for gradient, weight in zip(gradients, weights, strict=True)]
+    # A product with a 0-d tensor would have the dtype of the gradient.
+    wide = torch.promote_types(first.dtype, weights[0].dtype)
+    terms = [gradient.to(wide) * weight for gradient, weight in zip(gradients, weights, strict=True)]
     return functools.reduce(torch.add, terms).to(first.dtype)
 
 

@@ -42,6 +42,7 @@ class SeparatedPlan:
     weighings: Sequence[Weighing] = ()
     late: Mapping[InsertionPoint, Sequence[Insertion]] = field(default_factory=dict)  # behind the weighted sums
     split: Mapping[InsertionPoint, ByLoss] = field(default_factory=dict)  # errors that several losses share
+    notes: tuple[str, ...] = ()  # for warnings
 
     def points_of(self, points: Sequence[InsertionPoint]) -> list[InsertionPoint]:
         """Return these points, with those of each loss instead of errors that several losses share."""
@@ -59,8 +60,7 @@ def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[WeighLosses]:
     for group in groups:
         kinds = {point.site.kind for point in group.points}
         for point in group.points:
-            kind = "Tensor" if point.layout is None else "DTensor"
-            refuse(group.action, Context(point.site, tensor_type=kind, is_part=is_part))
+            refuse(group.action, Context(point.site, tensor_type_of(point), is_part))
             _check_averages(group, point, plan)
         if "error" in kinds and len(group.points) > 1:
             sites = ", ".join(str(point.site) for point in group.points[:3])
@@ -72,6 +72,11 @@ def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[WeighLosses]:
             )
         _check_others(group, plan)
     return groups
+
+
+def tensor_type_of(point: InsertionPoint) -> str:
+    """Return the class name of the gradient at a point."""
+    return "Tensor" if point.layout is None else "DTensor"
 
 
 def _check_averages(group: WeighLosses, point: InsertionPoint, plan: InsertionPlan) -> None:
@@ -92,7 +97,7 @@ def _check_averages(group: WeighLosses, point: InsertionPoint, plan: InsertionPl
 
 def _check_others(group: WeighLosses, plan: InsertionPlan) -> None:
     """Raise PolicyError for per-example actions, and for groups that would come before the weighing."""
-    start = f"{group.points[0].site}: {describe(group.action)}"
+    start = _named(group)
     replaced = [i for own in plan.single.values() for i in own if isinstance(i, Replace) and i.examples is not None]
     examples = [other.action for other in (*replaced, *plan.groups) if isinstance(other, Replace | WeighExamples)]
     if examples:
@@ -116,7 +121,8 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
     plan = replace(plan, groups=others)
     targets = [point for group in groups for point in group.points]
     if losses.losses.number < 2 or not targets:
-        return SeparatedPlan(plan)
+        texts = [f"{_named(group)}: the model returns one loss, and nothing is weighed" for group in groups]
+        return SeparatedPlan(plan, notes=tuple(texts))
     rows, markers = losses.separate([point.node for point in targets])
     for point in targets:
         if point.marker in markers:
@@ -145,12 +151,28 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
         if point in members:
             number = plan.before_weighing[point]
             early, late[point] = own[:number], own[number:]
-        single.update(_of_each(early, members.get(point, split.get(point, {0: point}))))
+        single.update(_by_loss(early, members.get(point, split.get(point, {0: point}))))
     weighings = [Weighing(group, {p: members[p] for p in group.points if p in members}) for group in groups]
-    return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split)
+    notes = [
+        f"{_named(w.group)}: no gradient here is shared by losses, and nothing is weighed"
+        for w in weighings
+        if not w.members
+    ]
+    if losses.losses.parts:
+        listed = ", ".join(map(str, losses.losses.parts))
+        notes.append(
+            f"{_named(groups[0])}: other losses of the model are computed from loss {listed} (in the order of its "
+            "outputs), as a total from its parts, and each is weighed. Return the parts alone, or detach what is only "
+            "to be seen"
+        )
+    return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split, tuple(notes))
 
 
-def _of_each(
+def _named(group: WeighLosses) -> str:
+    return f"{group.points[0].site}: {describe(group.action)}"
+
+
+def _by_loss(
     insertions: tuple[Insertion, ...], points: ByLoss
 ) -> Iterator[tuple[InsertionPoint, tuple[Insertion, ...]]]:
     """Return insertions by the points of each loss; figures of all losses are taken once."""

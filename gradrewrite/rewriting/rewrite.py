@@ -57,7 +57,7 @@ from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
 from gradrewrite.rewriting.loss_gradients import LossGradients, Rows, unbound_as, weighted_sum
 from gradrewrite.rewriting.loss_scale import LossScale
-from gradrewrite.rewriting.loss_weighing import SeparatedPlan, Weighing, check_weighing, separate
+from gradrewrite.rewriting.loss_weighing import SeparatedPlan, Weighing, check_weighing, separate, tensor_type_of
 from gradrewrite.rewriting.lowering import (
     Average,
     GroupInsertion,
@@ -103,9 +103,9 @@ class RewriteResult:
     # Edits that reduce the plain part of a global tensor, of which each process knows its own alone.
     of_parts: tuple[Edit, ...] = ()
     # Nodes of the backward of single losses, by name; see ``LossGradients.copies``.
-    loss_of: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
-    # Where losses are weighed, their positions among the outputs; no other output may receive a gradient.
-    weighed: frozenset[int] | None = None
+    copies_of_losses: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
+    notes: tuple[str, ...] = ()  # for warnings
 
 
 def rewrite_joint_graph(
@@ -161,8 +161,9 @@ def rewrite_joint_graph(
         replay_graph=replay_graph,
         assumes=fake_tensors.assumptions(graph) != assumed,
         of_parts=of_parts,
-        loss_of={} if losses is None else losses.copies,
-        weighed=losses.losses.outputs if losses is not None and separated.weighings else None,
+        copies_of_losses={} if losses is None else losses.copies,
+        refused_outputs=losses.losses.others if losses is not None and separated.weighings else frozenset(),
+        notes=separated.notes,
     )
 
 
@@ -185,7 +186,7 @@ def rewrite_and_compare(
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
-    provenance = with_edits(provenance, result.anchors, result.edits, record_nodes, result.loss_of)
+    provenance = with_edits(provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses)
     plain = JointGraph(before, result.sites, provenance=provenance)
     return JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance), result
 
@@ -238,7 +239,7 @@ class Rewriter:
             return SeparatedPlan(plan)
         is_part = not (self._marked.is_whole and self._marked.is_last)
         for point, action in reading.items():
-            refuse(action, Context(point.site, is_part=is_part, reads_losses=True))
+            refuse(action, Context(point.site, tensor_type_of(point), is_part, reads_losses=True))
         groups = check_weighing(plan, is_part=is_part)
         asking = [(point.site, action) for point, action in reading.items()]
         site, action = (asking or [(group.points[0].site, group.action) for group in groups])[0]

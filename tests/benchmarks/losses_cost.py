@@ -1,6 +1,6 @@
 """The cost of weighing several losses in one compiled backward, beside other ways, in one interleaved run.
 
-    python tests/benchmarks/losses_cost.py [--rounds 12] [--out FILE.json]
+    python tests/benchmarks/losses_cost.py [--rounds 12] [--models GPT ConvNet] [--losses 2 3 4] [--out FILE.json]
 
 A GPT and a convolutional net have K heads with a loss each. On one thread, in turns that are drawn by chance, in
 processor seconds of the process: ``plain`` differentiates the sum of the losses, compiled by ``torch.compile``;
@@ -151,6 +151,15 @@ class Costs:
     def bound(self) -> float:
         """The bound of ``ratio("gradients")``."""
         return 1 + 0.95 * (self.losses - 1) * self.share
+
+
+def line(costs: Costs) -> str:
+    """Return the row of the page: ratios to plain steps, peaks in MB, compilation over plain."""
+    ratios = [f"{costs.ratio(way):.3f}" for way in WAYS[1:]]
+    peaks = [f"{costs.peaks[way] / 1e6:.0f}" for way in WAYS]
+    compilation = [f"{costs.compilation[way] / costs.compilation['plain']:.2f}" for way in POLICIES]
+    cells = [costs.model, str(costs.losses), f"{costs.share:.3f}", f"{costs.bound:.3f}", *ratios]
+    return f"| {' | '.join([*cells, ' / '.join(peaks), ' / '.join(compilation)])} |"
 
 
 def step_of(way: str, model: nn.Module, inputs: tuple[Tensor, Tensor], backward: list[float]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import page, per_example_cost, plots, results, sampling_cost
+from benchmarks import losses_cost, page, per_example_cost, plots, results, sampling_cost
 from benchmarks.bounds import REASONS, bounds, missed, peak_ratio
 from benchmarks.cases import CASES, WAYS
 from benchmarks.measuring import allocations, largest_sum, time_in_turn
@@ -224,6 +224,26 @@ def test_the_costs_of_examples_are_those_of_the_json() -> None:
 
     rows = [per_example_cost.line(per_example_cost.Row(**row)) for row in measured["rows"]]
     assert [line for line in page.PER_EXAMPLE.read_text().splitlines() if line.startswith("| ")][1:] == rows
+
+
+@pytest.mark.pure
+def test_weighed_losses_cost_less_than_their_backwards() -> None:
+    """The committed runs, which the page beside them rounds."""
+    folder = TESTS / "benchmarks"
+    names = ("losses_cost_cpu_202611.json", "losses_cost_small_heads_cpu_202611.json")
+    runs = [json.loads((folder / name).read_text())["costs"] for name in names]
+    bounded, others = ([losses_cost.Costs(**one) for one in run] for run in runs)
+    assert [(one.model, one.losses) for one in bounded] == [(name, n) for name in ("GPT", "ConvNet") for n in (2, 3, 4)]
+    for one in bounded:
+        assert one.ratio("gradients") <= one.bound
+        assert one.ratio("features") <= 1.10
+        assert one.ratio("gradients") < min(one.ratio("torchjd"), one.ratio("backwards"))
+        assert one.peaks["gradients"] < min(one.peaks["torchjd"], one.peaks["backwards"])
+        assert one.compilation["gradients"] <= (1 + 0.7 * (one.losses - 1)) * one.compilation["plain"]
+    page = (folder / "losses_cost_cpu_202611.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("| ")][1:] == [
+        losses_cost.line(one) for one in (*bounded, *others)
+    ]
 
 
 @pytest.mark.pure

@@ -21,6 +21,8 @@ from gradrewrite.passes import (
     UPGrad,
     WeighLosses,
 )
+from gradrewrite.rewriting.loss_gradients import weighted_sum
+from gradrewrite.testing import assert_matches_eager
 
 from helpers import mostly_slow
 from models.several_losses import MIXING, losses_of, make
@@ -395,6 +397,22 @@ class WithNoise(Net):
         return self.a(h).mean(), self.b(h).mean()
 
 
+class Unbound(Net):
+    def forward(self, x: Tensor) -> Any:
+        losses = torch.stack(super().forward(x))
+        return losses[0], losses[1]
+
+
+class Each(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.one(x).square().mean().expand(40).clone()
+
+
+class Eleven(Each):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)[:11].clone()
+
+
 class Logits(Net):
     def forward(self, x: Tensor) -> Any:
         return self.a(self.one(x)[:, :5]), self.b(self.one(x)[:, :5])
@@ -444,6 +462,21 @@ REFUSED: dict[str, tuple[type[Net], Any, str]] = {
         gr.on("gradient:one.*", WeighLosses(lambda g: g)),
         r"weights of 2 losses are a real tensor of shape \(2,\); the function returned \(2, 2\)",
     ),
+    "views of one vector": (
+        Unbound,
+        gr.on("gradient:one.*", WEIGH),
+        "Some are views of one tensor: return that tensor",
+    ),
+    "a loss for each example": (
+        Each,
+        gr.on("gradient:one.*", WEIGH),
+        "the model returns 40 losses, each of which .* its mean",
+    ),
+    "too many for UPGrad": (
+        Eleven,
+        gr.on("gradient:one.*", WeighLosses(UPGrad())),
+        "UPGrad: got 11 losses, and it looks at all sets of at most 10",
+    ),
     "another kind of site": (Net, gr.on("activation:one", WEIGH), "it applies to error, gradient"),
 }
 
@@ -456,6 +489,146 @@ def test_refused(name: str) -> None:
     with pytest.raises(gr.RewriteError, match=message):
         gr.transform(plain, policy)(net()[1])
     assert all(torch.equal(value, before[key]) for key, value in plain.state_dict().items())
+
+
+class Stores(Net):
+    """Returns two losses, and stores what it computed on the way."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.two(self.one(x).tanh()).tanh()
+        self.penalty = h.square().mean()
+        self.features = h
+        return (self.a(h) - 1).square().mean(), (self.b(h) + 2).square().mean()
+
+
+def test_what_a_model_stores_is_no_loss() -> None:
+    plain, x = net()
+    plain.__class__ = Stores
+    model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
+
+    assert_same(step(model, x), eager())
+    first, second = model(x)
+    with pytest.raises(gr.PolicyError, match="received a gradient and is none of its losses"):
+        (first + second + model.penalty).backward()
+
+
+def in_place(losses: Sequence[Tensor]) -> Tensor:
+    found = losses[0].new_zeros(len(losses))
+    for n, loss in enumerate(losses):
+        found[n] = loss
+    return found
+
+
+VECTORS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "stack": torch.stack,
+    "cat": lambda losses: torch.cat([loss.view(1) for loss in losses]),
+    "times weights": lambda losses: torch.stack(list(losses)) * torch.ones(2, dtype=torch.float64),
+    "clamp": lambda losses: torch.stack(list(losses)).clamp(max=1e9),
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_vector_of_losses_is_as_several_outputs(name: str) -> None:
+    class Vector(Net):
+        def forward(self, x: Tensor) -> Any:
+            return VECTORS[name](super().forward(x))
+
+    plain, x = net()
+    plain.__class__ = Vector
+    model = gr.transform(plain, gr.on("gradient:*", WeighLosses(uneven)))
+
+    assert_same(step(model, x), eager())
+    assert model.monitor.latest()["loss_norm_0@group:default"] > 0
+
+
+def test_a_vector_beside_features() -> None:
+    class WithVector(Net):
+        def forward(self, x: Tensor) -> Any:
+            h = self.two(self.one(x).tanh()).tanh()
+            return torch.stack([(self.a(h) - 1).square().mean(), (self.b(h) + 2).square().mean()]), h
+
+    plain, x = net()
+    plain.__class__ = WithVector
+    model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
+    losses, _ = model(x)
+    losses.sum().backward()
+
+    assert_same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, eager())
+
+
+def test_an_output_outside_of_the_graph_may_receive_a_gradient() -> None:
+    class ReturnsWeight(Net):
+        def forward(self, x: Tensor) -> Any:
+            return *super().forward(x), self.one.weight.t()
+
+    plain, x = net()
+    plain.__class__ = ReturnsWeight
+    model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
+    with pytest.warns(gr.RewriteWarning, match="the model returns this tensor"):
+        first, second, weight = model(x)
+    (first + second + weight.sum()).backward()
+    expected = eager()
+
+    assert_same({"one.weight": model.one.weight.grad}, {"one.weight": expected["one.weight"] + 1})
+
+
+class Total(Net):
+    def forward(self, x: Tensor) -> Any:
+        first, second = super().forward(x)
+        return {"loss": first + second, "first": first, "second": second}
+
+
+class Sum(Net):
+    def forward(self, x: Tensor) -> Any:
+        return sum(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "message"),
+    [
+        (Total, "gradient:one.*", "other losses of the model are computed from loss 1, 2"),
+        (Sum, "gradient:one.*", "the model returns one loss, and nothing is weighed"),
+        (Net, "gradient:a.*", "no gradient here is shared by losses, and nothing is weighed"),
+    ],
+)
+def test_warnings(kind: type[Net], pattern: str, message: str) -> None:
+    model = gr.transform(kind().double(), gr.on(pattern, WEIGH))
+
+    def run() -> None:
+        out = model(net()[1])
+        (out["loss"] if isinstance(out, dict) else out if isinstance(out, Tensor) else sum(out)).backward()
+
+    with pytest.warns(gr.RewriteWarning, match=message):
+        run()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a = torch.randn(1000).to(dtype)
+    b = (-a.float() * 0.9 + 0.01 * torch.randn(1000)).to(dtype)
+    weights = torch.tensor([1.5, 1.7])
+    exact = a.double() * weights[0].double() + b.double() * weights[1].double()
+
+    torch.testing.assert_close(weighted_sum(a, b, *weights).double(), exact.to(dtype).double(), rtol=1e-2, atol=1e-6)
+
+
+def test_one_observed_loss_has_its_norm() -> None:
+    plain, x = net()
+    plain.__class__ = Sum
+    model = gr.transform(plain, gr.on("gradient:one.weight", Observe("loss_norms", "norm")))
+    model(x).backward()
+    found = model.monitor.latest()
+
+    assert found["loss_norm_0@gradient:one.weight"] == pytest.approx(found["norm@gradient:one.weight"])
+
+
+@pytest.mark.parametrize("policy", [gr.on("gradient:one.*", WEIGH), gr.on("error:two", Observe("loss_norms"))])
+def test_no_comparison_with_hooks(policy: gr.Policy) -> None:
+    plain, x = net()
+    with pytest.raises(gr.PolicyError, match="assert_matches_eager compares with hooks"):
+        assert_matches_eager(plain, policy, x, compiled=False)
 
 
 def test_gradient_of_another_output_is_an_error() -> None:
