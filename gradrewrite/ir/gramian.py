@@ -21,9 +21,9 @@ def gramian(
 ) -> Tensor:
     """Inner products of the gradients of losses, summed over parameters, ``[number, number]``, float64.
 
-    Gradients come parameter after parameter, ``counts`` of each, with the number of the loss of each; a missing one is
-    0. NaN and infinities propagate. Elements are multiplied and added in float32, of 64-bit gradients in float64.
-    ``is_opaque``: by one operation that the compiler does not look into.
+    Gradients come parameter after parameter, ``counts`` of each, with the number of the loss of each, in ascending
+    order; a missing one is 0. NaN and infinities propagate. Elements are multiplied and added in float32, of 64-bit
+    gradients in float64. ``is_opaque``: by one operation that the compiler does not look into.
     """
     if is_opaque:
         found: Tensor = torch.ops.gradrewrite.gramian.default(list(gradients), list(losses), list(counts), number)
@@ -42,6 +42,7 @@ def cosines(gramian: Tensor, *, is_opaque: bool) -> Tensor:
 
 def _cosines(gramian: Tensor) -> Tensor:
     norms = gramian.diagonal().sqrt()
+    norms = torch.where(norms.isfinite(), norms, torch.nan)  # of too large a norm a product may be finite
     all_pairs = gramian / norms[:, None] / norms[None, :]
     pairs = list(itertools.combinations(range(len(gramian)), 2))
     found = torch.stack([all_pairs[i, j] for i, j in pairs]) if pairs else gramian.new_full((1,), torch.nan)
@@ -83,7 +84,7 @@ def _flat(rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _by_parameter(

@@ -23,7 +23,7 @@ from gradrewrite.passes import (
 )
 
 from helpers import mostly_slow
-from models.several_losses import MIXING, losses_of, make
+from models.several_losses import MIXING, eager_gradients_by_error, losses_of, make
 
 
 def uneven(gramian: Tensor) -> Tensor:
@@ -103,21 +103,11 @@ def eager(
 @pytest.mark.parametrize("name", mostly_slow([*MIXING, "residual", "conv", "lstm"], 6))
 def test_error_site_equals_eager(name: str) -> None:
     plain, x = make(name)
-    site, layer = ("error:trunk", plain.trunk) if name not in MIXING else ("error:trunk.0", plain.trunk[0])
+    module = "trunk.0" if name in MIXING else "trunk"
     reference = copy.deepcopy(plain)
-    layer = reference.get_submodule(site.partition(":")[2])
-    errors: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda _, __, out: errors.append(out))
-    losses = losses_of(reference(x))
-    hook.remove()
-    found = [torch.autograd.grad(loss, errors[0], retain_graph=True, allow_unused=True)[0] for loss in losses]
-    dense = [torch.zeros_like(errors[0]) if e is None else e for e in found]
-    weights = uneven(torch.stack([torch.stack([(a * b).sum() for b in dense]) for a in dense]))
-    combined = sum(w * e for w, e in zip(weights, dense, strict=True))
-    layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: combined) and None)
-    total(reference(x)).backward()
+    eager_gradients_by_error(reference, x, module, uneven)
 
-    model = gr.transform(copy.deepcopy(plain), gr.on(site, WeighLosses(uneven)))
+    model = gr.transform(copy.deepcopy(plain), gr.on(f"error:{module}", WeighLosses(uneven)))
     total(model(x)).backward()
 
     for (parameter_name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):

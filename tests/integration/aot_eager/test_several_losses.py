@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torchjd.aggregation as jd
-from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import MGDA, AlignedMTL, CAGrad, PCGrad, UPGrad, WeighLosses
 
 from helpers import mostly_slow
-from models.several_losses import MODULES, losses_of, make
+from models.several_losses import MODULES, assert_equal_gradients, eager_gradients, losses_of, make
 
 # ours, TorchJD's, and the largest difference relative to the largest element
 WEIGHTINGS: dict[str, tuple[Any, Any, float]] = {
@@ -37,42 +36,6 @@ def order_of(seed: int, number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randperm", lambda _: next(rows))
         yield
-
-
-def gramian_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
-    def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Tensor:
-        pairs = [(x * y).sum() for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-        return torch.stack(pairs).sum() if pairs else torch.zeros((), dtype=torch.float64)
-
-    return torch.stack([torch.stack([dot(a, b) for b in gradients]) for a in gradients])
-
-
-def eager_gradients(model: nn.Module, x: Tensor, pattern: str, weighting: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """The oracle: one backward a loss, the Gram matrix of the shared parameters, TorchJD's weights."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    losses = losses_of(model(x))
-    all_parameters = list(parameters.values())
-    found = [torch.autograd.grad(loss, all_parameters, retain_graph=True, allow_unused=True) for loss in losses]
-    reached = [sum(own[n] is not None for own in found) for n in range(len(parameters))]
-    shared = [n for n, name in enumerate(parameters) if name.startswith(pattern) and reached[n] > 1]
-    gramian = gramian_of([[own[n] for n in shared] for own in found])
-    weights = weighting(gramian)
-    total = {}
-    for n, name in enumerate(parameters):
-        terms = [(w if n in shared else 1) * own[n] for w, own in zip(weights, found, strict=True) if own[n] is not None]
-        if terms:
-            total[name] = torch.stack(terms).sum(0)
-    return total, weights
-
-
-def assert_equal_gradients(model: nn.Module, expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, parameter in model.named_parameters():
-        if name not in expected:
-            assert parameter.grad is None or not parameter.grad.any()
-            continue
-        assert parameter.grad is not None, name
-        scale = float(expected[name].abs().max()) if expected[name].numel() else 1.0
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=tolerance * max(scale, 1e-3))
 
 
 def check(name: str, weighting: str) -> dict[str, float]:
