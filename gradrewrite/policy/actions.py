@@ -192,6 +192,10 @@ class LossAction(Action, Protocol):
     def loss_figures(self) -> Sequence[str]:
         """The required figures; none for the gradient alone."""
 
+    @property
+    def without_losses(self) -> Measurement:
+        """The part that reads the gradient alone."""
+
     def apply(self, tensor: Tensor, gramian: Tensor, /) -> Tensor:
         """Compute the replacement; ``gramian`` is that of the plain gradients here, ``[K, K]``, float64."""
 

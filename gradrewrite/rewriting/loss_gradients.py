@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -67,15 +67,18 @@ def find_losses(graph: fx.Graph, asks: str) -> Losses:
 
 
 class LossGradients:
-    """The backward of each loss in a joint graph, while it is rewritten."""
+    """The backward of each loss in a joint graph, while it is rewritten.
 
-    def __init__(self, marked: MarkedJointGraph, asks: str) -> None:
+    ``acting`` are the markers of errors that actions change.
+    """
+
+    def __init__(self, marked: MarkedJointGraph, asks: str, acting: Collection[fx.Node]) -> None:
         # By the names of nodes of this backward: that of the plain node, and the loss; None of a sum or of zeros.
         self.copies: dict[str, tuple[str, int | None]] = {}
         self.sums: list[fx.Node] = []  # over the losses, for what is not copied
         self._new: list[fx.Node] = []  # Gram matrices and losses
         self.losses = find_losses(marked.graph, asks)
-        self._marked, self._graph, self._asks = marked, marked.graph, asks
+        self._marked, self._graph, self._asks, self._acting = marked, marked.graph, asks, acting
         self._masked: dict[int, fx.Node] = {}
         self._depends = self._find_dependencies()
 
@@ -88,7 +91,7 @@ class LossGradients:
         """Return the gradients of each loss at nodes, without markers, so that no action changes them."""
         wanted = self._ancestors(nodes, lambda n: n not in self._sources and bool(self._depends[n]))
         copies = self._copy(wanted, marked=False)
-        return [{k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))} for node in nodes]
+        return [self._of_each(node, copies) for node in nodes]
 
     def separate(self, targets: Sequence[fx.Node]) -> tuple[list[Rows], dict[fx.Node, Rows]]:
         """Take a backward apart as far as several losses share it, up to these nodes.
@@ -105,7 +108,10 @@ class LossGradients:
         return rows, markers
 
     def _of_each(self, node: fx.Node, copies: Copies) -> Rows:
-        return {k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))}
+        return {k: self._of_loss(node, k, copies) for k in sorted(self._depends.get(node, ()))}
+
+    def _of_loss(self, node: fx.Node, k: int, copies: Copies) -> fx.Node:
+        return self._masked_tangent(k) if node is self.losses.vector else copies[k].get(node, node)
 
     def _find_dependencies(self) -> dict[fx.Node, frozenset[int]]:
         """Return, by node of the backward, the losses whose tangents it is computed from; none: zero for all losses."""
@@ -123,14 +129,19 @@ class LossGradients:
 
     def _element(self, node: fx.Node) -> int | None:
         """Return the number of the loss with this tangent, if the node selects it from that of a vector."""
-        vector = self.losses.vector
-        if vector is None:
+        if self.losses.vector is None:
             return None
-        if node.target is _aten.select.int and node.args[0] is vector:
+        if node.target is _aten.select.int and self._is_vector(node.args[0]):
             return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
         read = node.args[0]
-        is_unbound = isinstance(read, fx.Node) and read.target is _aten.unbind.int and read.args[0] is vector
+        is_unbound = isinstance(read, fx.Node) and read.target is _aten.unbind.int and self._is_vector(read.args[0])
         return int(node.args[1]) if is_unbound else None  # type: ignore[arg-type]
+
+    def _is_vector(self, node: Any) -> bool:
+        """Whether a node has the tangent of the vector of losses, with no action between."""
+        while isinstance(node, fx.Node) and node.target is ops.mark_error and node not in self._acting:
+            node = node.args[0]
+        return node is self.losses.vector
 
     def _ancestors(self, nodes: Sequence[fx.Node], is_wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return wanted nodes of the backward with wanted readers down to ``nodes``, in the order of execution."""
@@ -159,7 +170,7 @@ class LossGradients:
     ) -> fx.Node:
         """Insert the copy of a node for a loss; of a sum with one term that is not 0 this term is taken."""
         missing = [n for n in node.all_input_nodes if n in self._depends and k not in self._depends[n]]
-        inputs = {n: copies[k].get(n, n) for n in node.all_input_nodes if n not in missing}
+        inputs = {n: self._of_loss(n, k, copies) for n in node.all_input_nodes if n not in missing}
         if node.target is ops.mark_error and not marked:
             return inputs[node.all_input_nodes[0]]
         term = _only_term(node, missing)
@@ -169,11 +180,8 @@ class LossGradients:
         for n in missing:
             if n not in zeros:
                 like = next((copies[j].get(n, n) for j in sorted(self._depends[n])), n)
-                zeros[n] = editing.insert_call(self._graph, _aten.zeros_like.default, (like,), node, "is_backward")
-                self._note(zeros[n], n, None)
+                zeros[n] = self._zeros_like(like, n, node)
             inputs[n] = zeros[n]
-        if self.losses.vector in inputs:
-            inputs[self.losses.vector] = self._masked_tangent(k)
         made = editing.insert_twin(node, inputs, f"{node.name}_loss{k}")
         self._note(made, node, k)
         return made
@@ -182,6 +190,13 @@ class LossGradients:
         while node.target is ops.mark_error:  # which has no provenance
             (node,) = node.all_input_nodes
         self.copies[made.name] = node.name, loss
+
+    def _zeros_like(self, node: fx.Node, plain: fx.Node, before: fx.Node) -> fx.Node:
+        traced = make_fx.trace(lambda tensor: [torch.zeros_like(tensor)], [value_of(node)])  # decomposed
+        (zeros,), new = editing.splice(traced, self._graph, [node], before, "is_backward")
+        for made in new:
+            self._note(made, plain, None)
+        return zeros
 
     def _masked_tangent(self, k: int) -> fx.Node:
         """Return the node of the tangent of a vector of losses, with 0 for the others."""

@@ -152,8 +152,8 @@ def _of_each(insertions: tuple[Insertion, ...], points: ByLoss) -> Iterator[tupl
     """Return insertions by the points of each loss; figures of all losses are taken once."""
     first, *others = points.values()
     yield first, insertions
-    of_one = tuple(i for i in insertions if not (isinstance(i, Replace) and i.reads_losses))
-    yield from ((point, of_one) for point in others)
+    of_one = [i.of_others if isinstance(i, Replace) and i.reads_losses else i for i in insertions]
+    yield from ((point, tuple(i for i in of_one if i is not None)) for point in others)
 
 
 def _refresh(point: InsertionPoint) -> None:

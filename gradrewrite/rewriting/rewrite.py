@@ -262,7 +262,8 @@ class Rewriter:
             refuse(action, Context(point.site, is_part=is_part, reads_losses=True))
         groups = check_weighing(plan, is_part=is_part)
         asking = [*((point.site, action) for point, action in reading.items()), *((g.points[0].site, g.action) for g in groups)]
-        self.losses = LossGradients(self._marked, "{}: {}".format(asking[0][0], describe(asking[0][1])))
+        acting = {point.marker for point in plan.changed() if point.marker is not None}
+        self.losses = LossGradients(self._marked, "{}: {}".format(asking[0][0], describe(asking[0][1])), acting)
         rows = self.losses.measured([point.node for point in reading])
         self._loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}
         return separate(plan, groups, self.losses)

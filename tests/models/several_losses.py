@@ -334,7 +334,7 @@ def assert_equal_gradients(model: nn.Module, expected: dict[str, Tensor], tolera
 
 
 def eager_gradients_by_error(model: nn.Module, x: Tensor, module: str, weigh: Callable[[Tensor], Tensor]) -> None:
-    """The oracle: the errors of the losses at a module's output, weighed, then one backward with their sum there."""
+    """The oracle: the errors of the losses at a module's output, weighed; then a backward a loss, their sum once."""
     layer, outputs = model.get_submodule(module), []
     hook = layer.register_forward_hook(lambda _, __, out: outputs.append(out))
     losses = losses_of(model(x))
@@ -343,5 +343,7 @@ def eager_gradients_by_error(model: nn.Module, x: Tensor, module: str, weigh: Ca
     dense = [torch.zeros_like(outputs[0]) if e is None else e for e in found]
     weights = weigh(torch.stack([torch.stack([(a * b).sum() for b in dense]) for a in dense]))
     combined = torch.stack([w * e for w, e in zip(weights, dense, strict=True)]).sum(0)
-    layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: combined) and None)
-    torch.stack(losses_of(model(x))).sum().backward()
+    errors = iter([combined, *[torch.zeros_like(combined)] * len(losses)])
+    layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: next(errors)) and None)
+    for loss in losses_of(model(x)):
+        loss.backward(retain_graph=True)
