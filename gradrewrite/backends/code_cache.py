@@ -53,6 +53,8 @@ class CachedRewrite:
     replay_graph: ReplayGraph | None  # without its graph; None where nothing is checked, or it cannot be replayed
     replay_code: bytes  # that graph
     names: tuple[str, ...]  # of the outputs of the forward
+    loss_of: Mapping[str, tuple[str, int | None]]
+    weighed: frozenset[int] | None
 
 
 class CacheKey:
@@ -143,8 +145,12 @@ def _text_of_action(action: Any) -> str | None:
         return None
     if averages(action):  # the number of processes, and the name of their group, are in the code
         return None
-    settings = [(f.name, getattr(action, f.name)) for f in fields(action)]
-    return f"{kind.__module__}.{kind.__qualname__}{settings!r}" if all(_is_plain(v) for _, v in settings) else None
+    settings = [(f.name, _text_of_setting(getattr(action, f.name))) for f in fields(action)]
+    return None if any(text is None for _, text in settings) else f"{kind.__module__}.{kind.__qualname__}{settings!r}"
+
+
+def _text_of_setting(value: Any) -> str | None:
+    return repr(value) if _is_plain(value) else _text_of_action(value)  # a weighting of losses
 
 
 def _is_plain(value: Any) -> bool:

@@ -220,6 +220,8 @@ class GraphCompilation:
             replay_graph=replay_graph,
             replay_code=code,
             names=names,
+            loss_of=result.loss_of,
+            weighed=result.weighed,
         )
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
@@ -239,6 +241,8 @@ class GraphCompilation:
             out_of_reach=tuple((site, tuple(a.action for a in answers[site])) for site in cached.out_of_reach),
             replay_graph=None,
             assumes=False,
+            loss_of=cached.loss_of,
+            weighed=cached.weighed,
         )
         if cached.replay_graph is not None:
             from gradrewrite._compat import autograd_cache
