@@ -398,7 +398,8 @@ class Rewriter:
             begun: list[tuple[InsertionPoint, BucketedAction]] = []
             for point, left in list(rounds.items()):
                 single, action = left.pop(0)
-                point.before = at_end[point] if action is None else self._behind([self.current(point.node)])
+                read = [self.current(point.node), *self._loss_rows.get(point.site, {}).values()]
+                point.before = at_end[point] if action is None else self._behind(read)
                 self.insert(point, single)
                 if action is None:
                     del rounds[point]

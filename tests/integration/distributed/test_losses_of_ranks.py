@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +91,29 @@ def observed(rank: int) -> Any:
     return model.monitor.latest(), [float(row.norm()) for row in rows]
 
 
-PARTS = [averaged, refused, observed]
+class Detached(nn.Module):
+    """Of a layer that is used twice, one gradient is there before the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.one(x).tanh()
+        return self.two(self.one(h.detach())).sum(), h.square().sum()
+
+
+def measured_before(rank: int) -> Any:
+    """Losses are measured, then averaged, then weighed; of a loss that is computed early, too."""
+    plain, x = Detached(), batch(0, rank)[:, :4].float()
+    rows = [torch.autograd.grad(loss, plain.one.weight, retain_graph=True)[0] for loss in plain(x)]
+    model = gr.transform(plain, gr.on("gradient:one.*", [Observe("loss_norms"), AllReduce(), WeighLosses(UPGrad())]))
+    total(model(x)).backward()
+    return model.monitor.latest(), [float(row.norm()) for row in rows]
+
+
+PARTS = [averaged, refused, observed, measured_before]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -132,11 +154,13 @@ def test_refused(outcomes: list[dict[str, Any]], name: str) -> None:
         assert re.search(REFUSED[name], found["refused"][name]), found["refused"][name]
 
 
-def test_each_rank_observes_its_own_losses(outcomes: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("part", "site"), [("observed", "trunk.0.weight"), ("measured_before", "one.weight")])
+def test_each_rank_observes_its_own_losses(outcomes: list[dict[str, Any]], part: str, site: str) -> None:
     for found in outcomes:
-        records, norms = found["observed"]
-        assert [records[f"loss_norm_{k}@gradient:trunk.0.weight"] for k in range(3)] == pytest.approx(norms)
-    assert outcomes[0]["observed"][1] != outcomes[1]["observed"][1]
+        assert not isinstance(found[part], str), found[part]
+        records, norms = found[part]
+        assert [records[f"loss_norm_{k}@gradient:{site}"] for k in range(len(norms))] == pytest.approx(norms)
+    assert outcomes[0][part][1] != outcomes[1][part][1]
 
 
 if __name__ == "__main__":
