@@ -39,11 +39,11 @@ from gradrewrite.ir.reports import HostBound, Kept, Leaf, NormClip, StateUpdate,
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
-from gradrewrite.policy.actions import ExampleClip, GroupAction, LossWeighing, Policy, describe
+from gradrewrite.policy.actions import GroupAction, Policy, describe
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.policy.sampling import Omitted
-from gradrewrite.policy.scope import group_of
+from gradrewrite.policy.scope import Context, group_of, needs_examples, needs_losses
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.lowering import Average, Insertion, Measure, Replace, ScaleParameter, lower_action
 from gradrewrite.rewriting.record_nodes import RecordNumbering
@@ -199,11 +199,11 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
     """Raise PolicyError for an action on the gradients of single losses or examples."""
     for edit in edits:
         action = edit.action
-        is_single = isinstance(action, LossWeighing | ExampleClip)
-        if not is_single and not isinstance(action, GroupAction):
+        is_refused = needs_examples(action) or needs_losses(action, Context(edit.site))
+        if group_of(action) is None:
             insertion = lower_action(action, edit.site)
-            is_single = isinstance(insertion, Replace) and (insertion.reads_losses or insertion.examples is not None)
-        if is_single:
+            is_refused |= isinstance(insertion, Replace) and insertion.reads_losses
+        if is_refused:
             raise PolicyError(
                 f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which do not see the "
                 f"gradients of single losses or examples; {describe(action)} needs them. Compare without it",

@@ -151,7 +151,7 @@ class Observe:
         found = self.specialize(site)
         if isinstance(found, _ExampleObservation):
             return (*found.observation.statistics, *found.names)
-        return tuple((found.observation if isinstance(found, _LossObservation) else found).statistics)
+        return tuple((found.without_losses if isinstance(found, _LossObservation) else found).statistics)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Record where no site is known."""
@@ -192,14 +192,14 @@ class _Observation:
 
 @dataclass(frozen=True, slots=True)
 class _LossObservation:
-    observation: _Observation
+    without_losses: _Observation
     loss_figures: Sequence[str]
 
     kinds: ClassVar[frozenset[Kind]] = _OF_LOSSES
     has_units: ClassVar[bool] = False
 
     def apply(self, tensor: Tensor, gramian: Tensor, /) -> Tensor:
-        tensor = self.observation.apply(tensor)
+        tensor = self.without_losses.apply(tensor)
         if "loss_norms" in self.loss_figures:
             record_loss_norms(gramian)
         if "loss_cosine" in self.loss_figures:

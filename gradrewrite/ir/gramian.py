@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,9 +22,9 @@ def gramian(
 ) -> Tensor:
     """Inner products of the gradients of losses, summed over parameters, ``[number, number]``, float64.
 
-    Gradients come parameter after parameter, ``counts`` of each, with the number of the loss of each; a missing one is
-    0. NaN and infinities propagate. Elements are multiplied and added in float32, of 64-bit gradients in float64.
-    ``is_opaque``: by one operation that the compiler does not look into.
+    Gradients come parameter after parameter, ``counts`` of each, with the number of the loss of each, in ascending
+    order; a missing one is 0. NaN and infinities propagate. Elements are multiplied and added in float32, of 64-bit
+    gradients in float64, and in host memory where that has no room for a product. ``is_opaque``: by one operation that the compiler does not look into.
     """
     if is_opaque:
         found: Tensor = torch.ops.gradrewrite.gramian.default(list(gradients), list(losses), list(counts), number)
@@ -47,6 +48,7 @@ def diagonal_of(matrix: Tensor) -> Tensor:
 
 def _cosines(gramian: Tensor) -> Tensor:
     norms = diagonal_of(gramian).sqrt()
+    norms = torch.where(norms.isfinite(), norms, torch.nan)  # of too large a norm a product may be finite
     all_pairs = gramian / norms[:, None] / norms[None, :]
     pairs = list(itertools.combinations(range(len(gramian)), 2))
     found = torch.stack([all_pairs[i, j] for i, j in pairs]) if pairs else gramian.new_full((1,), torch.nan)
@@ -75,10 +77,16 @@ def _gramian_on_cpu(gradients: Sequence[Tensor], losses: Sequence[int], counts: 
         for start in range(0, flat[0].numel(), CHUNK):
             chunks = [row[start : start + CHUNK].to(wide) for row in flat]
             for (a, i), (b, j) in itertools.combinations_with_replacement(zip(chunks, own, strict=True), 2):
-                sums[i][j] += torch.dot(a, b).item()
+                sums[i][j] += _dot(a, b)
     for i, j in itertools.combinations(range(number), 2):
         sums[j][i] = sums[i][j]
     return torch.tensor(sums, dtype=torch.float64)
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """The inner product; in float64 where float32 has no room for it."""
+    found = torch.dot(a, b).item()
+    return found if 0 < abs(found) < math.inf else torch.dot(a.double(), b.double()).item()
 
 
 def _flat(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -88,7 +96,7 @@ def _flat(rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _by_parameter(

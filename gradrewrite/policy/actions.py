@@ -195,6 +195,10 @@ class LossAction(Protocol):
     def loss_figures(self) -> Sequence[str]:
         """The required figures; none for the gradient alone."""
 
+    @property
+    def without_losses(self) -> Measurement:
+        """The part that reads the gradient alone."""
+
     def apply(self, tensor: Tensor, gramian: Tensor, /) -> Tensor:
         """Compute the replacement; ``gramian`` is that of the plain gradients here, ``[K, K]``, float64."""
 

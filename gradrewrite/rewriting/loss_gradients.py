@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -105,15 +105,18 @@ def _parts(graph: fx.Graph, tangents: Sequence[fx.Node]) -> tuple[int, ...]:
 
 
 class LossGradients:
-    """The backward of each loss in a joint graph, while it is rewritten."""
+    """The backward of each loss in a joint graph, while it is rewritten.
 
-    def __init__(self, marked: MarkedJointGraph, asks: str) -> None:
+    ``acting`` are the markers of errors that actions change.
+    """
+
+    def __init__(self, marked: MarkedJointGraph, asks: str, acting: Collection[fx.Node]) -> None:
         # By the names of nodes of this backward: that of the plain node, and the loss; None of a sum or of zeros.
         self.copies: dict[str, tuple[str, int | None]] = {}
         self.sums: list[fx.Node] = []  # over the losses, for what is not copied
         self._new: list[fx.Node] = []  # Gram matrices and losses
         self.losses = find_losses(marked, asks)
-        self._marked, self._graph, self._asks = marked, marked.graph, asks
+        self._marked, self._graph, self._asks, self._acting = marked, marked.graph, asks, acting
         self._masked: dict[int, fx.Node] = {}
         # Of the tangent of a vector: values of its shape with the elements of the losses apart, and single elements.
         self._diagonal = {node for node in (self.losses.vector,) if node is not None}
@@ -133,14 +136,18 @@ class LossGradients:
         copies = self._copy(wanted, marked=False)
         return [self._of_each(node, copies) for node in nodes]
 
-    def separate(self, targets: Sequence[fx.Node]) -> tuple[list[Rows], dict[fx.Node, Rows]]:
+    def separate(
+        self, targets: Sequence[fx.Node], behind: Collection[fx.Node | None]
+    ) -> tuple[list[Rows], dict[fx.Node, Rows]]:
         """Take a backward apart as far as several losses share it, up to these nodes.
 
-        Other readers get the sums over the losses. Returns the gradients of each loss at the targets, and the copies
-        of the markers of errors; the nodes that were copied are gone.
+        ``behind`` are the markers of targets that are errors. Other readers get the sums over the losses. Returns the
+        gradients of each loss at the targets, and the copies of the markers of errors; copied nodes are gone.
         """
-        # What acts on the tangent of a vector acts on each loss, too.
-        wanted = self._ancestors([*targets, *self._elements], lambda n: len(self._depends[n]) > 1)
+        found = self._ancestors(targets, lambda n: len(self._depends[n]) > 1)
+        if not self._diagonal.isdisjoint(self._acting):  # what acts on the tangent of a vector acts on each loss, too
+            found += self._ancestors([*self._elements], lambda n: len(self._depends[n]) > 1 and n not in behind)
+        wanted = sorted(set(found))  # nodes compare by their position
         copies = self._copy(wanted, marked=True)
         rows: list[Rows] = [self._of_each(node, copies) for node in targets]
         markers = {node: self._of_each(node, copies) for node in wanted if node.target is ops.mark_error}
@@ -149,7 +156,10 @@ class LossGradients:
         return rows, markers
 
     def _of_each(self, node: fx.Node, copies: Copies) -> Rows:
-        return {k: copies[k].get(node, node) for k in sorted(self._depends.get(node, ()))}
+        return {k: self._of_loss(node, k, copies) for k in sorted(self._depends.get(node, ()))}
+
+    def _of_loss(self, node: fx.Node, k: int, copies: Copies) -> fx.Node:
+        return self._masked_tangent(k) if node is self.losses.vector else copies[k].get(node, node)
 
     def _find_dependencies(self) -> dict[fx.Node, frozenset[int]]:
         """Return the losses of each node of the backward; none where it is 0 for all."""
@@ -220,9 +230,7 @@ class LossGradients:
     ) -> fx.Node:
         """Insert the copy of a node for a loss; of a sum with one term that is not 0 this term is taken."""
         missing = [n for n in node.all_input_nodes if n in self._depends and k not in self._depends[n]]
-        inputs = {n: copies[k].get(n, n) for n in node.all_input_nodes if n not in missing}
-        if self.losses.vector in inputs:
-            inputs[self.losses.vector] = self._masked_tangent(k)
+        inputs = {n: self._of_loss(n, k, copies) for n in node.all_input_nodes if n not in missing}
         if node.target is ops.mark_error and not marked:
             return inputs[node.all_input_nodes[0]]
         term = _only_term(node, missing)
@@ -232,8 +240,7 @@ class LossGradients:
         for n in missing:
             if n not in zeros:
                 like = next((copies[j].get(n, n) for j in sorted(self._depends[n])), n)
-                zeros[n] = editing.insert_call(self._graph, _aten.zeros_like.default, (like,), node, "is_backward")
-                self._note(zeros[n], n, None)
+                zeros[n] = self._zeros_like(like, n, node)
             inputs[n] = zeros[n]
         made = editing.insert_twin(node, inputs, f"{node.name}_loss{k}")
         self._note(made, node, k)
@@ -241,6 +248,13 @@ class LossGradients:
 
     def _note(self, made: fx.Node, node: fx.Node, loss: int | None) -> None:
         self.copies[made.name] = _unmarked(node).name, loss  # a marker has no provenance
+
+    def _zeros_like(self, node: fx.Node, plain: fx.Node, before: fx.Node) -> fx.Node:
+        traced = make_fx.trace(lambda tensor: [torch.zeros_like(tensor)], [value_of(node)])  # decomposed
+        (zeros,), new = editing.splice(traced, self._graph, [node], before, "is_backward")
+        for made in new:
+            self._note(made, plain, None)
+        return zeros
 
     def _masked_tangent(self, k: int) -> fx.Node:
         """Return the node of the tangent of a vector of losses, with 0 for the others."""

@@ -123,7 +123,7 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
     if losses.losses.number < 2 or not targets:
         texts = [f"{_named(group)}: the model returns one loss, and nothing is weighed" for group in groups]
         return SeparatedPlan(plan, notes=tuple(texts))
-    rows, markers = losses.separate([point.node for point in targets])
+    rows, markers = losses.separate([point.node for point in targets], {point.marker for point in targets})
     for point in targets:
         if point.marker in markers:
             raise PolicyError(
@@ -178,8 +178,8 @@ def _by_loss(
     """Return insertions by the points of each loss; figures of all losses are taken once."""
     first, *others = points.values()
     yield first, insertions
-    of_one = tuple(i for i in insertions if not (isinstance(i, Replace) and i.reads_losses))
-    yield from ((point, of_one) for point in others)
+    of_one = [i.of_others if isinstance(i, Replace) and i.reads_losses else i for i in insertions]
+    yield from ((point, tuple(i for i in of_one if i is not None)) for point in others)
 
 
 def _refresh(point: InsertionPoint) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -46,7 +46,10 @@ class Replace:
     run: Callable[..., Tensor]
     takes_value: bool  # ``run``'s second argument is the value that the gradient is of
     examples: ExampleAction | None  # the action, if its further arguments are per-example figures
-    reads_losses: bool  # its second argument is the Gram matrix of the losses' gradients
+    # Its second argument is the Gram matrix of the losses' gradients. Where these are taken apart, it stands at that of
+    # the first loss, and at the others what is left without the matrix; None for nothing.
+    reads_losses: bool
+    of_others: Measure | None
     rule: str  # the rule that the answer is of; see ``Answered``
 
 
@@ -138,9 +141,13 @@ class InsertionPlan:
 
     def changed(self) -> set[InsertionPoint]:
         """Return the insertion points with changed values."""
-        idle = (Measure, Omitted)
-        found = {point for point, own in self.single.items() if not all(isinstance(one, idle) for one in own)}
+        found = {point for point, own in self.single.items() if not all(map(_is_idle, own))}
         return found.union(*(group.points for group in self.groups))
+
+
+def _is_idle(insertion: Insertion) -> bool:
+    reads_losses = isinstance(insertion, Replace) and insertion.reads_losses  # which measures, too
+    return reads_losses or isinstance(insertion, Measure | Omitted)
 
 
 def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> InsertionPlan:
@@ -179,7 +186,9 @@ def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
     examples = found if isinstance(found, ExampleAction) and found.example_quantities else None
     reads_losses = isinstance(found, LossAction) and bool(found.loss_figures)
     reads_value = examples is None and not reads_losses and takes_value(found)
-    return Replace(action, action_key(found), run, reads_value, examples, reads_losses, rule)
+    others = lower_action(found.without_losses, site, rule) if isinstance(found, LossAction) else None
+    of_others = replace(others, action=action) if isinstance(others, Measure) and others.statistics else None
+    return Replace(action, action_key(found), run, reads_value, examples, reads_losses, of_others, rule)
 
 
 def is_in_units(insertion: Insertion | GroupInsertion) -> bool:

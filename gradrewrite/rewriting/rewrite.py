@@ -243,7 +243,8 @@ class Rewriter:
         groups = check_weighing(plan, is_part=is_part)
         asking = [(point.site, action) for point, action in reading.items()]
         site, action = (asking or [(group.points[0].site, group.action) for group in groups])[0]
-        self.losses = LossGradients(self._marked, f"{site}: {describe(action)}")
+        acting = {point.marker for point in plan.changed() if point.marker is not None}
+        self.losses = LossGradients(self._marked, f"{site}: {describe(action)}", acting)
         rows = self.losses.measured([point.node for point in reading])
         self._loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}
         return separate(plan, groups, self.losses)
@@ -411,7 +412,8 @@ class Rewriter:
             begun: list[tuple[InsertionPoint, BucketedAction]] = []
             for point, left in list(rounds.items()):
                 single, action = left.pop(0)
-                point.before = at_end[point] if action is None else self._behind([self.current(point.node)])
+                read = [self.current(point.node), *self._loss_rows.get(point.site, {}).values()]
+                point.before = at_end[point] if action is None else self._behind(read)
                 self.insert(point, single)
                 if action is None:
                     del rounds[point]

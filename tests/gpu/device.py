@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch._inductor.output_code
 import triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._inductor import config, metrics
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import _load_triton_kernel_from_source
@@ -27,7 +29,12 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _triton
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
 from triton.language.extra import libdevice
@@ -74,7 +81,9 @@ def simulated_gpu(
         metrics.reset()
         if has_fake_tensors:
             modes = (FakeTensorMode(), twins.Watch(gpu))
-            _patch(stack, fake_tensors, outside_of_tracing=lambda: _outside_of_tracing(modes))
+            outside = functools.partial(_outside_of_tracing, modes)
+            transforms = functools.partial(_outside_of_transforms, modes)
+            _patch(stack, fake_tensors, outside_of_tracing=outside, outside_of_transforms=transforms)
             for mode in modes:
                 stack.enter_context(mode)
         stack.callback(_flush, gpu)
@@ -112,6 +121,15 @@ def _flush(gpu: SimulatedGpu) -> None:
 def _outside_of_tracing(modes: Sequence[Any]) -> Iterator[None]:
     """Replacement of ``unset_fake_temporarily``: the modes of the simulation go on."""
     with unset_fake_temporarily(), contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+@contextlib.contextmanager
+def _outside_of_transforms(modes: Sequence[Any]) -> Iterator[None]:
+    """As ``fake_tensors.outside_of_transforms``, in the modes of the simulation."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -301,3 +301,59 @@ def losses_of(output: Any) -> list[Tensor]:
         return [loss for loss in found if loss.requires_grad]
     values = output.values() if isinstance(output, dict) else output
     return [loss for value in values for loss in losses_of(value)]
+
+
+def gramian_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Tensor:
+        pairs = [(x * y).sum() for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+        return torch.stack(pairs).sum() if pairs else torch.zeros((), dtype=torch.float64)
+
+    return torch.stack([torch.stack([dot(a, b) for b in gradients]) for a in gradients])
+
+
+def eager_gradients(
+    model: nn.Module, inputs: Tensor | dict[str, Any], pattern: str, weighting: Any
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The oracle: one backward a loss, the Gram matrix of what they share, weights; all gradients, and the weights."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = losses_of(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+    all_parameters = list(parameters.values())
+    found = [torch.autograd.grad(loss, all_parameters, retain_graph=True, allow_unused=True) for loss in losses]
+    reached = [sum(own[n] is not None for own in found) for n in range(len(parameters))]
+    shared = [n for n, name in enumerate(parameters) if name.startswith(pattern) and reached[n] > 1]
+    gramian = gramian_of([[own[n] for n in shared] for own in found])
+    weights = weighting(gramian)
+    total = {}
+    for n, name in enumerate(parameters):
+        terms = [
+            (w if n in shared else 1) * own[n] for w, own in zip(weights, found, strict=True) if own[n] is not None
+        ]
+        if terms:
+            total[name] = torch.stack(terms).sum(0)
+    return total, weights
+
+
+def assert_equal_gradients(model: nn.Module, expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, parameter in model.named_parameters():
+        if name not in expected:
+            assert parameter.grad is None or not parameter.grad.any()
+            continue
+        assert parameter.grad is not None, name
+        scale = float(expected[name].abs().max()) if expected[name].numel() else 1.0
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=tolerance * max(scale, 1e-3))
+
+
+def eager_gradients_by_error(model: nn.Module, x: Tensor, module: str, weigh: Callable[[Tensor], Tensor]) -> None:
+    """The oracle: the errors of the losses at a module's output, weighed; then a backward a loss, their sum once."""
+    layer, outputs = model.get_submodule(module), []
+    hook = layer.register_forward_hook(lambda _, __, out: outputs.append(out))
+    losses = losses_of(model(x))
+    hook.remove()
+    found = [torch.autograd.grad(loss, outputs[0], retain_graph=True, allow_unused=True)[0] for loss in losses]
+    dense = [torch.zeros_like(outputs[0]) if e is None else e for e in found]
+    weights = weigh(torch.stack([torch.stack([(a * b).sum() for b in dense]) for a in dense]))
+    combined = torch.stack([w * e for w, e in zip(weights, dense, strict=True)]).sum(0)
+    errors = iter([combined, *[torch.zeros_like(combined)] * len(losses)])
+    layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: next(errors)) and None)
+    for loss in losses_of(model(x)):
+        loss.backward(retain_graph=True)

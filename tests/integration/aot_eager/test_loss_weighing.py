@@ -25,7 +25,7 @@ from gradrewrite.rewriting.loss_gradients import weighted_sum
 from gradrewrite.testing import assert_matches_eager
 
 from helpers import mostly_slow
-from models.several_losses import MIXING, losses_of, make
+from models.several_losses import MIXING, eager_gradients_by_error, losses_of, make
 
 
 def uneven(gramian: Tensor) -> Tensor:
@@ -106,21 +106,11 @@ def eager(
 @pytest.mark.parametrize("name", mostly_slow([*MIXING, "residual", "conv", "lstm"], 6))
 def test_error_site_equals_eager(name: str) -> None:
     plain, x = make(name)
-    site, layer = ("error:trunk", plain.trunk) if name not in MIXING else ("error:trunk.0", plain.trunk[0])
+    module = "trunk.0" if name in MIXING else "trunk"
     reference = copy.deepcopy(plain)
-    layer = reference.get_submodule(site.partition(":")[2])
-    errors: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda _, __, out: errors.append(out))
-    losses = losses_of(reference(x))
-    hook.remove()
-    found = [torch.autograd.grad(loss, errors[0], retain_graph=True, allow_unused=True)[0] for loss in losses]
-    dense = [torch.zeros_like(errors[0]) if e is None else e for e in found]
-    weights = uneven(torch.stack([torch.stack([(a * b).sum() for b in dense]) for a in dense]))
-    combined = sum(w * e for w, e in zip(weights, dense, strict=True))
-    layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: combined) and None)
-    total(reference(x)).backward()
+    eager_gradients_by_error(reference, x, module, uneven)
 
-    model = gr.transform(copy.deepcopy(plain), gr.on(site, WeighLosses(uneven)))
+    model = gr.transform(copy.deepcopy(plain), gr.on(f"error:{module}", WeighLosses(uneven)))
     total(model(x)).backward()
 
     for (parameter_name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -168,8 +158,9 @@ def test_other_groups_act_on_the_sum() -> None:
     assert_same(got, {name: g * 0.1 / norm for name, g in expected.items()})
 
 
-def test_records_of_what_acts_on_each_loss() -> None:
-    model, _ = weighed([gr.on("error:two", Observe("norm")), gr.on("gradient:[ot]*", WeighLosses(uneven))])
+@pytest.mark.parametrize("further", [(), ("loss_norms",)], ids=["norm", "loss_norms"])
+def test_records_of_what_acts_on_each_loss(further: tuple[str, ...]) -> None:
+    model, _ = weighed([gr.on("error:two", Observe("norm", *further)), gr.on("gradient:[ot]*", WeighLosses(uneven))])
     found = model.monitor.latest()
     plain, x = net()
     outputs: list[Tensor] = []
@@ -177,6 +168,42 @@ def test_records_of_what_acts_on_each_loss() -> None:
     norms = [float(torch.autograd.grad(loss, outputs[0], retain_graph=True)[0].norm()) for loss in plain(x)]
 
     assert [found["norm@error:two"], found["norm.2@error:two"]] == pytest.approx(norms)
+    if further:
+        assert [found["loss_norm_0@error:two"], found["loss_norm_1@error:two"]] == pytest.approx(norms)
+    assert "loss_norm_0.2@error:two" not in found
+
+
+def test_sampled_losses_beside_weighed_ones() -> None:
+    """Gradients do not depend on what is measured, nor do the names of records that are there in every step."""
+    every = [Observe("norm", "loss_norms", "loss_cosine", every=2), Observe("max_abs"), Observe("norm")]
+    clips = [gr.on("error:two", ClipByNorm(0.1)), gr.on("gradient:[ot]*", WeighLosses(UPGrad()))]
+    observe = [gr.on("error:two", every[:2]), gr.on("gradient:[ot]*", every)]
+    model, gradients = weighed([*observe, *clips], monitor=gr.Monitor(sample=1))
+    always = {key for key in model.monitor.latest() if key.startswith(("max_abs", "norm.2", "norm.4", "loss_weight"))}
+    again = step(model, net()[1])
+    between = model.monitor.latest()
+
+    assert_same(again, gradients, 0.0)
+    assert [report.measured for report in model.explain().graphs] == ["all", "every step"]
+    assert not any(key.startswith("loss_norm_0@gradient") for key in between)
+    assert len(always) > 12
+    assert always <= between.keys()
+    assert not any(key.startswith("norm.3") for key in between)
+    assert_same(gradients, weighed(clips)[1], 0.0)
+
+
+def test_sampled_losses_alone() -> None:
+    model, gradients = weighed(gr.on("gradient:[ot]*", Observe("loss_norms")), monitor=gr.Monitor(sample=2))
+    first = model.monitor.latest()
+    again = step(model, net()[1])
+    measuring, between = model.explain().graphs
+
+    assert_same(again, gradients, 0.0)
+    assert_same(again, weighed([])[1], 0.0)
+    assert "loss_norm_1@gradient:one.weight" in first
+    assert not model.monitor.latest()
+    assert (between.measured, between.edits, between.loss_nodes) == ("nothing", (), ())
+    assert min(measuring.loss_nodes) > 0
 
 
 def test_states_of_what_acts_on_each_loss() -> None:
@@ -335,12 +362,56 @@ def test_nan_in_one_loss_makes_all_weights_nan() -> None:
     )
 
 
-def test_a_check_names_the_site_of_one_loss() -> None:
-    plain, x = net()
+def test_a_check_counts_in_each_loss_and_says_which_was_not_finite() -> None:
     policy = [gr.on("error:two", CheckFinite("raise")), gr.on("gradient:[ot]*", WeighLosses(uneven))]
-    model = gr.transform(plain, policy)
-    with pytest.raises(gr.NonFiniteError, match="first non-finite: error:/mean#1"):
-        step(model, x, (1.0, float("inf")))
+    model, _ = weighed(policy)
+    with pytest.raises(
+        gr.NonFiniteError, match="error:/mean#1, 100 % of 1 elements, the gradient that came from outside"
+    ):
+        step(model, net()[1], (1.0, float("inf")))
+    found = model.monitor.latest()
+
+    assert [found["nonfinite@error:two"], found["nonfinite.2@error:two"]] == [0, 15]
+
+
+def test_losses_in_one_tensor_share_no_head() -> None:
+    """Of ``stack`` each head is there once, also where the error of all losses is measured; changed, it is masked."""
+
+    class Stacked(Net):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.stack(super().forward(x))
+
+    def of(*policy: Any) -> tuple[int, dict[str, Tensor], Any]:
+        plain, x = net()
+        plain.__class__ = Stacked
+        model = gr.transform(plain, [*policy, gr.on("gradient:[ot]*", WeighLosses(uneven))])
+        gradients = step(model, x)
+        return sum(model.explain().graphs[0].loss_nodes), gradients, model
+
+    plain, x = net()
+    apart = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
+    assert_same(step(apart, x), of()[1])
+    alone, number = of()[0], sum(apart.explain().graphs[0].loss_nodes)
+    measured, _, _ = of(gr.on("error:/stack", Observe("norm")))
+    _, gradients, model = of(gr.on("error:/stack", Observe("norm", "loss_norms")))
+    changed, clipped, _ = of(gr.on("error:/stack", ClipByNorm(0.5)))
+
+    assert alone == measured == number < changed
+    assert_same(gradients, eager())
+    assert_same(clipped, {name: 0.5 * g for name, g in eager(lambda g: uneven(g / 4)).items()})
+    assert [model.monitor.latest()[f"loss_norm_{k}@error:/stack"] for k in range(2)] == [1.0, 1.0]
+
+
+def test_losses_in_one_tensor_are_weighed_themselves() -> None:
+    class Stacked(Net):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.stack(super().forward(x))
+
+    plain, x = net()
+    plain.__class__ = Stacked
+    got = step(gr.transform(plain, gr.on("error:/stack", WeighLosses(uneven))), x)
+
+    assert_same(got, step(net()[0], x, (0.5, 1.0)))
 
 
 @pytest.mark.parametrize("name", mostly_slow(["residual", "transformer", "conv and batch norm", "Stacked", "Cat"], 2))

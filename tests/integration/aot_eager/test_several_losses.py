@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from gradrewrite.passes import MGDA, AlignedMTL, CAGrad, PCGrad, UPGrad, WeighLo
 
 from helpers import mostly_slow
 from models.architectures import ARCHITECTURES, FURTHER, Architecture, Loss
-from models.several_losses import MODULES, losses_of, make
+from models.several_losses import MODULES, assert_equal_gradients, eager_gradients, losses_of, make
 
 CASES = [case for case in (*ARCHITECTURES, *FURTHER) if not case.obstacle]
 # ours, TorchJD's, and the largest difference relative to the largest element
@@ -41,53 +41,13 @@ def order_of(seed: int, number: int) -> Iterator[None]:
         yield
 
 
-def gramian_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
-    def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Tensor:
-        pairs = [(x * y).sum() for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-        return torch.stack(pairs).sum() if pairs else torch.zeros((), dtype=torch.float64)
-
-    return torch.stack([torch.stack([dot(a, b) for b in gradients]) for a in gradients])
-
-
-def eager_gradients(
-    run: Callable[[], Any], model: nn.Module, pattern: str, weighting: Any
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The oracle: one backward a loss, the Gram matrix of the shared parameters, TorchJD's weights."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    losses = losses_of(run())
-    all_parameters = list(parameters.values())
-    found = [torch.autograd.grad(loss, all_parameters, retain_graph=True, allow_unused=True) for loss in losses]
-    reached = [sum(own[n] is not None for own in found) for n in range(len(parameters))]
-    shared = [n for n, name in enumerate(parameters) if name.startswith(pattern) and reached[n] > 1]
-    gramian = gramian_of([[own[n] for n in shared] for own in found])
-    weights = weighting(gramian)
-    total = {}
-    for n, name in enumerate(parameters):
-        terms = [
-            (w if n in shared else 1) * own[n] for w, own in zip(weights, found, strict=True) if own[n] is not None
-        ]
-        if terms:
-            total[name] = torch.stack(terms).sum(0)
-    return total, weights
-
-
-def assert_equal_gradients(model: nn.Module, expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, parameter in model.named_parameters():
-        if name not in expected:
-            assert parameter.grad is None or not parameter.grad.any()
-            continue
-        assert parameter.grad is not None, name
-        scale = float(expected[name].abs().max()) if expected[name].numel() else 1.0
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=tolerance * max(scale, 1e-3))
-
-
 def check(name: str, weighting: str) -> dict[str, float]:
     plain, x = make(name)
     ours, theirs, tolerance = WEIGHTINGS[weighting]
     number = len(losses_of(plain(x)))
     reference = copy.deepcopy(plain)
     with order_of(3, number):
-        expected, weights = eager_gradients(lambda: reference(x), reference, "trunk", theirs)
+        expected, weights = eager_gradients(reference, x, "trunk", theirs)
     model = gr.transform(copy.deepcopy(plain), gr.on("gradient:trunk*", WeighLosses(ours)))
     sum(losses_of(model(x)), torch.zeros(())).backward()
     found = model.monitor.latest()
@@ -139,7 +99,7 @@ def test_architectures(case: Architecture) -> None:
         case.prepare(plain.trunk, inputs)
     reference = copy.deepcopy(plain)
     torch.manual_seed(1)
-    expected, _ = eager_gradients(lambda: reference(**inputs), reference, "trunk", inverse_norms)
+    expected, _ = eager_gradients(reference, inputs, "trunk", inverse_norms)
     model = gr.transform(plain, gr.on("gradient:trunk*", WeighLosses(inverse_norms)))
     torch.manual_seed(1)
     sum(losses_of(model(**inputs)), torch.zeros(())).backward()

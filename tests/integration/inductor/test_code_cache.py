@@ -17,7 +17,7 @@ from torch._inductor.utils import fresh_cache
 import gradrewrite as gr
 from gradrewrite._compat import inductor
 from gradrewrite.passes import (
-    CAGrad,
+    MGDA,
     CheckFinite,
     ClipByGlobalNorm,
     ClipByNorm,
@@ -31,6 +31,7 @@ from gradrewrite.passes import (
 )
 
 from helpers import failure
+from models.several_losses import SeveralLosses
 
 pytestmark = pytest.mark.skipif(not inductor.knows_cache(), reason="its parts are private, and unknown of this torch")
 
@@ -60,8 +61,7 @@ def step(policy: Any, *, build: Callable[[], nn.Module] = Net, x: Tensor | None 
     model.compile()
     counters.clear()
     torch.manual_seed(1)
-    loss = model(torch.linspace(-1, 1, 12).reshape(3, 4) if x is None else x)
-    (loss if isinstance(loss, Tensor) else loss[0] + loss[1]).backward()
+    model(torch.linspace(-1, 1, 12).reshape(3, 4) if x is None else x).backward()
     return model, [p.grad for p in model.parameters()], bool(counters["aot_autograd"]["autograd_cache_hit"])
 
 
@@ -96,31 +96,60 @@ def test_a_hit_is_what_was_compiled(name: str) -> None:
         assert report.edits[0].action is CLIP
 
 
-class Summed(nn.Module):
-    """A model with two losses, whose sum a step differentiates, and another output."""
+def losses_step(policy: Any, tangents: tuple[float, float] = (1.0, 1.0)) -> tuple[Any, list[Tensor], bool]:
+    """As ``step``, of a model with two losses."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = gr.transform(SeveralLosses(nn.Linear(4, 6), torch.ones(3, 4), 2), policy)
+    model.compile()
+    counters.clear()
+    losses = model(torch.linspace(-1, 1, 12).reshape(3, 4))
+    sum(t * loss for t, loss in zip(tangents, losses, strict=True)).backward()
+    return model, [p.grad for p in model.parameters()], bool(counters["aot_autograd"]["autograd_cache_hit"])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = self.first(x)
-        return self.second(h).square().sum(), (h - 1).square().sum(), h
-
-
-def test_weighed_losses_of_a_hit() -> None:
-    policy = gr.on("gradient:first.*", WeighLosses(UPGrad()))
-    cold, wanted, was_hit = step(policy, build=Summed)
-    warm, got, is_hit = step(policy, build=Summed)
-    _, other, hits_other = step(gr.on("gradient:first.*", WeighLosses(CAGrad())), build=Summed)
-
-    assert (was_hit, is_hit, hits_other) == (False, True, False)
+def test_weighed_losses_out_of_the_cache() -> None:
+    """With other tangents too, with records; another weighting, or none, is another code."""
+    upgrad = gr.on("gradient:trunk.*", WeighLosses(UPGrad()))
+    first, wanted, was_hit = losses_step(upgrad)
+    warm, got, is_hit = losses_step(upgrad)
+    assert (was_hit, is_hit) == (False, True)
     assert all(map(torch.equal, got, wanted))
-    assert not torch.equal(other[0], wanted[0])
-    assert warm.monitor.latest() == cold.monitor.latest()
-    assert warm.explain().graphs[0].loss_nodes == cold.explain().graphs[0].loss_nodes
-    with pytest.raises(gr.PolicyError, match="output 2 of the model"):
-        sum(part.sum() for part in warm(torch.ones(3, 4))).backward()
+    assert warm.monitor.latest() == first.monitor.latest()
+    assert "loss_weight_1@group:default" in warm.monitor.latest()
+    assert warm.explain().graphs[0].loss_nodes == first.explain().graphs[0].loss_nodes
+    scaled, _, is_hit = losses_step(upgrad, (2.0, 1.0))
+    assert is_hit
+    assert scaled.monitor.latest()["loss_norm_0@group:default"] == pytest.approx(
+        2 * first.monitor.latest()["loss_norm_0@group:default"]
+    )
+    others = [
+        WeighLosses(MGDA()),
+        WeighLosses(UPGrad(reg_eps=0.5)),
+        WeighLosses(lambda g: 3 * g.diagonal() / g.trace()),
+    ]
+    for action in others:
+        _, found, is_hit = losses_step(gr.on("gradient:trunk.*", action))
+        assert not is_hit
+        assert not torch.equal(found[0], wanted[0])
+
+
+def test_another_output_than_the_losses_is_refused_out_of_the_cache_too() -> None:
+    class WithFeatures(SeveralLosses):
+        def forward(self, x: Tensor) -> Any:
+            return *super().forward(x), self.trunk(x)
+
+    for is_hit in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        plain = WithFeatures(nn.Linear(4, 6), torch.ones(3, 4), 2)
+        model = gr.transform(plain, gr.on("gradient:trunk.*", WeighLosses(UPGrad())))
+        model.compile()
+        counters.clear()
+        one, two, features = model(torch.ones(3, 4))
+        assert bool(counters["aot_autograd"]["autograd_cache_hit"]) == is_hit
+        with pytest.raises(gr.PolicyError, match="receive"):
+            (one + two + features.sum()).backward()
 
 
 def test_every_policy_gets_its_own_code() -> None:

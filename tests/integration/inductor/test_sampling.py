@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import gradrewrite as gr
 from gradrewrite._compat import inductor
-from gradrewrite.passes import CheckFinite, ClipByNorm, Keep, Observe
+from gradrewrite.passes import CheckFinite, ClipByNorm, Keep, Observe, UPGrad, WeighLosses
 
+from models.several_losses import SeveralLosses
 from models.small import SquaredTwoLayers, TwoLayers
 
 MEASUREMENTS = [
@@ -51,6 +53,28 @@ def test_kernels_between_are_those_without_measurements(clips: Any) -> None:
     if clips:
         between = between.replace("norm.2", "norm")
     assert between == code_of(lambda: plain(x).backward()) != measuring
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("policy", [WeighLosses(UPGrad()), ClipByNorm(1e-2)], ids=["weighed", "not weighed"])
+def test_kernels_between_without_figures_of_losses(policy: Any) -> None:
+    """There are no copies for each loss in steps between, but those of ``WeighLosses``."""
+    x = torch.randn(3, 4)
+    observe = [gr.on(f"{kind}:*", Observe("loss_norms", "loss_cosine")) for kind in ("error", "gradient")]
+    weigh = gr.on("gradient:trunk.*", policy)
+    net = SeveralLosses(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6)), x, 2)
+    sampled = gr.transform(net, [observe, weigh], monitor=gr.Monitor(sample=1000))
+    plain = gr.transform(sampled.original, weigh)
+    sampled.compile()
+    plain.compile()
+
+    def step(model: Any) -> None:
+        model.zero_grad()
+        sum(model(x)).backward()
+
+    measuring, between = (code_of(lambda: step(sampled)) for _ in range(2))
+    assert between == code_of(lambda: step(plain)) != measuring
 
 
 def test_compiled_steps() -> None:

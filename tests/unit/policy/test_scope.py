@@ -26,7 +26,7 @@ pytestmark = pytest.mark.pure
 
 DDP, FSDP = "DistributedDataParallel", "FSDP2 (fully_shard)"
 CLIP, AVERAGE, CHECK = P.ClipByGlobalNorm(1.0), P.AllReduce(), P.CheckFinite("skip")
-EXAMPLES = P.ClipPerExample(1.0)
+EXAMPLES, LOSSES = P.ClipPerExample(1.0), P.WeighLosses(P.UPGrad())
 
 
 def site(kind: Kind = "gradient", name: str = "w") -> Site:
@@ -70,6 +70,24 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         Context(site(), is_part=True),
         "needs the whole model in one graph",
         Context(site()),
+    ),
+    "losses_of_dtensor": (
+        LOSSES,
+        Context(site(), tensor_type="DTensor"),
+        r"gradient:w: WeighLosses\(UPGrad\(\)\) needs a plain gradient, and this one is a DTensor",
+        Context(site()),
+    ),
+    "losses_of_part": (
+        LOSSES,
+        Context(site("error"), is_part=True),
+        "needs the backward of all losses in one graph, and this graph is a part of it",
+        Context(site("error")),
+    ),
+    "losses_in_data_parallelism": (
+        LOSSES,
+        Context(site("error"), around=DDP, num_ranks=2),
+        "under DistributedDataParallel with 2 processes: each process would weigh by the gradients of its own examples",
+        Context(site("error")),
     ),
     "states_of_part": (
         CLIP,
@@ -124,6 +142,14 @@ def test_each_row_has_a_case() -> None:
     rows = [next(n for n, row in enumerate(REFUSALS) if row.holds(*CASES[case][:2])) for case in CASES]
 
     assert rows == list(range(len(REFUSALS)))
+
+
+def test_observed_losses_are_refused_as_weighed_ones() -> None:
+    observe, part = P.Observe("loss_norms"), Context(site("error"), is_part=True, reads_losses=True)
+
+    with pytest.raises(PolicyError, match=r"Observe\('loss_norms'\) needs the backward of all losses in one graph"):
+        refuse(observe, part)
+    refuse(P.Observe("norm"), Context(site("error"), is_part=True))
 
 
 @pytest.mark.parametrize(
