@@ -24,7 +24,8 @@ def gramian(
 
     Gradients come parameter after parameter, ``counts`` of each, with the number of the loss of each, in ascending
     order; a missing one is 0. NaN and infinities propagate. Elements are multiplied and added in float32, of 64-bit
-    gradients in float64, and in host memory where that has no room for a product. ``is_opaque``: by one operation that the compiler does not look into.
+    gradients in float64, and in host memory where float32 has no room for a product. ``is_opaque``: by one operation
+    that the compiler does not look into.
     """
     if is_opaque:
         found: Tensor = torch.ops.gradrewrite.gramian.default(list(gradients), list(losses), list(counts), number)
