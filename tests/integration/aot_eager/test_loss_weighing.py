@@ -591,7 +591,7 @@ def in_place(losses: Sequence[Tensor]) -> Tensor:
 
 
 VECTORS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
-    "stack": torch.stack,
+    "stack": lambda losses: torch.stack(list(losses)),
     "cat": lambda losses: torch.cat([loss.view(1) for loss in losses]),
     "times weights": lambda losses: torch.stack(list(losses)) * torch.ones(2, dtype=torch.float64),
     "clamp": lambda losses: torch.stack(list(losses)).clamp(max=1e9),
