@@ -50,8 +50,7 @@ def weights_of_two(rows: Sequence[Sequence[Tensor]]) -> list[float]:
     """UPGrad of two losses, in closed form: what of each conflicts with the other is projected away."""
     a, b = (torch.cat([g.flatten() for g in row]) for row in rows)
     product, squares = float(a @ b), (float(a @ a), float(b @ b))
-    regularized = [square + 1e-4 * sum(squares) for square in squares]
-    return [0.5 * (1 + max(0.0, -product / square)) for square in regularized]
+    return [0.5 * (1 + max(0.0, -product / square)) for square in squares]
 
 
 def clipped(g: Tensor, bound: float) -> Tensor:
