@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -195,7 +195,8 @@ class LossGradients:
         if read in self._diagonal and node.target is _aten.select.int:
             return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
         if read in self._diagonal and node.target is _aten.slice.Tensor and value_of(node).shape[0] == 1:
-            return int(node.args[2]) % self.losses.number  # type: ignore[arg-type]
+            start: Any = node.args[2] if len(node.args) > 2 else None
+            return int(start or 0) % self.losses.number
         is_unbound = read.target is _aten.unbind.int and read.all_input_nodes[0] in self._diagonal
         return int(node.args[1]) if is_unbound else None  # type: ignore[arg-type]
 
@@ -327,8 +328,8 @@ class LossGradients:
     def values(self, forward: ForwardValues, before: fx.Node) -> fx.Node:
         """Insert the losses ``[K]``, as the forward has computed them, float64."""
         returned = aot_autograd.outputs_by_tangent(self._graph)
-        tangents = [self.losses.vector] if self.losses.vector is not None else list(self.losses.tangents)
-        nodes = [forward.for_backward(returned[t]) for t in tangents if t is not None and self.losses.tangents[t]]
+        own = {node: losses for node, losses in self.losses.tangents.items() if losses}
+        nodes = [forward.for_backward(returned[tangent]) for tangent in sorted(own, key=lambda t: min(own[t]))]
 
         def run(*losses: Tensor) -> list[Tensor]:
             wide = [loss.to(torch.float64).reshape(-1) for loss in losses]
