@@ -30,7 +30,8 @@ class WeighLosses:
     For a model that returns ``K`` losses, and whose sum is differentiated as ever: ``sum(model(x)).backward()``. The
     losses are its differentiable scalar outputs, in their order, or without any the elements of its only differentiable
     one of shape ``[K]``; at most 32. Other differentiable outputs may not receive a gradient. What several losses share
-    of the backward is there once for each of them, in one graph; a gradient that one loss reaches stays as it is.
+    of the backward is there once for each of them, in one graph; a gradient that one loss reaches stays as it is, and a
+    shared one outside of all groups is the sum of those of each loss.
 
     At gradient sites the gradient of a loss is that of all parameters of the group which more than one loss reaches; it
     is 0 for those that it does not reach. At an error site, the only one of its group, it is the error of each loss:
