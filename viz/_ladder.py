@@ -208,6 +208,12 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], records: 
     return Part(key, column, *texts, nodes, tuple(numbers), classes, "\n".join(lines))
 
 
+def of_losses(nodes: Sequence[Node]) -> str:
+    """Return the losses of nodes that are there once for each, as the end of a text; ``""`` without any."""
+    losses = sorted({node.loss for node in nodes if node.loss is not None})
+    return f" \u00b7 losses {', '.join(map(str, losses))}" if losses else ""
+
+
 def describe_node(graph_view: GraphView, node: Node) -> str:
     """Return the tooltip of a node, in several lines."""
     lines = [f"{node.name}: {node.target}"]
@@ -289,8 +295,7 @@ def _parts(graph_view: GraphView, row: _Row, records: EditRecords) -> list[Part]
         lines += [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in figures]
         names += tuple(name for n in figures for name in graph_view.edits[n].nodes)
         title = "\n".join(lines)
-        losses = sorted({node.loss for node in nodes if node.loss is not None})
-        small = (node.module_call or "(model)") + (f" \u00b7 losses {', '.join(map(str, losses))}" if losses else "")
+        small = f"{node.module_call or '(model)'}{of_losses(nodes)}"
         parts.append(Part(key, node.lane, text, small, names, title=title, figures=figures))
     parts.sort(key=lambda part: COLUMNS.index(part.column))
     parts += [edit_part(graph_view, f"edit {number}", [number], records) for number in row.edits]

@@ -25,6 +25,7 @@ from gradrewrite.viz._ladder import (
     fold_names,
     join,
     kind_of_op,
+    of_losses,
     only_measures,
     records_of,
     template,
@@ -100,7 +101,7 @@ def _boxes(number: int, group: _Group) -> list[Part]:
         nodes = [n for n in group.nodes if n.lane == lane]
         if nodes:
             ops = len({n.order for n in nodes})
-            small = f"{ops} op{'s' if ops != 1 else ''}"
+            small = f"{ops} op{'s' if ops != 1 else ''}{of_losses(nodes)}"
             names = tuple(n.name for n in nodes)
             source = next((n.source for n in nodes if n.source), "")
             title = f"{label}\n{lane}: {small}, {len(nodes)} nodes\n{source}".rstrip()

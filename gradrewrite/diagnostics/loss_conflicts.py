@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
+from typing import Literal, TypeAlias
+
+from typing_extensions import assert_never
 
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.nonfinite_steps import has_counts
@@ -18,6 +21,7 @@ OFTEN = 0.2  # share of the steps
 OPPOSED = -0.05  # median of the cosines < 0; nearer to 0 losses are orthogonal, and a sum undoes nothing
 _MOST_PAIRS = 3
 _COSINE, _WEIGHT = re.compile(r"loss_cosine(?:_(\d+)_(\d+))?"), re.compile(r"loss_weight_(\d+)")
+_Lack: TypeAlias = Literal["no gradient", "not finite", "no weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +131,59 @@ def _advice(sites: Sequence[str]) -> str:
 
 
 def _idle(run: Run) -> list[str]:
-    """Return sentences on losses with the weight 0 or NaN."""
+    """Return sentences on losses with the gradient 0 or NaN, or with the weight 0."""
     found = []
-    for one in run.series.values():
-        match = _WEIGHT.fullmatch(one.at.record)
-        if match is None or not is_group(one.at.site) or len(one.values) < MIN_STEPS:
-            continue
-        norms = run.series.get(f"loss_norm_{match[1]}@{one.at.site}")
-        reached = {} if norms is None else norms.by_step  # a loss without a gradient needs no weight
-        zeros = [step for step, value in one.by_step.items() if value == 0 and reached.get(step) != 0]
-        for what, number in (("0", len(zeros)), ("NaN", sum(map(math.isnan, one.values)))):
-            share = number / len(one.values)
-            if share >= OFTEN:
-                often = f"the weight {what} in {percent(share)} of {len(one.values)} steps in {one.at.site}"
-                found.append(((often, what), match[1]))
-    return [_without_weight(often, what, losses, run) for (often, what), losses in grouped(found).items()]
+    for site, number in dict.fromkeys(_weighed(run)):
+        weights, norms = (_by_step(run, f"loss_{what}_{number}@{site}") for what in ("weight", "norm"))
+        steps = norms or weights
+        counts: dict[_Lack, int] = {
+            "no gradient": sum(norm == 0 for norm in norms.values()),
+            "not finite": sum(not math.isfinite(value) for value in steps.values()),
+            # Not where its gradient is 0, or where MGDA gives a loss without a gradient all the weight.
+            "no weight": sum(
+                weight == 0 and norms.get(step) != 0 and not _weighs_nothing(run, site, step)
+                for step, weight in weights.items()
+            ),
+        }
+        for lack, count in counts.items():
+            if len(steps) >= MIN_STEPS and count / len(steps) >= OFTEN:
+                often = f"in {percent(count / len(steps))} of {len(steps)} steps in {site}"
+                found.append(((lack, often), number))
+    return [_lacking(lack, often, losses, run) for (lack, often), losses in grouped(found).items()]
 
 
-def _without_weight(often: str, what: str, losses: Sequence[str], run: Run) -> str:
-    who = f"Loss {losses[0]} has" if len(losses) == 1 else f"Losses {listed(losses)} have"
-    if what == "0":
-        return f"{who} {often}, and teaches it nothing then; UPGrad gives each loss a weight > 0."
-    checks = "" if has_counts(run) else '; gr.on("gradient:*", CheckFinite()) names the op and its line'
-    return f"{who} {often}: the gradient of a loss is not finite then{checks}."
+def _weighed(run: Run) -> list[tuple[str, str]]:
+    """Return groups and numbers of losses with weights."""
+    matches = ((one.at.site, _WEIGHT.fullmatch(one.at.record)) for one in run.series.values())
+    return [(site, match[1]) for site, match in matches if match is not None and is_group(site)]
+
+
+def _by_step(run: Run, address: str) -> Mapping[int, float]:
+    series = run.series.get(address)
+    return {} if series is None else series.by_step
+
+
+def _weighs_nothing(run: Run, site: str, step: int) -> bool:
+    """Whether a loss without a gradient has a weight in a group at a step."""
+    numbers = [number for where, number in _weighed(run) if where == site]
+    pairs = [[_by_step(run, f"loss_{what}_{n}@{site}").get(step) for what in ("norm", "weight")] for n in numbers]
+    return any(norm == 0 and weight for norm, weight in pairs)
+
+
+def _lacking(lack: _Lack, often: str, losses: Sequence[str], run: Run) -> str:
+    is_one = len(losses) == 1
+    who = f"Loss {losses[0]} has" if is_one else f"Losses {listed(losses)} have"
+    match lack:
+        case "no gradient":
+            return (
+                f"{who} the gradient 0 {often}, which counts in the weights of all: these parameters are not reached, "
+                "backward was called without the loss, or a metric was not detached."
+            )
+        case "not finite":
+            checks = "" if has_counts(run) else '; gr.on("gradient:*", CheckFinite()) names the op and its line'
+            return f"{who} a gradient that is not finite {often}, and so all weights are NaN{checks}."
+        case "no weight":
+            teach = "teaches" if is_one else "teach"
+            return f"{who} the weight 0 {often}, and {teach} it nothing then; UPGrad gives each loss a weight > 0."
+        case _:
+            assert_never(lack)

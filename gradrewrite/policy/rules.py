@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, is_action, kinds_of
-from gradrewrite.policy.scope import Context, refuse, skips_updates
-from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
+from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
+from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
+from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Kind, Pattern, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ def on(pattern: str, action: Answer) -> Rule:
 def check_policy(policy: Any) -> None:
     """Look at a policy where it is given: PolicyError for none, ValueError for a tensor in a rule that is no bound."""
     if is_action(policy):
-        raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('error:*', {policy!r})")
+        kind = "error" if "error" in kinds_of(policy) and group_of(policy) is None else "gradient"
+        raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('{kind}:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
         for item in policy:
             check_policy(item)
@@ -75,6 +76,19 @@ def check_policy(policy: Any) -> None:
         raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
     elif isinstance(policy, Rule):
         check_bounds(policy)
+        _check_guarded(policy)
+
+
+def _check_guarded(rule: Rule) -> None:
+    """Raise PolicyError for an action that is not allowed at the sites of a guard; no graph of the model has them."""
+    kind = Pattern.parse(rule.pattern).kind
+    for action in _flat(rule.action) if kind in AT_GUARD else ():
+        if kind not in kinds_of(action):
+            allowed = ", ".join(sorted(kinds_of(action)))
+            raise PolicyError(
+                f"{rule.pattern}: {describe(action)} does not apply to this kind of site; it applies to {allowed}",
+                code="action-not-allowed",
+            )
 
 
 def check_bounds(policy: Policy) -> None:

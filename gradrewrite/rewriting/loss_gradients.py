@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +43,7 @@ class Losses:
     tangents: Mapping[fx.Node, frozenset[int]]  # the losses of each tangent; none for other outputs
     vector: fx.Node | None  # the tangent of the one output with all losses, ``[number]``
     others: frozenset[int]  # positions of other differentiable outputs of the Dynamo graph
-    parts: tuple[int, ...] = ()  # numbers of losses that another loss is computed from
+    parts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by number: losses that a loss is computed from
 
 
 def find_losses(marked: MarkedJointGraph, asks: str) -> Losses:
@@ -90,18 +90,16 @@ def _checked(number: int, asks: str) -> int:
     return number
 
 
-def _parts(graph: fx.Graph, tangents: Sequence[fx.Node]) -> tuple[int, ...]:
-    """Return the numbers of losses that another one is computed from."""
+def _parts(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[int, list[int]]:
+    """Return the losses that others are computed from, by the numbers of these."""
     outputs = aot_autograd.outputs_by_tangent(graph)
     losses = [outputs[node] for node in tangents]
-    behind: set[fx.Node] = set()
-    todo = [read for loss in losses for read in loss.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in behind:
-            behind.add(node)
-            todo += node.all_input_nodes
-    return tuple(number for number, loss in enumerate(losses) if loss in behind)
+    behind: dict[fx.Node, frozenset[int]] = {}  # the losses that a node is computed from
+    for node in graph.nodes:
+        own = {losses.index(node)} if node in losses else set()
+        behind[node] = frozenset(own).union(*(behind[n] for n in node.all_input_nodes))
+    found = {number: sorted(behind[loss] - {number}) for number, loss in enumerate(losses)}
+    return {number: parts for number, parts in found.items() if parts}
 
 
 class LossGradients:

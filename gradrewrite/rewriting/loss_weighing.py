@@ -66,8 +66,8 @@ def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[WeighLosses]:
             sites = ", ".join(str(point.site) for point in group.points[:3])
             raise PolicyError(
                 f"{describe(group.action)} is at {sites}{', ...' if len(group.points) > 3 else ''}: a group is at "
-                "gradient sites, or at one error site. Take one error site (with #call if its module is called more "
-                "than once), or give each a group of its own",
+                'gradient sites, or at one error site. Take gradients (gr.on("gradient:trunk.*", ...)), or one error '
+                "site (with #call if its module is called more than once), or give each a group of its own",
                 code="losses",
             )
         _check_others(group, plan)
@@ -158,12 +158,12 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
         for w in weighings
         if not w.members
     ]
-    if losses.losses.parts:
-        listed = ", ".join(map(str, losses.losses.parts))
+    for total, parts in losses.losses.parts.items():
+        listed = ", ".join(map(str, parts))
         notes.append(
-            f"{_named(groups[0])}: other losses of the model are computed from loss {listed} (in the order of its "
-            "outputs), as a total from its parts, and each is weighed. Return the parts alone, or detach what is only "
-            "to be seen"
+            f"{_named(groups[0])}: loss {total} of the model (in the order of its outputs) is computed from loss "
+            f"{listed}, as a total from its parts; each is weighed, with a gradient of 0 where backward is called "
+            "without it. Return the parts alone, or detach what is only to be seen"
         )
     return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split, tuple(notes))
 

@@ -169,7 +169,7 @@ def test_losses_without_weight() -> None:
             **weights,
             "loss_weight_1@group:trunk": [0.0] * 40 + [0.1] * 10,
             "loss_weight_2@group:trunk": [0.0] * 40 + [0.1] * 10,
-            "loss_norm_2@group:trunk": [0.0] * 50,  # it does not reach the group
+            "loss_norm_2@group:trunk": [0.0] * 50,
             "loss_weight_3@group:trunk": [math.nan] * 20 + [0.1] * 30,
         }
     )
@@ -178,9 +178,27 @@ def test_losses_without_weight() -> None:
         "No losses conflict: every cosine of 50 steps is >= 0.",
         "Loss 1 has the weight 0 in 80 % of 50 steps in group:trunk, and teaches it nothing then; UPGrad gives each "
         "loss a weight > 0.",
-        "Loss 3 has the weight NaN in 40 % of 50 steps in group:trunk: the gradient of a loss is not finite then; "
+        "Loss 2 has the gradient 0 in 100 % of 50 steps in group:trunk, which counts in the weights of all: these "
+        "parameters are not reached, backward was called without the loss, or a metric was not detached.",
+        "Loss 3 has a gradient that is not finite in 40 % of 50 steps in group:trunk, and so all weights are NaN; "
         'gr.on("gradient:*", CheckFinite()) names the op and its line.',
     ]
+
+
+def test_a_loss_without_a_gradient_that_has_all_the_weight_is_the_cause() -> None:
+    """As MGDA weighs a metric that is not detached."""
+    weights = {f"loss_weight_{k}@group:trunk": [float(k == 2)] * 50 for k in range(3)}
+    norms = {f"loss_norm_{k}@group:trunk": [float(k != 2)] * 50 for k in range(3)}
+    (text,) = remarks({**weights, **norms})
+
+    assert text.startswith("Loss 2 has the gradient 0 in 100 % of 50 steps")
+
+
+def test_the_loss_that_is_not_finite_is_named() -> None:
+    weights = {f"loss_weight_{k}@group:trunk": [math.nan] * 50 for k in range(2)}
+    (text,) = remarks({**weights, "loss_norm_0@group:trunk": [1.0] * 50, "loss_norm_1@group:trunk": [math.nan] * 50})
+
+    assert text.startswith("Loss 1 has a gradient that is not finite in 100 % of 50 steps")
 
 
 def test_losses_without_weight_together() -> None:
@@ -188,8 +206,8 @@ def test_losses_without_weight_together() -> None:
     (text,) = remarks({**nan, "nonfinite@gradient:a": [1.0] * 50})
 
     assert text == (
-        "Losses 0, 1, 2 have the weight NaN in 100 % of 50 steps in group:default: the gradient of a loss is not "
-        "finite then."
+        "Losses 0, 1, 2 have a gradient that is not finite in 100 % of 50 steps in group:default, and so all weights "
+        "are NaN."
     )
 
 
