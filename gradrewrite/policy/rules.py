@@ -12,7 +12,7 @@ from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
 from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
-from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Kind, Pattern, Site
+from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,13 @@ def check_policy(policy: Any) -> None:
         raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
     elif isinstance(policy, Rule):
         check_bounds(policy)
-        _check_guarded(policy)
+        _check_at_steps(policy)
 
 
-def _check_guarded(rule: Rule) -> None:
-    """Raise PolicyError for an action that is not allowed at the sites of a guard; no graph of the model has them."""
-    kind = Pattern.parse(rule.pattern).kind
-    for action in _flat(rule.action) if kind in AT_GUARD else ():
-        if kind not in kinds_of(action):
+def _check_at_steps(rule: Rule) -> None:
+    """Raise PolicyError for an action that is not allowed at step sites, at which nobody asks without a guard."""
+    for action in _flat(rule.action) if Pattern.parse(rule.pattern).kind == "step" else ():
+        if "step" not in kinds_of(action):
             allowed = ", ".join(sorted(kinds_of(action)))
             raise PolicyError(
                 f"{rule.pattern}: {describe(action)} does not apply to this kind of site; it applies to {allowed}",
