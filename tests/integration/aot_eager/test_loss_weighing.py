@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite import viz
+from gradrewrite.ir.graph_view import read_graph
 from gradrewrite.passes import (
     CheckFinite,
     ClipByGlobalNorm,
@@ -23,6 +25,8 @@ from gradrewrite.passes import (
 )
 from gradrewrite.rewriting.loss_gradients import weighted_sum
 from gradrewrite.testing import assert_matches_eager
+from gradrewrite.viz._ladder import build_ladder
+from gradrewrite.viz._overview import build_overview
 
 from helpers import mostly_slow
 from models.several_losses import MIXING, eager_gradients_by_error, losses_of, make
@@ -442,6 +446,18 @@ def test_text_and_explanation_say_which_copy_belongs_to_which_loss() -> None:
     assert any("_loss1" in line and line.endswith("# loss 1") for line in lines)
     step(model, x)
     assert f"{len(copies)} of loss 1" in str(model.explain())
+
+
+def test_pictures_say_which_losses_a_box_has() -> None:
+    plain, x = net()
+    graph = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven))).trace(x)
+    view = read_graph(graph)
+    rows = [*build_ladder(view).rows, *build_overview(view).rows]
+    small = {part.small for row in rows for part in row if part.column == "backward"}
+
+    assert {"two \u00b7 losses 0, 1", "1 op \u00b7 losses 0, 1", "a"} <= small
+    assert viz.to_networkx(graph).nodes["mm_4_loss1"]["loss"] == 1
+    assert viz.to_networkx(graph).nodes["primals_1"]["loss"] == -1
 
 
 def test_explanation_counts_what_is_there_once_for_each_loss() -> None:
