@@ -90,7 +90,8 @@ def is_bad(record: str, site: str, value: float, records: Mapping[str, float]) -
     """Whether a value shows a site with non-finite elements."""
     if record in COUNTS:
         return value > 0
-    if record not in MAGNITUDES or math.isfinite(value):
+    is_norm = record in MAGNITUDES or record.startswith("loss_norm_")  # of the gradient of one loss
+    if not is_norm or math.isfinite(value):
         return False
     # of an empty tensor the largest value is NaN, and counts and norm are 0
     is_empty = any(records.get(f"{name}@{site}") == 0 for name in ("nonfinite", "nan", "norm"))

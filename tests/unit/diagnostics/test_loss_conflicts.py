@@ -221,7 +221,7 @@ def test_they_are_no_fault_and_break_nothing(tmp_path: Path, capsys: pytest.Capt
     records = {
         "loss_cosine@gradient:trunk.0.weight": [math.nan, *mixed(40)],
         "loss_cosine@group:default": [-0.5] * 51,
-        "loss_norm_0@gradient:trunk.0.weight": [math.inf, *[1e9] * 50],
+        "loss_norm_0@gradient:trunk.0.weight": [1e9] * 51,
         "loss_norm_1@group:default": [0.0] * 51,
         "loss_weight_0@group:default": [1.0] * 51,
     }
@@ -246,3 +246,19 @@ def test_they_are_no_fault_and_break_nothing(tmp_path: Path, capsys: pytest.Capt
     assert set(main_figures(steps, {})) == {"gradrewrite/total_norm"}
     shown = last_run(steps)._repr_html_()
     assert all(name in shown for name in records)
+
+
+def test_a_norm_of_a_loss_that_is_not_finite_is_where_it_begins() -> None:
+    """The loss itself is NaN a step later."""
+    steps = steps_of(
+        {
+            "loss@run": [1.5, *[math.nan] * 49],
+            "loss_norm_0@group:default": [1.0] * 50,
+            "loss_norm_1@group:default": [math.nan] * 50,
+            "loss_weight_1@group:default": [math.nan] * 50,
+        }
+    )
+    verdict = examine(steps).verdict
+
+    assert verdict.outcome == "non-finite"
+    assert "group:default" in f"{verdict.text} {verdict.site}"
