@@ -80,7 +80,7 @@ def check_policy(policy: Any) -> None:
 
 
 def _check_at_steps(rule: Rule) -> None:
-    """Raise PolicyError for an action that is not allowed at step sites, at which nobody asks without a guard."""
+    """Refuse wrong actions at step sites; without a guard nobody asks there."""
     for action in _flat(rule.action) if Pattern.parse(rule.pattern).kind == "step" else ():
         if "step" not in kinds_of(action):
             allowed = ", ".join(sorted(kinds_of(action)))

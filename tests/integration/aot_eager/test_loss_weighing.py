@@ -674,7 +674,7 @@ class Sum(Net):
 @pytest.mark.parametrize(
     ("kind", "pattern", "message"),
     [
-        (Total, "gradient:one.*", "other losses of the model are computed from loss 1, 2"),
+        (Total, "gradient:one.*", "loss 0 of the model .* is computed from loss 1, 2"),
         (Sum, "gradient:one.*", "the model returns one loss, and nothing is weighed"),
         (Net, "gradient:a.*", "no gradient here is shared by losses, and nothing is weighed"),
     ],
