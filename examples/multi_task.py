@@ -1,6 +1,6 @@
-"""Read and draw digits with one small trunk: two losses, of which the plain sum serves the larger one.
+"""Read and draw digits with one small trunk and two losses.
 
-Six features of an image of a digit are to tell the digit (cross entropy) and to draw the image again (squared error of
+The plain sum serves the larger loss. Six features of an image of a digit are to tell the digit (cross entropy) and to draw the image again (squared error of
 grey levels from 0 to 16, a thousand times as large). ``python examples/multi_task.py`` trains with the plain sum, with
 the first loss enlarged by hand, and with ``WeighLosses``, from the same starts on the same batches, and draws what each
 reaches on images that were left out.
@@ -39,7 +39,7 @@ POLICIES: dict[str, Any] = {
 
 
 class ReadAndDraw(nn.Module):
-    """Tells which digit an image shows, and draws it again, from a few features."""
+    """A reader and a drawer of digits, behind a few features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ReadAndDraw(nn.Module):
 
 @dataclass(frozen=True)
 class Way:
-    """What a way of training reaches, by seed."""
+    """The scores of a way of training, by seed."""
 
     name: str
     read: list[float]  # shares of digits
@@ -97,7 +97,7 @@ def train(policy: Any, seed: int, steps: int, factor: float = 1.0) -> tuple[gr.R
 
 
 def of_seeds(name: str, policy: Any, steps: int, seeds: int, factor: float = 1.0) -> Way:
-    """Train with each seed, and print what that reaches."""
+    """Train with each seed, and print the scores."""
     read, drawn = zip(*(train(policy, seed, steps, factor)[1] for seed in range(seeds)), strict=True)
     way = Way(name, list(read), list(drawn))
     print(way)

@@ -458,7 +458,7 @@ def _is_resumed(frame: str) -> bool:
 
 
 def _refusing_gradients(compiled: Runnable, refused: Collection[int]) -> Runnable:
-    """Let an error follow where one of these outputs of a graph receives a gradient."""
+    """Refuse gradients of these outputs of a graph."""
 
     def run(*args: Any) -> Any:
         outputs = compiled(*args)

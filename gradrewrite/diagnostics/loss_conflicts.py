@@ -26,7 +26,7 @@ _Lack: TypeAlias = Literal["no gradient", "not finite", "no weight"]
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """How often the gradients of two losses were opposed at a site."""
+    """The conflict of two losses at a site."""
 
     pair: tuple[int, int]
     site: str

@@ -85,13 +85,16 @@ def _gramian_on_cpu(gradients: Sequence[Tensor], losses: Sequence[int], counts: 
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """The inner product; in float64 where float32 has no room for it."""
+    """The inner product, in float64 outside of the range of float32."""
     found = torch.dot(a, b).item()
     return found if 0 < abs(found) < math.inf else torch.dot(a.double(), b.double()).item()
 
 
 def _flat(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements of tensors of one shape, in one order, without a copy where memory is dense."""
+    """Return tensors of one shape as vectors, in one order.
+
+    Dense memory is not copied.
+    """
     order = sorted(range(rows[0].dim()), key=rows[0].stride, reverse=True)
     return [_real(row.permute(order)).reshape(-1) for row in rows]
 

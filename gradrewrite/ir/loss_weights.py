@@ -32,7 +32,10 @@ LIBRARY.define("weights_aligned_mtl(Tensor gramian, str scale_mode) -> Tensor")
 
 
 def _guarded(weigh: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Give a function a finite Gram matrix, float64, with a largest diagonal element of 1; NaN where it has none."""
+    """Normalize the Gram matrix of a weighting to a largest diagonal element of 1.
+
+    It is float64; the weights are NaN if an element is not finite.
+    """
 
     @functools.wraps(weigh)
     def run(gramian: Tensor, *settings: Any) -> Tensor:
@@ -142,7 +145,7 @@ def _first_valid(violation: Tensor) -> Tensor:
 
 
 def _trace_at_least(gramian: Tensor, norm_eps: float) -> Tensor:
-    """Return the Gram matrix, or zeros where its trace is less."""
+    """Return zeros for a Gram matrix with a smaller trace."""
     return gramian if norm_eps == 0 else torch.where(gramian.diagonal().sum() < norm_eps, 0.0, gramian)
 
 
