@@ -1,9 +1,9 @@
 """Read and draw digits with one small trunk and two losses.
 
-The plain sum serves the larger loss. Six features of an image of a digit are to tell the digit (cross entropy) and to draw the image again (squared error of
-grey levels from 0 to 16, a thousand times as large). ``python examples/multi_task.py`` trains with the plain sum, with
-the first loss enlarged by hand, and with ``WeighLosses``, from the same starts on the same batches, and draws what each
-reaches on images that were left out.
+The plain sum serves the larger loss. Six features of an image of a digit are to tell the digit (cross entropy) and to
+draw the image again (squared error of grey levels from 0 to 16, a thousand times as large).
+``python examples/multi_task.py`` trains with the plain sum, with the first loss enlarged by hand, and with
+``WeighLosses``, from the same starts on the same batches, and draws what each reaches on images that were left out.
 """
 
 from __future__ import annotations
