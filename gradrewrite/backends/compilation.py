@@ -28,7 +28,7 @@ from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
 from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
-from gradrewrite.ir import editing
+from gradrewrite.ir import editing, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
@@ -310,23 +310,8 @@ class GraphCompilation:
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition the joint graph, with held nodes as outputs.
-
-        Else the partitioner may compute in the backward what the forward has to, even from an output of the model,
-        which the caller may change in place.
-        """
-        early, position = editing.nodes_for_forward(gm.graph), kwargs["num_fwd_outputs"]
-        count = editing.release(gm.graph)
-        if early:
-            editing.insert_outputs(gm.graph, position, early)
-            aot_autograd.always_save(early)
-            kwargs["num_fwd_outputs"] = position + len(early)
-        forward, backward = inner(gm, joint_inputs, **kwargs)
-        if early:
-            editing.drop_outputs(forward.graph, position, len(early))
-            forward.recompile()
-        if count:
-            editing.hold_last(backward.graph, count)  # recompiled by compile_backward
+        """Partition the joint graph; see ``partitioning.partition``."""
+        forward, backward = partitioning.partition(gm, joint_inputs, inner=inner, **kwargs)
         aot_autograd.refuse_compiled_autograd(backward, refuse_compiled_autograd)
         if self.store is not None:
             self.store.backward = backward

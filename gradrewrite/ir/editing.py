@@ -16,6 +16,7 @@ from gradrewrite._compat import combined_kernels, fake_tensors, make_fx, operato
 from gradrewrite.ir import ops
 
 LIVE = "_live_tensor_"
+_STORED = "gradrewrite_stored"  # in the metadata of nodes
 
 
 def erase_markers(graph: fx.Graph) -> None:
@@ -85,11 +86,12 @@ def insert_copy(
 
 
 def insert_twin(node: fx.Node, inputs: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
-    """Insert a second node of the same kind before a node, with its metadata.
+    """Insert a second node of the same kind, with its metadata, before a node or right behind its own inputs.
 
     It reads what ``inputs`` has instead of the node's inputs.
     """
-    with node.graph.inserting_before(node):
+    before = max([node, *(read.next for read in inputs.values() if read.op != "placeholder")])
+    with node.graph.inserting_before(before):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: inputs.get(n, n))
         twin = node.graph.create_node(node.op, node.target, args, kwargs, name=name)
     twin.meta = dict(node.meta)
@@ -173,10 +175,17 @@ def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.No
 
 
 def nodes_for_forward(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of the forward that inserted backward nodes need."""
+    """Return the nodes that the forward is to compute and to save, although no output of the model needs them."""
     holders = graph.find_nodes(op="call_function", target=ops.hold)
     held = [holder.args[0][number] for holder in holders for numbers in holder.args[1:] for number in numbers]
-    return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=ops.copy)])]
+    stored = [node for node in graph.nodes if _STORED in node.meta]
+    return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=ops.copy), *stored])]
+
+
+def store(nodes: Sequence[fx.Node]) -> None:
+    """Let the forward compute these nodes, and save them for the backward; see ``nodes_for_forward``."""
+    for node in nodes:
+        node.meta[_STORED] = True
 
 
 def insert_outputs(graph: fx.Graph, position: int, nodes: Sequence[fx.Node]) -> None:

@@ -1,0 +1,53 @@
+"""Cutting a joint graph into forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from gradrewrite._compat import aot_autograd
+from gradrewrite.ir import editing
+
+
+def partition(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    inner: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    num_fwd_outputs: int,
+    **kwargs: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph by a partitioner of torch, with held nodes as outputs.
+
+    Else the partitioner may compute in the backward what the forward has to, even from an output of the model,
+    which the caller may change in place.
+    """
+    early = editing.nodes_for_forward(gm.graph)
+    count = editing.release(gm.graph)
+    if early:
+        editing.insert_outputs(gm.graph, num_fwd_outputs, early)
+        aot_autograd.always_save(early)
+    forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs + len(early), **kwargs)
+    if early:
+        editing.drop_outputs(forward.graph, num_fwd_outputs, len(early))
+        forward.recompile()
+    if count:
+        editing.hold_last(backward.graph, count)  # recompiled when it is compiled
+    return forward, backward
+
+
+def saved_names(gm: fx.GraphModule, further: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of the nodes that the forward would save, by torch's partitioner; the graph stays as it is.
+
+    ``further`` are nodes of the backward that will be returned, too.
+    """
+    trial = editing.copy_of(gm)
+    editing.erase_markers(trial.graph)
+    nodes = {node.name: node for node in trial.graph.nodes}
+    editing.add_outputs(trial.graph, [nodes[name] for name in further])
+    count = aot_autograd.num_forward_outputs(trial.graph)
+    forward, _ = partition(trial, (), inner=aot_autograd.min_cut_partition, num_fwd_outputs=count)
+    saved = editing.outputs_of(forward.graph.output_node())[count:]
+    return tuple(node.name for node in saved if isinstance(node, fx.Node))
