@@ -8,11 +8,14 @@ from typing import Literal, get_args
 
 import torch
 
-Kind = Literal["error", "gradient", "activation", "input", "step", "param", "state"]
+Kind = Literal["error", "gradient", "activation", "input", "step", "saved", "param", "state"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 AFTER_UPDATE: frozenset[Kind] = frozenset(("param", "state"))  # measured after ``optimizer.step()``
 AT_GUARD: frozenset[Kind] = AFTER_UPDATE | {"step"}
-_IN_GRAPHS = frozenset(KINDS) - AT_GUARD
+BY_KIND: frozenset[Kind] = AFTER_UPDATE | {"saved"}  # only rules and callbacks that name their kind act there
+OF_VALUES: frozenset[Kind] = frozenset(("error", "activation", "saved"))  # of values of the forward
+IN_FORWARD: frozenset[Kind] = frozenset(("activation", "saved"))
+_WITHOUT_KIND = frozenset(KINDS) - AT_GUARD - BY_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,12 @@ class Site:
             dL/d(parameter); ``"activation"`` for a value of the forward; ``"input"`` for the
             gradient of a differentiable input; ``"step"`` for the gradient that ``optimizer.step()``
             uses, of a parameter; ``"param"`` for a parameter and ``"state"`` for a tensor of its optimizer's state,
-            both as a guarded ``optimizer.step()`` leaves them.
+            both as a guarded ``optimizer.step()`` leaves them; ``"saved"`` for a tensor that the forward keeps for the
+            backward.
         name: Name of the module whose output the value is, else ``module/op``; a parameter's name, with
             ``.KEY`` behind it for ``optimizer.state[parameter][KEY]``; an input's argument name; the name given to
-            ``gr.tap``.
+            ``gr.tap``. A saved tensor has the name of its value; one that is no value of the model's code has
+            ``module/op.1``, ``module/op.2`` of the op that it is a part of, in the order of the forward.
         module: Name of the innermost module that ran the op (``""`` is the root).
         op: Name of the op as the user called it (``"softmax"``); ``""`` for gradients and inputs.
         output_of: Names of the modules whose output this value is, innermost first.
@@ -36,6 +41,7 @@ class Site:
         shape: Sizes in elements; ``None`` for a symbolic size.
         dtype: Element type.
         device: Device of the value.
+        nbytes: Size in memory of a saved tensor, views of which share it; None where symbolic, and at other kinds.
         source: ``file:line "code"`` of the forward op; ``""`` where there is none.
         may_be_infinite: Whether the program itself fills the value with infinities (a mask before a softmax).
         addresses: Every ``(name, call)`` that a pattern may match; empty means name and call.
@@ -53,6 +59,7 @@ class Site:
     source: str = ""
     may_be_infinite: bool = field(default=False, repr=False)
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    nbytes: int | None = None
 
     def __str__(self) -> str:
         call = f"#{self.call}" if self.call else ""
@@ -66,7 +73,7 @@ class Site:
                 slashes. Without ``/`` the glob is compared with the modules whose output the value
                 is (or with the parameter's name), with ``/`` with ``module/op`` and with names of
                 modules and parameters that have a ``/`` themselves. A pattern without a kind matches no ``step``,
-                ``param`` or ``state`` site.
+                ``saved``, ``param`` or ``state`` site.
 
         Returns:
             True if any address of the site matches.
@@ -116,7 +123,7 @@ class Pattern:
 
     def matches(self, site: Site) -> bool:
         """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
-        if site.kind != self.kind and (self.kind is not None or site.kind not in _IN_GRAPHS):
+        if site.kind != self.kind and (self.kind is not None or site.kind not in _WITHOUT_KIND):
             return False
         return any(
             self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)
@@ -126,5 +133,5 @@ class Pattern:
     def _may_mean(self, site: Site, name: str) -> bool:
         """Whether the glob is of the kind that an address of the site is: with ``/`` for an op."""
         has_slash = "/" in self.glob
-        is_op = site.kind in ("error", "activation") and "/" in name and name not in site.output_of
+        is_op = site.kind in OF_VALUES and "/" in name and name not in site.output_of
         return has_slash == is_op or (not is_op and "/" in name)

@@ -39,6 +39,7 @@ class _Namer:
         self._outputs: dict[ModuleCall, list[Value]] = defaultdict(list)
         self._call_number: dict[ModuleCall, int] = {}
         self._address: dict[int, list[tuple[str, int]]] = {}
+        self._inside: dict[int, tuple[str, int]] = {}  # the module call in which the value was made
         module_calls: Counter[str] = Counter()
         op_calls: Counter[str] = Counter()
         taps: Counter[str] = Counter()
@@ -65,6 +66,7 @@ class _Namer:
             chosen = next(a for a in first if a not in taken)
             taken.add(chosen)
             self._address[id(value)] = list(dict.fromkeys([chosen, *given, *produced, op]))
+            self._inside[id(value)] = (module, self._call_number[value.calls[-1]] if value.calls else 0)
         if calls_before:
             self._count_on(calls_before)
 
@@ -72,9 +74,13 @@ class _Namer:
         last = dict(sorted(address for found in self._address.values() for address in found))
         for found in self._address.values():
             found[:] = [(name, call + calls_before * (last[name] + 1)) for name, call in found]
+        last = dict(sorted(self._inside.values()))
+        self._inside = {key: (name, n + calls_before * (last[name] + 1)) for key, (name, n) in self._inside.items()}
 
     def site(self, value: Value, kind: Kind) -> Site:
-        addresses = self._address[id(value)]
+        addresses = [*self._address[id(value)]]
+        if kind == "saved":  # a module names what it keeps, its output or not
+            addresses = list(dict.fromkeys([*addresses, self._inside[id(value)]]))
         outputs = [call[0] for call in reversed(value.calls) if self._is_output(value, call)]
         return Site(
             kind=kind,

@@ -16,7 +16,7 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.ops import number_of
 from gradrewrite.ir.provenance import Anchor, Lane, Origin, Provenance
 from gradrewrite.ir.values import Value
-from gradrewrite.sites import Site
+from gradrewrite.sites import IN_FORWARD, Site
 
 _MARKERS = (ops.mark_activation, ops.mark_error)
 
@@ -125,7 +125,7 @@ def with_edits(
         by_order.setdefault(origin.order, origin)
     origins = dict(provenance.origins)
     for edit in edits:
-        origin = replace(by_order[known[edit.site].order], lane=_lane(edit.site.kind == "activation"))
+        origin = replace(by_order[known[edit.site].order], lane=_lane(edit.site.kind in IN_FORWARD))
         origins.update(dict.fromkeys(edit.nodes, origin))
     for node in record_nodes:
         origins[node.name] = Origin(_lane(not aot_autograd.is_backward(node)), -1, op="records")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor]
-Answer: TypeAlias = "Action | ValueAction | GroupAction | TensorFunction | Sequence[Answer] | None"
+Answer: TypeAlias = "Action | ValueAction | GroupAction | SavedForm | Recomputation | TensorFunction | Sequence[Answer] | None"
 Policy: TypeAlias = "Callable[[Site], Answer] | Sequence[Policy]"
 
 ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]
@@ -29,6 +30,7 @@ JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
 BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
 ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
 MEASURABLE: frozenset[Kind] = ANYWHERE | AFTER_UPDATE
+SAVED: frozenset[Kind] = frozenset(("saved",))
 
 
 @runtime_checkable
@@ -204,6 +206,32 @@ class LossAction(Protocol):
 
 
 @runtime_checkable
+class SavedForm(Protocol):
+    """An action with another form of a saved tensor (internal until 1.0)."""
+
+    kinds: ClassVar[frozenset[Kind]]
+    has_units: ClassVar[bool]
+
+    def refusal(self, tensor: Tensor) -> str:
+        """Return why a tensor cannot be kept in this form; ``""`` if it can."""
+
+    def encode(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Compute the parts of the form, in the forward."""
+
+    def decode(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Compute the restored tensor, in the backward."""
+
+
+@runtime_checkable
+class Recomputation(Protocol):
+    """An action that lets the backward compute a saved tensor again (internal until 1.0)."""
+
+    kinds: ClassVar[frozenset[Kind]]
+    has_units: ClassVar[bool]
+    recomputes: ClassVar[bool]
+
+
+@runtime_checkable
 class UpdateJudge(GroupAction, Protocol):
     """A group action at step sites with a verdict on updates (internal until 1.0).
 
@@ -236,8 +264,8 @@ class ParameterScaling(Action, Protocol):
 
 
 def is_action(value: Any) -> bool:
-    """Return whether a value is an action, of one site or of a group."""
-    return isinstance(value, Action | GroupAction)
+    """Return whether a value is an action, of one site, of a group, or of a saved tensor."""
+    return isinstance(value, Action | GroupAction | SavedForm | Recomputation)
 
 
 def takes_value(action: Any) -> bool:

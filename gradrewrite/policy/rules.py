@@ -12,7 +12,7 @@ from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
 from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
-from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
+from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Answered:
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
     """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies.
 
-    Of a callback that is no rule the answers at ``param`` and ``state`` sites count only if it tells their kind from
+    Of a callback that is no rule the answers at ``saved``, ``param`` and ``state`` sites count only if it tells their kind from
     others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
     """
     if callable(policy):
@@ -132,7 +132,7 @@ def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> 
 
 
 def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ...]:
-    if site.kind in AFTER_UPDATE and not isinstance(policy, Rule) and not _tells_kind(policy, site):
+    if site.kind in BY_KIND and not isinstance(policy, Rule) and not _tells_kind(policy, site):
         return ()
     try:
         answer = policy(site)
