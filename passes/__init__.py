@@ -16,10 +16,13 @@ from gradrewrite.passes._loss_weightings import CAGrad as CAGrad
 from gradrewrite.passes._loss_weightings import PCGrad as PCGrad
 from gradrewrite.passes._loss_weightings import UPGrad as UPGrad
 from gradrewrite.passes._observe import Observe as Observe
+from gradrewrite.passes._offload import Offload as Offload
+from gradrewrite.passes._recompute import Recompute as Recompute
 from gradrewrite.passes._simple import NanToNum as NanToNum
 from gradrewrite.passes._simple import Scale as Scale
 from gradrewrite.passes._simple import Zero as Zero
 from gradrewrite.passes._skip_spikes import SkipSpikes as SkipSpikes
+from gradrewrite.passes._store import Store as Store
 from gradrewrite.passes._weigh_losses import WeighLosses as WeighLosses
 from gradrewrite.passes._weight_decay import L2 as L2
 from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
@@ -41,9 +44,12 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "MGDA",
     "NanToNum",
     "Observe",
+    "Offload",
     "PCGrad",
+    "Recompute",
     "Scale",
     "SkipSpikes",
+    "Store",
     "UPGrad",
     "WeighLosses",
     "ZClip",

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
 from gradrewrite.passes._settings import check_examples
-from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
+from gradrewrite.policy.actions import MEASURABLE, SAVED, ExampleQuantity, LossReduction
 from gradrewrite.policy.recording import record, record_statistics
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
@@ -21,7 +22,8 @@ _EXAMPLES = ("example_norm_mean", "example_norm_max", "noise_scale")
 _LOSSES = ("loss_norms", "loss_cosine")
 _PARTS = frozenset(part for parts in PARTS.values() for part in parts)
 _SINGLE = ("saturated" if name.startswith("saturated_") else name for name in STATISTICS if name not in _PARTS)
-_KNOWN = tuple(dict.fromkeys([*_SINGLE, *PARTS, *_EXAMPLES, *_LOSSES]))
+_STORED = "stored_error"
+_KNOWN = tuple(dict.fromkeys([*_SINGLE, *PARTS, *_EXAMPLES, *_LOSSES, _STORED]))
 _OF_LOSSES: frozenset[Kind] = frozenset(("gradient", "error"))
 _SATURATING = {"tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid", "sigmoid_": "sigmoid", "expit": "sigmoid"}
 
@@ -67,6 +69,9 @@ class Observe:
     with that of each pair (``loss_cosine_0_1``, ...) where there are more than two; NaN where a norm is 0 or not
     finite. These are the gradients of the model, before any action.
 
+    At saved sites alone, and by itself: ``stored_error``, the relative L2 error ``|r - x| / |x|`` of the form in which
+    ``Store`` keeps a tensor ``x``, restored as ``r``; NaN where that is. Nothing is recorded where none is stored.
+
     Attributes:
         statistics: Names, in the order of the records; those of single examples and of losses come last.
         every: Number of steps from one measurement to the next; see ``Monitor(sample=)``.
@@ -74,7 +79,7 @@ class Observe:
         batch_dim: The dimension of every tensor input of the model that has the examples.
 
     Raises:
-        ValueError: No name, or one that is unknown; or ``every`` is no whole number >= 1.
+        ValueError: No name, one that is unknown, or one that takes an ``Observe`` of its own; or ``every`` is no whole number >= 1.
         PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
         UnsupportedGradientError: (a TypeError, at the rewrite) ``min``, ``max``, ``std`` or ``kurtosis`` of a complex
             tensor.
@@ -100,6 +105,8 @@ class Observe:
         check_examples("Observe", loss_reduction, batch_dim)
         if not set(_LOSSES).isdisjoint(statistics) and not set(_EXAMPLES).isdisjoint(statistics):
             raise ValueError("Observe: take one Observe for figures of single examples, and one for those of losses")
+        if _STORED in statistics and len(set(statistics)) > 1:
+            raise ValueError(f"Observe: {_STORED!r} is of saved sites; take one Observe for it, and one for the others")
         object.__setattr__(self, "statistics", tuple(dict.fromkeys(statistics)))
         object.__setattr__(self, "every", checked_interval("Observe", "every", every))
         object.__setattr__(self, "loss_reduction", loss_reduction)
@@ -117,6 +124,8 @@ class Observe:
     def kinds(self) -> frozenset[Kind]:
         """The allowed kinds of site."""
         own = set(self.statistics)
+        if _STORED in own:
+            return SAVED
         if own <= set(_EXAMPLES):
             return frozenset(("gradient",))
         return _OF_LOSSES if own <= set(_LOSSES) else MEASURABLE
@@ -126,8 +135,10 @@ class Observe:
         """Each statistic is brought to its unit, but those of examples are computed of the unscaled gradient."""
         return not set(_EXAMPLES).isdisjoint(self.statistics)
 
-    def specialize(self, site: Site) -> _Observation | _ExampleObservation | _LossObservation:
+    def specialize(self, site: Site) -> _Observation | _ExampleObservation | _LossObservation | _StoredError:
         """Return the meaningful statistics at one site."""
+        if _STORED in self.statistics:
+            return _StoredError()
         chosen = []
         for name in self.statistics:
             if name in _EXAMPLES or name in _LOSSES:
@@ -149,6 +160,8 @@ class Observe:
     def records_at(self, site: Site) -> tuple[str, ...]:
         """Return the names of its records at a site."""
         found = self.specialize(site)
+        if isinstance(found, _StoredError):
+            return (_STORED,)
         if isinstance(found, _ExampleObservation):
             return (*found.observation.statistics, *found.names)
         return tuple((found.without_losses if isinstance(found, _LossObservation) else found).statistics)
@@ -187,6 +200,20 @@ class _Observation:
             )
         if self.chosen:
             record_statistics(tensor, self.statistics)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredError:
+    """The relative L2 error of the stored form of a saved tensor."""
+
+    kinds: ClassVar[frozenset[Kind]] = SAVED
+    has_units: ClassVar[bool] = False
+
+    def apply(self, tensor: Tensor, restored: Tensor, /) -> Tensor:
+        norm = norm_of(tensor)
+        error = norm_of(restored.to(norm.dtype) - tensor.to(norm.dtype))
+        record(_STORED, torch.where(norm > 0, error / norm, error))
         return tensor
 
 

@@ -19,7 +19,9 @@ with needed_for("AOTAutograd's cache can be switched off, for on a hit no pass r
     from torch._functorch import config as functorch_config
 with needed_for("the inputs and outputs of a joint graph carry descriptors of what they are"):
     from torch._functorch._aot_autograd.descriptors import (
+        BackwardTokenAOTOutput,
         GradAOTOutput,
+        PhiloxUpdatedBackwardOffsetAOTOutput,
         PlainAOTInput,
         PlainAOTOutput,
         SubclassGetAttrAOTInput,
@@ -32,6 +34,7 @@ with needed_for("a graph can take its inputs in one list and free them early"):
     from torch.fx.graph import _BoxedCodeGen
 
 Runnable = Callable[..., Any]
+_OF_BACKWARD = (GradAOTOutput, BackwardTokenAOTOutput, PhiloxUpdatedBackwardOffsetAOTOutput)
 
 min_cut_partition = min_cut_rematerialization_partition
 
@@ -72,6 +75,12 @@ def always_save(nodes: Sequence[fx.Node]) -> None:
 def is_computed_again(node: fx.Node) -> bool:
     """Whether an activation checkpoint computes a value of the forward again in the backward."""
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def compute_again(nodes: Sequence[fx.Node]) -> None:
+    """Let the partitioner compute values of the forward again in the backward, and never save them."""
+    for node in nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -132,6 +141,12 @@ def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
     """Return the joint graph's outputs for the model's caller."""
     pairs = _described_outputs(graph)
     return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
+
+
+def num_forward_outputs(graph: fx.Graph) -> int:
+    """Return the number of outputs of a joint graph that its forward returns."""
+    descs = _output_descriptors(graph)
+    return next((n for n, desc in enumerate(descs) if isinstance(desc, _OF_BACKWARD)), len(descs))
 
 
 def output_positions(graph: fx.Graph) -> list[int]:

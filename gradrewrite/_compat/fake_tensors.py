@@ -26,7 +26,7 @@ with needed_for("dispatch modes of the user can be left while a graph is made"):
 with needed_for("transforms of torch.func can be left while a function is traced"):
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 with needed_for("a storage can be known again without being kept alive"):
-    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 is_wrapper = is_traceable_wrapper_subclass  # with tensors inside, such as a DTensor
 outside_of_modes = _disable_current_modes  # to make graphs, whatever dispatch modes are on (counters, profilers)
