@@ -26,9 +26,12 @@ from gradrewrite.policy.actions import (
     Measurement,
     NormScaling,
     ParameterScaling,
+    Recomputation,
+    SavedForm,
     SpecializingAction,
     UpdateJudge,
     action_key,
+    describe,
     takes_value,
 )
 from gradrewrite.policy.rules import Answered
@@ -124,6 +127,15 @@ class JudgeGroup:
     rule: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedPlan:
+    """What becomes of one saved tensor."""
+
+    forms: tuple[SavedForm, ...] = ()  # each of the parts of the one before
+    recomputation: Recomputation | None = None
+    measured: tuple[Replace | Omitted, ...] = ()  # the second argument of ``run`` is the restored tensor
+
+
 Reporting: TypeAlias = "Replace | Measure | GroupInsertion"  # what may have records
 Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter | Omitted
 GroupInsertion: TypeAlias = ReplaceGroup | ScaleGroup | WeighExamples | WeighLosses | JudgeGroup
@@ -189,6 +201,33 @@ def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
     others = lower_action(found.without_losses, site, rule) if isinstance(found, LossAction) else None
     of_others = replace(others, action=action) if isinstance(others, Measure) and others.statistics else None
     return Replace(action, action_key(found), run, reads_value, examples, reads_losses, of_others, rule)
+
+
+def lower_saved(answers: Sequence[Answered], site: Site) -> SavedPlan:
+    """Return the plan for a saved tensor; PolicyError for answers that contradict each other."""
+    forms: list[SavedForm] = []
+    recomputation: Recomputation | None = None
+    measured: list[Replace | Omitted] = []
+    for answered in answers:
+        action = answered.action
+        if isinstance(action, SavedForm):
+            if action_key(action) not in map(action_key, forms):
+                forms.append(action)
+        elif isinstance(action, Recomputation):
+            recomputation = action
+        else:
+            insertion = lower_action(action, site, answered.rule)
+            assert isinstance(insertion, Replace | Omitted)
+            measured.append(insertion)
+    kinds = [type(form) for form in forms]
+    if (recomputation is not None and forms) or len(set(kinds)) < len(kinds):
+        given = ", ".join(describe(a.action) for a in answers)
+        raise PolicyError(
+            f"{site}: {given}: one tensor is kept in one form, which Offload() may keep in host memory, or it is "
+            "computed again; let the rules match different sites",
+            code="saved-tensor",
+        )
+    return SavedPlan(tuple(forms), recomputation, tuple(measured))
 
 
 def is_in_units(insertion: Insertion | GroupInsertion) -> bool:

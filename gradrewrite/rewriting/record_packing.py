@@ -46,7 +46,7 @@ from gradrewrite.rewriting.lowering import (
     WeighExamples,
 )
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
-from gradrewrite.sites import Site
+from gradrewrite.sites import IN_FORWARD, Site
 
 # Bytes that are measured by one operation on the CPU. It keeps tensors alive for longer than the graph would, and reads
 # them when they are no longer in a small cache; each operation costs about 10 us.
@@ -119,7 +119,7 @@ class RecordPacking:
         ordered = sorted(keys.items())
         for number, flat in itertools.groupby(ordered, key=lambda item: item[0][0]):
             found = tuple(key for _, key in flat)
-            is_forward, skips = site.kind == "activation", not skipping.isdisjoint(found)
+            is_forward, skips = site.kind in IN_FORWARD, not skipping.isdisjoint(found)
             self.records.append(RecordNode(found, outputs[number], is_forward, skips))
         self.note_measured(insertion, [key for _, key in ordered], site, replicas)
         return [key for _, key in ordered], checks

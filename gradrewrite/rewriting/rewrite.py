@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -76,7 +76,9 @@ from gradrewrite.rewriting.lowering import (
 )
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
-from gradrewrite.sites import Kind, Site
+from gradrewrite.rewriting.saved_forms import SavedInsertion, find_saved
+from gradrewrite.rewriting.saved_tensors import SavedTensors
+from gradrewrite.sites import IN_FORWARD, Kind, Site
 
 # From this many measured errors and activations on, their statistics are opaque, except on CUDA: see docs/design.md.
 MANY = 64
@@ -106,6 +108,9 @@ class RewriteResult:
     copies_of_losses: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
     notes: tuple[str, ...] = ()  # for warnings
+    stored: Mapping[str, Site] = field(default_factory=dict)  # see ``SavedInsertion``, as ``not_saved``
+    not_saved: Mapping[Site, str] = field(default_factory=dict)
+    candidates: tuple[Site, ...] = ()  # saved sites at which callbacks were asked, before it was known what is saved
 
 
 def rewrite_joint_graph(
@@ -131,12 +136,14 @@ def rewrite_joint_graph(
         return asked[site] if site in asked else ask_in_order(config.policy, site)
 
     answers = [(point, ask(point.site)) for point in points]
+    saved, candidates = find_saved(marked, config.policy, ask)
     plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
     separated = rewriter.follow(plan)
     plain = {point.output: point.node for point in points if point.output is not None}
     anchors = _anchors(separated.first_points(points))
     plain |= rewriter.insert_plan(separated)
     rewriter.packing.follow(rewriter.current, graph)
+    kept = None if saved is None else rewriter.insert_at_saved(saved, ask, measured)
     is_checked = bool(rewriter.packing.checks)
     all_points = separated.points_of(points)
     replay_graph = rewriter.make_replay_graph(all_points, marked, plain) if is_checked or is_replayed else None
@@ -149,9 +156,15 @@ def rewrite_joint_graph(
     if live or (is_checked and replay_graph is not None):
         inductor.stop_folding()
     lost = [(site, ask(site)) for site in out_of_reach]
+    if kept is not None:
+        anchors |= {site: Anchor(base.name, saved.number_of(base) or 0) for site, base in kept.bases.items()}
     return RewriteResult(
-        sites=(*(point.site for point in points), *out_of_reach),
-        answers=(*(found for _, found in answers), *(found for _, found in lost)),
+        sites=(*(point.site for point in points), *out_of_reach, *(kept.answers if kept is not None else ())),
+        answers=(
+            *(found for _, found in answers),
+            *(found for _, found in lost),
+            *(kept.answers.values() if kept is not None else ()),
+        ),
         edits=tuple(rewriter.edits),
         record_nodes=(*rewriter.counters, *(node.name for node in record_nodes)),
         anchors=anchors,
@@ -163,7 +176,10 @@ def rewrite_joint_graph(
         of_parts=of_parts,
         copies_of_losses={} if losses is None else losses.copies,
         refused_outputs=losses.losses.others if losses is not None and separated.weighings else frozenset(),
-        notes=separated.notes,
+        notes=(*separated.notes, *(kept.notes if kept is not None else ())),
+        stored=kept.stored if kept is not None else {},
+        not_saved=kept.not_saved if kept is not None else {},
+        candidates=candidates,
     )
 
 
@@ -275,6 +291,16 @@ class Rewriter:
             self.examples.add_up_terms()
         return sums
 
+    def insert_at_saved(
+        self, saved: SavedTensors, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured
+    ) -> SavedInsertion:
+        """Ask the policy at the saved tensors, and insert their forms."""
+        insertion = SavedInsertion(self.graph, saved, self._tracer, self.packing, self.edits)
+        further = [record.node for record in self.packing.records if not record.is_forward]
+        insertion.ask(lambda site: sampled(ask(site), site, measured), further)
+        insertion.insert(self._mode)
+        return insertion
+
     def erase_replaced(self) -> None:
         """Take out nodes that nothing reads any more."""
         if self.examples is not None:
@@ -366,7 +392,7 @@ class Rewriter:
             return
         keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site)))
         self.packing.note_measured(measurement, keys, point.site, point.replicas)
-        statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind == "activation"
+        statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind in IN_FORWARD
         skips = measurement.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
         self.packing.note_op(point.site)
@@ -387,7 +413,7 @@ class Rewriter:
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
         is_apart = site.device.type in MEASURED_APART or site.kind in ("gradient", "input", "step")
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
-        scale = None if site.kind == "activation" else self._scale_on(site.device)
+        scale = None if site.kind in IN_FORWARD else self._scale_on(site.device)
         return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
 
     def _mode_at(self, point: InsertionPoint) -> TraceMode:

@@ -1,0 +1,307 @@
+"""Insertion at saved tensors: the form that the forward keeps, and what the backward reads instead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import editing, ops
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.offloading import fetch
+from gradrewrite.policy.actions import Policy, SavedForm, describe
+from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
+from gradrewrite.policy.sampling import Omitted
+from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
+from gradrewrite.rewriting.lowering import Replace, SavedPlan, lower_saved
+from gradrewrite.rewriting.record_packing import RecordPacking
+from gradrewrite.rewriting.saved_tensors import SavedTensor, SavedTensors, backward_closure, representatives
+from gradrewrite.sites import Site
+
+
+def find_saved(
+    marked: MarkedJointGraph, policy: Policy, ask: Callable[[Site], tuple[Answered, ...]]
+) -> tuple[SavedTensors | None, tuple[Site, ...]]:
+    """Return the saved tensors of a graph if a policy may answer there, else None; and the sites where it was asked.
+
+    What is saved is known after a trial of the partitioner. A callback that answers at no tensor that might be saved
+    needs none.
+    """
+    if not aot_autograd.gradient_outputs(marked.graph):
+        return None, ()
+    if rules_at(policy, "saved"):
+        return SavedTensors(marked), ()
+    if not callbacks_of(policy):
+        return None, ()
+    saved = SavedTensors(marked)
+    candidates = tuple(saved.candidates())
+    return (saved if any(map(ask, candidates)) else None), candidates
+
+
+class SavedInsertion:
+    """The edits at the saved tensors of one graph, as they are made."""
+
+    def __init__(
+        self, graph: fx.Graph, saved: SavedTensors, tracer: ActionTracer, packing: RecordPacking, edits: list[Edit]
+    ) -> None:
+        self._graph, self._saved, self._tracer, self._packing, self._edits = graph, saved, tracer, packing, edits
+        self.answers: dict[Site, tuple[Answered, ...]] = {}  # of the policy, by site in the order of the forward
+        self.bases: dict[Site, fx.Node] = {}
+        self.not_saved: dict[Site, str] = {}  # values that are no sites, and why
+        self.stored: dict[str, Site] = {}  # sites of tensors that are not to be kept any more, by name of the node
+        self._plans: dict[Site, SavedPlan] = {}
+        self._refused: dict[tuple[int, ...], list[tuple[Answered, Site, str]]] = {}  # by position of the callback
+        self._restored: dict[fx.Node, fx.Node] = {}  # what the backward reads instead of a tensor
+        self._names: frozenset[str] = frozenset()  # of all saved nodes
+        self._closure: set[fx.Node] = set()  # what only the backward computes
+
+    def ask(self, ask: Callable[[Site], tuple[Answered, ...]], further: Sequence[fx.Node]) -> None:
+        """Find the saved tensors, and ask the policy; what ``Recompute`` makes the forward keep instead comes with them."""
+        self._saved.follow()
+        while True:
+            found, self._names = self._saved.find(further)
+            new = [saved for saved in found if saved.node not in self.bases.values()]
+            again = [saved.node for saved in new if self._ask_at(saved, ask).recomputation is not None]
+            if not new:
+                break
+            for base in again:
+                aot_autograd.compute_again(self._family(base))
+            if not again:
+                break
+        self.not_saved = self._saved.not_saved(found)
+        self._check_refusals()
+
+    def _ask_at(self, saved: SavedTensor, ask: Callable[[Site], tuple[Answered, ...]]) -> SavedPlan:
+        site = saved.site
+        while site in self.answers:  # a part of an op that is kept because of ``Recompute``
+            site = _next(site)
+        found, kept = ask(site), []
+        for answered in found:
+            refusal = answered.action.refusal(value_of(saved.node)) if isinstance(answered.action, SavedForm) else ""
+            if refusal:
+                self._refused.setdefault(answered.position, []).append((answered, site, refusal))
+            else:
+                kept.append(answered)
+        plan = lower_saved(kept, site)
+        if plan.recomputation is not None:
+            self._check_recomputation(saved, site, plan)
+        self.answers[site], self.bases[site], self._plans[site] = found, saved.node, plan
+        return plan
+
+    def _check_recomputation(self, saved: SavedTensor, site: Site, plan: SavedPlan) -> None:
+        number = self._saved.number_of(saved.node)
+        is_random = number in self._saved.random
+        if is_random or number in self._saved.collective:
+            reason = "draws random numbers, and would draw others" if is_random else "waits for other processes"
+            raise PolicyError(
+                f"{site}: {describe(plan.recomputation)}: the op {site.op} {reason}; leave this site out, or let "
+                "Store keep it in a narrower form",
+                code="saved-tensor",
+            )
+
+    def _check_refusals(self) -> None:
+        """Raise PolicyError for an answer that could be followed at none of its sites."""
+        acting = {
+            answered.position
+            for site, found in self.answers.items()
+            for answered in found
+            if isinstance(answered.action, SavedForm) and answered.action in self._plans[site].forms
+        }
+        for position, refused in self._refused.items():
+            answered, site, reason = refused[0]
+            if position not in acting:
+                raise PolicyError(
+                    f"{site}: {describe(answered.action)}: {reason}, and so for every tensor that {answered.rule} "
+                    "answers at; give it another form, or match other sites",
+                    code="saved-tensor",
+                )
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be warned of: tensors that stay as they are."""
+        found = []
+        for refused in self._refused.values():
+            answered, site, reason = refused[0]
+            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+            found.append(f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}")
+        return found
+
+    def insert(self, mode: Callable[[Site], TraceMode]) -> None:
+        """Insert the forms, and let the backward read what is restored from them."""
+        self._closure = backward_closure(self._graph)
+        for site, plan in self._plans.items():
+            base = self.bases[site]
+            if plan.recomputation is not None:
+                self._edits.append(Edit(site, plan.recomputation, ()))
+                self.stored[base.name] = site
+            decoded = base
+            if plan.forms:
+                decoded = self._insert_forms(site, base, plan.forms)
+                self.stored[base.name] = site
+            for insertion in plan.measured:
+                self._measure(site, base, decoded, insertion, mode(site))
+        if self._restored:
+            self._redirect()
+            self._prefetch()
+
+    def _insert_forms(self, site: Site, base: fx.Node, forms: Sequence[SavedForm]) -> fx.Node:
+        """Insert encoding and decoding; return the decoded value in the forward, from what is on the device."""
+        before = self._behind_first_reader(base)
+        parts, made = [base], []
+        given: list[list[fx.Node]] = []  # inputs of each form
+        for form in forms:
+            results: list[fx.Node] = []
+            for group in [parts] if form is forms[0] else [[part] for part in parts]:
+                traced = make_fx.trace(lambda *xs, f=form: list(f.encode(*xs)), [value_of(n) for n in group])
+                outputs, new = editing.splice(traced, self._graph, group, before, "is_forward")
+                results += outputs
+                made.append((form, new))
+            given.append(parts)
+            parts = results
+        editing.store(parts)
+        decoded = None
+        for form, inputs in reversed(list(zip(forms, given, strict=True))):
+            results = []
+            groups = [(parts, inputs[0])] if form is forms[0] else [([p], i) for p, i in zip(parts, inputs, strict=True)]
+            for group, like in groups:
+                result, new = self._decode(form, group, like, before)
+                aot_autograd.compute_again(new)
+                made.append((form, new))
+                results.append(result)
+            parts = results
+        restored = parts[0]
+        if len(forms) > 1:  # what was measured does not come from host memory
+            decoded, new = self._decode(forms[0], given[1], base, before)
+        self._restored[base] = restored
+        for form in forms:
+            nodes = tuple(node.name for own, new in made if own is form for node in new)
+            self._edits.append(Edit(site, form, nodes))
+        return restored if decoded is None else decoded
+
+    def _decode(
+        self, form: SavedForm, parts: Sequence[fx.Node], like: fx.Node, before: fx.Node
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        wanted = value_of(like)
+        traced = make_fx.trace(
+            lambda *xs: [form.decode(xs[:-1], xs[-1])], [*(value_of(n) for n in parts), wanted]
+        )
+        traced.graph.eliminate_dead_code()
+        (result,), new = editing.splice(traced, self._graph, [*parts, like], before, "is_forward")
+        got = value_of(result)
+        assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        return result, new
+
+    def _measure(
+        self, site: Site, base: fx.Node, decoded: fx.Node, insertion: Replace | Omitted, mode: TraceMode
+    ) -> None:
+        if isinstance(insertion, Omitted):
+            self._packing.numbering.new(insertion.names, str(site))
+            return
+        if decoded is base:
+            return  # kept as it is, or not at all
+        traced = self._tracer.trace(insertion, site, value_of(base), mode, [value_of(decoded)])
+        (_, *extras), new = editing.splice(traced.graph, self._graph, [base, decoded], decoded.next, "is_forward")
+        keys, _ = self._packing.add(insertion, str(site), site, traced.reports, extras)
+        self._edits.append(Edit(site, insertion.action, tuple(node.name for node in new), tuple(keys)))
+
+    def _behind_first_reader(self, base: fx.Node) -> fx.Node:
+        """Return the node behind the first reader of a tensor in the forward, or behind the tensor itself.
+
+        Inductor has put in memory by then what the reader needs there, and does not compute it again for the form.
+        """
+        family = self._family(base)
+        readers = [u for node in family for u in node.users if not _is_marker(u) and u not in self._closure]
+        readers = [reader for reader in readers if self._saved.base_of(reader) is not base and reader.op != "output"]
+        return _behind(min(readers, default=base))
+
+    def _family(self, base: fx.Node) -> list[fx.Node]:
+        return [node for node in self._graph.nodes if self._saved.base_of(node) is base]
+
+    def _redirect(self) -> None:
+        """Let the backward read restored values, and what it computes again, computed from these."""
+        closure = self._closure
+        first = representatives([node for node in self._graph.nodes if node not in closure])
+        known: dict[fx.Node, fx.Node] = dict(self._restored)
+        output = self._graph.output_node()
+
+        def read(wanted: fx.Node) -> fx.Node:
+            todo = [wanted]
+            while todo:  # not by recursion: chains of operations are long
+                node = todo[-1]
+                same = node if node.name in self._names else first.get(node, node)
+                if node in known:
+                    todo.pop()
+                elif same is not node:
+                    if same in known:
+                        known[node] = known[same]
+                    else:
+                        todo.append(same)
+                elif self._is_read_as_it_is(node):
+                    known[node] = node
+                elif waiting := [n for n in node.all_input_nodes if n not in known]:
+                    todo += waiting
+                else:
+                    known[node] = self._computed_from({n: known[n] for n in node.all_input_nodes}, node)
+            return known[wanted]
+
+        for node in closure:
+            for given in node.all_input_nodes:
+                if given not in closure and (other := read(given)) is not given:
+                    node.replace_input_with(given, other)
+        count = aot_autograd.num_forward_outputs(self._graph)
+        for position, result in list(enumerate(editing.outputs_of(output)))[count:]:
+            if isinstance(result, fx.Node) and result not in closure:
+                editing.replace_output(self._graph, position, read(result))
+
+    def _is_read_as_it_is(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or operators.is_random(node):
+            return True
+        return node.name in self._names and self._saved.base_of(node) not in self._restored
+
+    def _computed_from(self, inputs: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+        if all(given is other for given, other in inputs.items()):
+            return node
+        twin = editing.insert_twin(node, inputs, f"{node.name}_restored")
+        aot_autograd.compute_again([twin])
+        return twin
+
+    def _prefetch(self) -> None:
+        """Let each copy from host memory begin those of the module that the backward comes to next."""
+        order = {node: number for number, node in enumerate(self._graph.nodes)}
+        closure = self._closure
+        first: dict[fx.Node, int] = {}  # position of the first reader in the backward
+        for node in reversed(self._graph.nodes):
+            readers = [order[u] if u in closure else first[u] for u in node.users if u in closure or u in first]
+            if readers and node not in closure:
+                first[node] = min(readers)
+        copies: dict[str, list[fx.Node]] = {}  # by module, in the order of the backward
+        sites = {node: edit.site for edit in self._edits for node in edit.nodes}
+        found = [node for node in self._graph.find_nodes(op="call_function", target=fetch) if node in first]
+        for node in sorted(found, key=first.__getitem__):
+            copies.setdefault(sites[node.name].module, []).append(node)
+        groups = [*copies.values(), []]
+        for group, following in itertools.pairwise(groups):
+            upcoming = [node.args[0] for node in following]
+            for number, node in enumerate(group):
+                editing.set_argument(node, "upcoming", [*(other.args[0] for other in group[number + 1 :]), *upcoming])
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """Return the node right behind a node and all inputs of the graph."""
+    return max(node, node.graph.find_nodes(op="placeholder")[-1]).next
+
+
+def _is_marker(node: fx.Node) -> bool:
+    return node.target is ops.mark_activation
+
+
+def _next(site: Site) -> Site:
+    head, dot, number = site.name.rpartition(".")
+    name = f"{head}.{int(number) + 1}" if dot and number.isdecimal() else f"{site.name}.1"
+    return replace(site, name=name, addresses=((name, site.call), *site.addresses[1:]))
