@@ -79,7 +79,8 @@ class Observe:
         batch_dim: The dimension of every tensor input of the model that has the examples.
 
     Raises:
-        ValueError: No name, one that is unknown, or one that takes an ``Observe`` of its own; or ``every`` is no whole number >= 1.
+        ValueError: No name, one that is unknown, or one that takes an ``Observe`` of its own; or ``every`` is no whole
+            number >= 1.
         PolicyError: (at the rewrite) An op mixes examples, or nobody knows whether it does.
         UnsupportedGradientError: (a TypeError, at the rewrite) ``min``, ``max``, ``std`` or ``kurtosis`` of a complex
             tensor.

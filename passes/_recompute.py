@@ -11,7 +11,7 @@ from gradrewrite.sites import Kind
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Keep a saved tensor not at all: the backward computes it again, from what it is computed from.
+    """Compute a saved tensor again in the backward, and do not keep it.
 
     NaN and infinities come again. What it is computed from is kept instead, unless the backward has that anyway: an
     input of the model, a parameter, another saved tensor. A tensor that is kept only because of that is a saved site of

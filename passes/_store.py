@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
@@ -20,10 +19,10 @@ Form = Literal["int8", "float8_e4m3fn", "bfloat16", "float32"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Store:
-    """Keep a saved tensor in a narrower form; the backward computes with what is restored from it.
+    """Keep a saved tensor in a narrower form.
 
-    Values of the forward do not change by a bit. With ``x`` the saved tensor and ``r`` the restored one, of the same
-    shape and dtype:
+    The backward computes with the restored tensor; values of the forward do not change by a bit. With ``x`` the saved
+    tensor and ``r`` the restored one, of the same shape and dtype:
 
     - ``"int8"``: for each row (last dimension) a scale ``s = max |x| / 127`` and ``q = round(x / s)`` in int8,
       ``r = q s``. A row of zeros is kept exactly, a row with a NaN or an infinity is NaN. The scales are float32

@@ -31,7 +31,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.policy.actions import Policy
-from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.rules import Answered, ask_in_order, callbacks_of, rules_at
 from gradrewrite.policy.scope import averages
 from gradrewrite.sites import Site
 
@@ -53,9 +53,10 @@ class CachedRewrite:
     replay_graph: ReplayGraph | None  # without its graph; None where nothing is checked, or it cannot be replayed
     replay_code: bytes  # that graph
     names: tuple[str, ...]  # of the outputs of the forward
-    copies_of_losses: Mapping[str, tuple[str, int | None]]  # see ``RewriteResult``, as the next two
+    copies_of_losses: Mapping[str, tuple[str, int | None]]  # see ``RewriteResult``, as the next ones
     refused_outputs: frozenset[int]
     notes: tuple[str, ...]
+    candidates: tuple[Site, ...]
 
 
 class CacheKey:
@@ -65,23 +66,26 @@ class CacheKey:
         self._path = path  # the file that the first level of the key leads to
         self._identities: dict[str, str] = {}
         self.sites: tuple[Site, ...] = ()  # empty where there is no file yet
+        self._candidates: tuple[Site, ...] = ()  # see ``RewriteResult``
         self.identity = secrets.token_hex(16)  # becomes a part of AOTAutograd's key
         if path.exists():
             try:
-                self.sites, self._identities = pickle.loads(path.read_bytes())
+                self.sites, self._candidates, self._identities = pickle.loads(path.read_bytes())
             except Exception as err:  # whatever is wrong with the file, it is only a cache
                 logger.warning("%s cannot be read and will be written again: %s", path, err)
         self.answers = {site: ask_in_order(policy, site) for site in self.sites}
+        # What is saved is known late, and such code is not stored.
+        self.is_at_saved = any(ask_in_order(policy, site) for site in self._candidates)
         self.hash = hash_of_answers([self.answers[site] for site in self.sites])
         if self.hash is not None:
             self.identity = self._identities.get(self.hash, self.identity)
 
-    def save(self, sites: tuple[Site, ...], answers: str) -> None:
+    def save(self, sites: tuple[Site, ...], candidates: tuple[Site, ...], answers: str) -> None:
         """Write the sites of a rewrite, and the identity of its answers; other processes may write the file too."""
         known = self._identities if sites == self.sites else {}
         if known.get(answers) == self.identity:
             return
-        content = pickle.dumps((sites, {**known, answers: self.identity}))
+        content = pickle.dumps((sites, candidates, {**known, answers: self.identity}))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
@@ -106,7 +110,7 @@ def find_key(
 
     ``further`` is what else decides the rewrite; as text it is the same in every process.
     """
-    if not all(_is_plain(value) for value in settings.values()):
+    if not all(_is_plain(value) for value in settings.values()) or rules_at(policy, "saved"):
         return None
     described = [_described(x) for x in inputs]
     shapes = [_described(value.fake) for value in values]
@@ -116,10 +120,11 @@ def find_key(
     roles = [(n, one.role, one.name, one.is_mask, one.has_site) for n, one in sorted(given.items())]
     parts = (
         *(_source_hash(), torch.__version__, platform.python_version(), codes, described, shapes, roles),
-        *(_text_of(values), sorted(settings.items()), further),
+        *(_text_of(values), sorted(settings.items()), bool(callbacks_of(policy)), further),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return CacheKey(Path(folder, "gradrewrite", "sites", digest[:2], digest), policy)
+    key = CacheKey(Path(folder, "gradrewrite", "sites", digest[:2], digest), policy)
+    return None if key.is_at_saved else key
 
 
 def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:

@@ -78,7 +78,7 @@ def compile_graph(
                 run = engine.compile_rewritten(gm, inputs, compilation)
             stored = compilation.store.stored if compilation.store is not None else None
             if key is not None and stored is not None:
-                key.save(stored.sites, stored.answers)
+                key.save(stored.sites, stored.candidates, stored.answers)
         if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
         refused = compilation.result.refused_outputs if compilation.result is not None else ()
@@ -200,6 +200,8 @@ class GraphCompilation:
         answers = hash_of_answers(result.answers) if result is not None else None
         if result is None or answers is None or result.live or result.outputs.states or result.assumes:
             return None
+        if any(site.kind == "saved" for site in result.sites):
+            return None
         code = b""
         if replay_graph is not None:
             from gradrewrite._compat import autograd_cache
@@ -227,6 +229,7 @@ class GraphCompilation:
             copies_of_losses=result.copies_of_losses,
             refused_outputs=result.refused_outputs,
             notes=result.notes,
+            candidates=result.candidates,
         )
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
@@ -249,6 +252,7 @@ class GraphCompilation:
             copies_of_losses=cached.copies_of_losses,
             refused_outputs=cached.refused_outputs,
             notes=cached.notes,
+            candidates=cached.candidates,
         )
         if cached.replay_graph is not None:
             from gradrewrite._compat import autograd_cache
@@ -278,7 +282,8 @@ class GraphCompilation:
         named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
         count = Counter(loss for _, loss in self.result.copies_of_losses.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
-        return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes)
+        not_saved = tuple(self.result.not_saved.items())
+        return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes, not_saved)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings
@@ -312,10 +317,19 @@ class GraphCompilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition the joint graph; see ``partitioning.partition``."""
         forward, backward = partitioning.partition(gm, joint_inputs, inner=inner, **kwargs)
+        self._note_still_saved(backward)
         aot_autograd.refuse_compiled_autograd(backward, refuse_compiled_autograd)
         if self.store is not None:
             self.store.backward = backward
         return forward, backward
+
+    def _note_still_saved(self, backward: fx.GraphModule) -> None:
+        """Warn of saved tensors beside their stored form: a pass of the compiler found another way to read them."""
+        stored = self.result.stored if self.result is not None else {}
+        for node in backward.graph.find_nodes(op="placeholder"):
+            if node.name in stored:
+                site = stored[node.name]
+                self.session.warnings.warn_once(f"still saved {site}", _STILL_SAVED.format(site))
 
     def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile the forward; where something is checked, note the inputs of each call."""
@@ -490,6 +504,10 @@ _PART = (
     "{}: {} acts on the part of each process by itself, because the value is a plain tensor that was taken out of a "
     "sharded DTensor. To have it act on the global tensor, keep the DTensor: ColwiseParallel(use_local_output=False), "
     "or the same option of what returns it"
+)
+_STILL_SAVED = (
+    "{}: the backward reads this tensor all the same, for the compiler changed the graph after the rewrite, and it "
+    "takes as much memory as before; let the policy leave it alone"
 )
 _DATA_PARALLEL = (
     "nn.DataParallel around a rewritten model: on several GPUs it runs copies of the model, which have no policy; use "

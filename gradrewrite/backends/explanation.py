@@ -27,6 +27,7 @@ class GraphReport:
             ``"nothing"``, none. See ``Monitor(sample=)``.
         loss_nodes: Where the gradients of several losses are taken apart (``WeighLosses``), the numbers of the nodes in
             the backward of each loss by itself.
+        not_saved: Where the policy may act on saved tensors, the values that are none, each with the reason.
     """
 
     frame: str
@@ -38,6 +39,7 @@ class GraphReport:
     answered: frozenset[tuple[int, ...]] = frozenset()
     measured: Measured = "all"
     loss_nodes: tuple[int, ...] = ()
+    not_saved: tuple[tuple[Site, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

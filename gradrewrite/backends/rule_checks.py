@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 
@@ -16,6 +17,8 @@ from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import callbacks_of, first_guarded_site, may_answer_at, rules_at, rules_of
 from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Pattern, Site
+
+_NOTHING: Mapping[Site, str] = MappingProxyType({})
 
 
 class RuleChecks:
@@ -36,7 +39,8 @@ class RuleChecks:
     def check(self) -> None:
         """Raise NoSuchSiteError for a rule that matched no site of any graph; once."""
         if not self._is_done and self._graphs:
-            self.check_on(dict.fromkeys(site for graph in self._graphs for site in graph.sites))
+            not_saved = dict(item for graph in self._graphs for item in graph.not_saved)
+            self.check_on(dict.fromkeys(site for graph in self._graphs for site in graph.sites), not_saved)
             self._is_done = True
 
     def forget(self) -> None:
@@ -90,12 +94,19 @@ class RuleChecks:
                 "nothing; sites are listed by gr.transform(model, []).trace(...).sites",
             )
 
-    def check_on(self, sites: Sequence[Site] | Mapping[Site, None]) -> None:
-        """Raise for the first rule that matches none of these sites, warn where its module made no value."""
+    def check_on(self, sites: Sequence[Site] | Mapping[Site, None], not_saved: Mapping[Site, str] = _NOTHING) -> None:
+        """Raise for the first rule that matches none of these sites, warn where its module made no value.
+
+        ``not_saved`` are values that are no saved tensors, and why; a rule that matches only such is warned of, too.
+        """
         for rule in rules_of(self._policy):
             pattern = Pattern.parse(rule.pattern)
             if pattern.kind in AT_GUARD or any(pattern.matches(site) for site in sites):
                 continue  # gr.guard checks the rules for its sites
+            left = [(site, why) for site, why in not_saved.items() if pattern.kind == "saved" and pattern.matches(site)]
+            if left:
+                self._warn_not_saved(rule.pattern, left)
+                continue
             silent = sorted(self._names_without_site(pattern))
             if not silent:
                 meant = self._likely_sites(pattern, sites)
@@ -107,6 +118,15 @@ class RuleChecks:
                 "(unused, frozen, not a tensor, or its input handed on, as a dropout of probability 0 does): "
                 f"the rule does nothing{self._advice(silent)}",
             )
+
+    def _warn_not_saved(self, pattern: str, left: Sequence[tuple[Site, str]]) -> None:
+        site, why = left[0]
+        others = f", and {len(left) - 1} more values that are not kept" if len(left) > 1 else ""
+        self._warnings.warn_once(
+            pattern,
+            f"{pattern!r} matches {site.name}, which is no saved tensor: {why}{others}. The rule does nothing; "
+            "model.memory(...) lists what is kept",
+        )
 
     def _names_without_site(self, pattern: Pattern) -> set[str]:
         names: set[str] = set()

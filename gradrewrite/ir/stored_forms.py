@@ -38,7 +38,7 @@ class StoredForm:
 
 
 def encode(tensor: Tensor, form: str) -> Sequence[Tensor]:
-    """Return the parts of a form of a tensor, which has a dimension."""
+    """Return the parts of a form of a tensor of at least one dimension."""
     if FORMS[form].is_encoded_apart and tensor.device.type == "cpu":
         return (encode_apart(tensor, form),)
     return FORMS[form].encode(tensor)
@@ -47,7 +47,8 @@ def encode(tensor: Tensor, form: str) -> Sequence[Tensor]:
 def decode(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
     """Return a tensor of this dtype, restored from the parts of a form."""
     if FORMS[form].is_decoded_apart and parts[0].device.type == "cpu":
-        return decode_apart(list(parts), form, dtype)
+        restored: Tensor = decode_apart(list(parts), form, dtype)
+        return restored
     return FORMS[form].decode(parts, dtype)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor]
-Answer: TypeAlias = "Action | ValueAction | GroupAction | SavedForm | Recomputation | TensorFunction | Sequence[Answer] | None"
+Answer: TypeAlias = (
+    "Action | ValueAction | GroupAction | SavedForm | Recomputation | TensorFunction | Sequence[Answer] | None"
+)
 Policy: TypeAlias = "Callable[[Site], Answer] | Sequence[Policy]"
 
 ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]

@@ -121,8 +121,8 @@ class Answered:
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
     """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies.
 
-    Of a callback that is no rule the answers at ``saved``, ``param`` and ``state`` sites count only if it tells their kind from
-    others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
+    Of a callback that is no rule the answers at ``saved``, ``param`` and ``state`` sites count only if it tells their
+    kind from others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
     """
     if callable(policy):
         rule = policy.pattern if isinstance(policy, Rule) else without_addresses(describe_callable(policy))

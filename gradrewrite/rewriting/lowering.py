@@ -129,7 +129,7 @@ class JudgeGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedPlan:
-    """What becomes of one saved tensor."""
+    """The actions at one saved tensor."""
 
     forms: tuple[SavedForm, ...] = ()  # each of the parts of the one before
     recomputation: Recomputation | None = None

@@ -157,7 +157,7 @@ def rewrite_joint_graph(
         inductor.stop_folding()
     lost = [(site, ask(site)) for site in out_of_reach]
     if kept is not None:
-        anchors |= {site: Anchor(base.name, saved.number_of(base) or 0) for site, base in kept.bases.items()}
+        anchors |= kept.anchors
     return RewriteResult(
         sites=(*(point.site for point in points), *out_of_reach, *(kept.answers if kept is not None else ())),
         answers=(

@@ -1,4 +1,4 @@
-"""Insertion at saved tensors: the form that the forward keeps, and what the backward reads instead."""
+"""Insertion at saved tensors: their stored forms, and restored values for the backward."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from dataclasses import replace
 
 from torch import fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
+from gradrewrite._compat import aot_autograd, make_fx
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.offloading import fetch
+from gradrewrite.ir.provenance import Anchor
 from gradrewrite.policy.actions import Policy, SavedForm, describe
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
 from gradrewrite.policy.sampling import Omitted
 from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
 from gradrewrite.rewriting.lowering import Replace, SavedPlan, lower_saved
 from gradrewrite.rewriting.record_packing import RecordPacking
-from gradrewrite.rewriting.saved_tensors import SavedTensor, SavedTensors, backward_closure, representatives
+from gradrewrite.rewriting.restored_values import backward_closure, redirect_backward
+from gradrewrite.rewriting.saved_tensors import SavedTensor, SavedTensors
 from gradrewrite.sites import Site
 
 
@@ -62,7 +64,7 @@ class SavedInsertion:
         self._closure: set[fx.Node] = set()  # what only the backward computes
 
     def ask(self, ask: Callable[[Site], tuple[Answered, ...]], further: Sequence[fx.Node]) -> None:
-        """Find the saved tensors, and ask the policy; what ``Recompute`` makes the forward keep instead comes with them."""
+        """Find the saved tensors and ask the policy, also at those that ``Recompute`` leads to."""
         self._saved.follow()
         while True:
             found, self._names = self._saved.find(further)
@@ -123,8 +125,13 @@ class SavedInsertion:
                 )
 
     @property
+    def anchors(self) -> dict[Site, Anchor]:
+        """The nodes of the sites."""
+        return {site: Anchor(base.name, self._saved.number_of(base) or 0) for site, base in self.bases.items()}
+
+    @property
     def notes(self) -> list[str]:
-        """What is to be warned of: tensors that stay as they are."""
+        """Warnings of refused forms."""
         found = []
         for refused in self._refused.values():
             answered, site, reason = refused[0]
@@ -133,7 +140,7 @@ class SavedInsertion:
         return found
 
     def insert(self, mode: Callable[[Site], TraceMode]) -> None:
-        """Insert the forms, and let the backward read what is restored from them."""
+        """Insert the forms, and let the backward read restored values."""
         self._closure = backward_closure(self._graph)
         for site, plan in self._plans.items():
             base = self.bases[site]
@@ -147,11 +154,11 @@ class SavedInsertion:
             for insertion in plan.measured:
                 self._measure(site, base, decoded, insertion, mode(site))
         if self._restored:
-            self._redirect()
+            redirect_backward(self._graph, self._closure, self._restored, self._is_kept)
             self._prefetch()
 
     def _insert_forms(self, site: Site, base: fx.Node, forms: Sequence[SavedForm]) -> fx.Node:
-        """Insert encoding and decoding; return the decoded value in the forward, from what is on the device."""
+        """Insert encoding and decoding; return the decoded value in the forward."""
         before = self._behind_first_reader(base)
         parts, made = [base], []
         given: list[list[fx.Node]] = []  # inputs of each form
@@ -168,7 +175,9 @@ class SavedInsertion:
         decoded = None
         for form, inputs in reversed(list(zip(forms, given, strict=True))):
             results = []
-            groups = [(parts, inputs[0])] if form is forms[0] else [([p], i) for p, i in zip(parts, inputs, strict=True)]
+            groups = (
+                [(parts, inputs[0])] if form is forms[0] else [([p], i) for p, i in zip(parts, inputs, strict=True)]
+            )
             for group, like in groups:
                 result, new = self._decode(form, group, like, before)
                 aot_autograd.compute_again(new)
@@ -188,9 +197,7 @@ class SavedInsertion:
         self, form: SavedForm, parts: Sequence[fx.Node], like: fx.Node, before: fx.Node
     ) -> tuple[fx.Node, list[fx.Node]]:
         wanted = value_of(like)
-        traced = make_fx.trace(
-            lambda *xs: [form.decode(xs[:-1], xs[-1])], [*(value_of(n) for n in parts), wanted]
-        )
+        traced = make_fx.trace(lambda *xs: [form.decode(xs[:-1], xs[-1])], [*(value_of(n) for n in parts), wanted])
         traced.graph.eliminate_dead_code()
         (result,), new = editing.splice(traced, self._graph, [*parts, like], before, "is_forward")
         got = value_of(result)
@@ -211,7 +218,7 @@ class SavedInsertion:
         self._edits.append(Edit(site, insertion.action, tuple(node.name for node in new), tuple(keys)))
 
     def _behind_first_reader(self, base: fx.Node) -> fx.Node:
-        """Return the node behind the first reader of a tensor in the forward, or behind the tensor itself.
+        """Return the node behind a tensor and its first reader in the forward.
 
         Inductor has put in memory by then what the reader needs there, and does not compute it again for the form.
         """
@@ -223,53 +230,9 @@ class SavedInsertion:
     def _family(self, base: fx.Node) -> list[fx.Node]:
         return [node for node in self._graph.nodes if self._saved.base_of(node) is base]
 
-    def _redirect(self) -> None:
-        """Let the backward read restored values, and what it computes again, computed from these."""
-        closure = self._closure
-        first = representatives([node for node in self._graph.nodes if node not in closure])
-        known: dict[fx.Node, fx.Node] = dict(self._restored)
-        output = self._graph.output_node()
-
-        def read(wanted: fx.Node) -> fx.Node:
-            todo = [wanted]
-            while todo:  # not by recursion: chains of operations are long
-                node = todo[-1]
-                same = node if node.name in self._names else first.get(node, node)
-                if node in known:
-                    todo.pop()
-                elif same is not node:
-                    if same in known:
-                        known[node] = known[same]
-                    else:
-                        todo.append(same)
-                elif self._is_read_as_it_is(node):
-                    known[node] = node
-                elif waiting := [n for n in node.all_input_nodes if n not in known]:
-                    todo += waiting
-                else:
-                    known[node] = self._computed_from({n: known[n] for n in node.all_input_nodes}, node)
-            return known[wanted]
-
-        for node in closure:
-            for given in node.all_input_nodes:
-                if given not in closure and (other := read(given)) is not given:
-                    node.replace_input_with(given, other)
-        count = aot_autograd.num_forward_outputs(self._graph)
-        for position, result in list(enumerate(editing.outputs_of(output)))[count:]:
-            if isinstance(result, fx.Node) and result not in closure:
-                editing.replace_output(self._graph, position, read(result))
-
-    def _is_read_as_it_is(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or operators.is_random(node):
-            return True
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Return whether the forward keeps a node's value unchanged."""
         return node.name in self._names and self._saved.base_of(node) not in self._restored
-
-    def _computed_from(self, inputs: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-        if all(given is other for given, other in inputs.items()):
-            return node
-        twin = editing.insert_twin(node, inputs, f"{node.name}_restored")
-        aot_autograd.compute_again([twin])
-        return twin
 
     def _prefetch(self) -> None:
         """Let each copy from host memory begin those of the module that the backward comes to next."""
@@ -294,7 +257,8 @@ class SavedInsertion:
 
 def _behind(node: fx.Node) -> fx.Node:
     """Return the node right behind a node and all inputs of the graph."""
-    return max(node, node.graph.find_nodes(op="placeholder")[-1]).next
+    last: fx.Node = max(node, node.graph.find_nodes(op="placeholder")[-1])
+    return last.next
 
 
 def _is_marker(node: fx.Node) -> bool:

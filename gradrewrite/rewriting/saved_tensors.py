@@ -1,4 +1,4 @@
-"""Saved tensors: what the forward of a joint graph keeps for its backward, with names."""
+"""Saved tensors of a joint graph, and their sites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, collectives, fake_tensors, operators
+from gradrewrite._compat import collectives, fake_tensors, operators
 from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.ir.attribution import attribute_nodes, backward_names
 from gradrewrite.ir.marked_graph import MarkedJointGraph
@@ -23,7 +23,7 @@ SMALL = 4096  # bytes; smaller tensors are left alone
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that the forward keeps, once for all of its views."""
+    """A tensor for the backward, once for all of its views."""
 
     site: Site
     node: fx.Node  # that makes the memory
@@ -52,7 +52,7 @@ class SavedTensors:
         self.collective = self._ops_with(collectives.is_collective)
 
     def base_of(self, node: fx.Node) -> fx.Node | None:
-        """Return the node that made the memory of a node's value; None for inputs and for what is no tensor."""
+        """Return the maker of the memory of a node's value; None for inputs and other things than tensors."""
         key = _memory_of(node)
         return None if key is None else self._bases.get(key)
 
@@ -153,28 +153,6 @@ class SavedTensors:
         return number if number is not None else max(self._site_at, default=None)
 
 
-def representatives(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return, for each node, the first one that computes the same, as the partitioner finds them."""
-    first: dict[tuple[object, str], fx.Node] = {}
-    found: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        if node.op != "call_function" or operators.is_random(node) or operators.written_by(node):
-            continue
-        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: found.get(n, n))))
-        found[node] = first.setdefault(key, node)
-    return found
-
-
-def backward_closure(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that only the backward can compute: those that depend on the gradients of outputs."""
-    found = set(aot_autograd.tangents(graph))
-    for node in graph.nodes:
-        is_bound = node.meta.get("partitioner_tag") == "must_be_in_backward"
-        if node.op == "call_function" and (is_bound or not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
-
-
 def _module_of(graph: fx.Graph) -> fx.GraphModule:
     owner = graph.owning_module
     assert owner is not None
@@ -194,12 +172,13 @@ def _has_all_elements(node: fx.Node, base: fx.Node) -> bool:
 
 
 def _is_dense(value: Tensor) -> bool:
-    order = sorted(range(value.dim()), key=lambda d: (fake_tensors.hint_of(value.stride(d)), value.shape[d] == 1))
-    expected: int | object = 1
-    for d in order:
+    """Return whether the elements of a tensor fill its memory, in any order."""
+    strides = value.stride()
+    expected = 1
+    for d in sorted(range(value.dim()), key=lambda d: fake_tensors.hint_of(strides[d])):
         if fake_tensors.statically_known_true(value.shape[d] == 1):
             continue
-        if not fake_tensors.statically_known_true(value.stride(d) == expected):
+        if not fake_tensors.statically_known_true(strides[d] == expected):
             return False
-        expected = value.shape[d] * expected  # type: ignore[operator]
+        expected *= value.shape[d]
     return True
