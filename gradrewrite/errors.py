@@ -89,6 +89,8 @@ class NoSuchSiteError(RewriteError, LookupError):
         if self.pattern.startswith("step:"):
             traced = "gr.transform(model, []).trace_step(optimizer)"
         everything = f"{traced}.sites has all of them"
+        if self.pattern.startswith("saved:"):
+            everything = "gr.transform(model, []).memory(...) lists what is kept"
         return f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
 
 

@@ -283,7 +283,7 @@ class GraphCompilation:
         count = Counter(loss for _, loss in self.result.copies_of_losses.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
         not_saved = tuple(self.result.not_saved.items())
-        return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes, not_saved)
+        return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes, self.engine.name, not_saved)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings

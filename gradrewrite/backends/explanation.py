@@ -27,6 +27,7 @@ class GraphReport:
             ``"nothing"``, none. See ``Monitor(sample=)``.
         loss_nodes: Where the gradients of several losses are taken apart (``WeighLosses``), the numbers of the nodes in
             the backward of each loss by itself.
+        engine: ``"inductor"`` for compiled code, ``"aot_eager"`` for a graph that runs op by op.
         not_saved: Where the policy may act on saved tensors, the values that are none, each with the reason.
     """
 
@@ -39,6 +40,7 @@ class GraphReport:
     answered: frozenset[tuple[int, ...]] = frozenset()
     measured: Measured = "all"
     loss_nodes: tuple[int, ...] = ()
+    engine: str = "inductor"
     not_saved: tuple[tuple[Site, str], ...] = ()
 
 

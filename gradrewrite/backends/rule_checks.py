@@ -18,6 +18,10 @@ from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import callbacks_of, first_guarded_site, may_answer_at, rules_at, rules_of
 from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Pattern, Site
 
+_OP_BY_OP = (
+    "{!r} matches no tensor that is kept where the model runs op by op; the compiled model may keep others. "
+    "model.memory(...) lists those"
+)
 _NOTHING: Mapping[Site, str] = MappingProxyType({})
 
 
@@ -106,6 +110,9 @@ class RuleChecks:
             left = [(site, why) for site, why in not_saved.items() if pattern.kind == "saved" and pattern.matches(site)]
             if left:
                 self._warn_not_saved(rule.pattern, left)
+                continue
+            if pattern.kind == "saved" and any(graph.engine == "aot_eager" for graph in self._graphs):
+                self._warnings.warn_once(rule.pattern, _OP_BY_OP.format(rule.pattern))
                 continue
             silent = sorted(self._names_without_site(pattern))
             if not silent:

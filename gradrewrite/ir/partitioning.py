@@ -50,4 +50,5 @@ def saved_names(gm: fx.GraphModule, further: Sequence[str] = ()) -> tuple[str, .
     count = aot_autograd.num_forward_outputs(trial.graph)
     forward, _ = partition(trial, (), inner=aot_autograd.min_cut_partition, num_fwd_outputs=count)
     saved = editing.outputs_of(forward.graph.output_node())[count:]
-    return tuple(node.name for node in saved if isinstance(node, fx.Node))
+    # Of random ops in checkpoints the partitioner makes other nodes, and saves the state of a generator.
+    return tuple(node.name for node in saved if isinstance(node, fx.Node) and node.name in nodes)

@@ -25,11 +25,12 @@ def redirect_backward(
     closure: Collection[fx.Node],
     restored: Mapping[fx.Node, fx.Node],
     is_kept: Callable[[fx.Node], bool],
-) -> None:
+) -> dict[fx.Node, fx.Node]:
     """Let the backward read restored values, and recomputed ones made from these.
 
     ``closure`` are the nodes of the backward alone; ``restored`` has what is read instead of saved tensors; ``is_kept``
-    says of a node whether its value is saved unchanged.
+    says of a node whether its value is saved unchanged. Returns the inserted nodes, each with the first saved tensor
+    that it is made from.
     """
     values = _BackwardValues(graph, closure, restored, is_kept)
     for node in closure:
@@ -40,6 +41,8 @@ def redirect_backward(
     for position, result in list(results)[aot_autograd.num_forward_outputs(graph) :]:
         if isinstance(result, fx.Node) and result not in closure:
             editing.replace_output(graph, position, values.of(result))
+    editing.erase_unused(graph, values.replaced)
+    return values.twins
 
 
 class _BackwardValues:
@@ -53,6 +56,9 @@ class _BackwardValues:
         is_kept: Callable[[fx.Node], bool],
     ) -> None:
         self._known = dict(restored)
+        self._made_from = {new: base for base, new in restored.items()}
+        self.twins: dict[fx.Node, fx.Node] = {}
+        self.replaced: list[fx.Node] = []  # in the order of execution
         self._is_kept = is_kept
         self._first = _first_of_equals([node for node in graph.nodes if node not in closure])
 
@@ -73,7 +79,8 @@ class _BackwardValues:
         if same is not node:
             if same not in self._known:
                 return [same]
-            self._known[node] = self._known[same]
+            other = self._known[same]
+            self._known[node] = node if other is same else other
         elif self._is_kept(node) or node.op != "call_function" or operators.is_random(node):
             self._known[node] = node
         elif waiting := [read for read in node.all_input_nodes if read not in self._known]:
@@ -88,6 +95,9 @@ class _BackwardValues:
             return node  # the partitioner saves it, or computes it again, as it likes
         twin = editing.insert_twin(node, inputs, f"{node.name}_restored")
         aot_autograd.compute_again([twin])
+        changed = next(other for read, other in inputs.items() if read is not other)
+        self.twins[twin] = self._made_from[twin] = self._made_from[changed]
+        self.replaced.append(node)
         return twin
 
 

@@ -297,7 +297,7 @@ class Rewriter:
         """Ask the policy at the saved tensors, and insert their forms."""
         insertion = SavedInsertion(self.graph, saved, self._tracer, self.packing, self.edits)
         further = [record.node for record in self.packing.records if not record.is_forward]
-        insertion.ask(lambda site: sampled(ask(site), site, measured), further)
+        insertion.ask(ask, measured, further)
         insertion.insert(self._mode)
         return insertion
 

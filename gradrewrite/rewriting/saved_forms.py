@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -18,7 +19,7 @@ from gradrewrite.ir.offloading import fetch
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.policy.actions import Policy, SavedForm, describe
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
-from gradrewrite.policy.sampling import Omitted
+from gradrewrite.policy.sampling import Measured, Omitted, sampled
 from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
 from gradrewrite.rewriting.lowering import Replace, SavedPlan, lower_saved
 from gradrewrite.rewriting.record_packing import RecordPacking
@@ -61,15 +62,16 @@ class SavedInsertion:
         self._refused: dict[tuple[int, ...], list[tuple[Answered, Site, str]]] = {}  # by position of the callback
         self._restored: dict[fx.Node, fx.Node] = {}  # what the backward reads instead of a tensor
         self._names: frozenset[str] = frozenset()  # of all saved nodes
+        self._unmeasured: list[tuple[Site, Any]] = []
         self._closure: set[fx.Node] = set()  # what only the backward computes
 
-    def ask(self, ask: Callable[[Site], tuple[Answered, ...]], further: Sequence[fx.Node]) -> None:
+    def ask(self, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured, further: Sequence[fx.Node]) -> None:
         """Find the saved tensors and ask the policy, also at those that ``Recompute`` leads to."""
         self._saved.follow()
         while True:
             found, self._names = self._saved.find(further)
             new = [saved for saved in found if saved.node not in self.bases.values()]
-            again = [saved.node for saved in new if self._ask_at(saved, ask).recomputation is not None]
+            again = [saved.node for saved in new if self._ask_at(saved, ask, measured).recomputation is not None]
             if not new:
                 break
             for base in again:
@@ -79,7 +81,7 @@ class SavedInsertion:
         self.not_saved = self._saved.not_saved(found)
         self._check_refusals()
 
-    def _ask_at(self, saved: SavedTensor, ask: Callable[[Site], tuple[Answered, ...]]) -> SavedPlan:
+    def _ask_at(self, saved: SavedTensor, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured) -> SavedPlan:
         site = saved.site
         while site in self.answers:  # a part of an op that is kept because of ``Recompute``
             site = _next(site)
@@ -90,7 +92,7 @@ class SavedInsertion:
                 self._refused.setdefault(answered.position, []).append((answered, site, refusal))
             else:
                 kept.append(answered)
-        plan = lower_saved(kept, site)
+        plan = lower_saved(sampled(kept, site, measured), site)
         if plan.recomputation is not None:
             self._check_recomputation(saved, site, plan)
         self.answers[site], self.bases[site], self._plans[site] = found, saved.node, plan
@@ -137,6 +139,9 @@ class SavedInsertion:
             answered, site, reason = refused[0]
             others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
             found.append(f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}")
+        if self._unmeasured and not any(edit.site in self.bases and edit.records for edit in self._edits):
+            site, action = self._unmeasured[0]
+            found.append(f"{site}: {describe(action)} records nothing, for no Store acts at a site that it matches")
         return found
 
     def insert(self, mode: Callable[[Site], TraceMode]) -> None:
@@ -154,7 +159,7 @@ class SavedInsertion:
             for insertion in plan.measured:
                 self._measure(site, base, decoded, insertion, mode(site))
         if self._restored:
-            redirect_backward(self._graph, self._closure, self._restored, self._is_kept)
+            self._note_twins(redirect_backward(self._graph, self._closure, self._restored, self._is_kept))
             self._prefetch()
 
     def _insert_forms(self, site: Site, base: fx.Node, forms: Sequence[SavedForm]) -> fx.Node:
@@ -211,7 +216,8 @@ class SavedInsertion:
             self._packing.numbering.new(insertion.names, str(site))
             return
         if decoded is base:
-            return  # kept as it is, or not at all
+            self._unmeasured.append((site, insertion.action))
+            return
         traced = self._tracer.trace(insertion, site, value_of(base), mode, [value_of(decoded)])
         (_, *extras), new = editing.splice(traced.graph, self._graph, [base, decoded], decoded.next, "is_forward")
         keys, _ = self._packing.add(insertion, str(site), site, traced.reports, extras)
@@ -229,6 +235,16 @@ class SavedInsertion:
 
     def _family(self, base: fx.Node) -> list[fx.Node]:
         return [node for node in self._graph.nodes if self._saved.base_of(node) is base]
+
+    def _note_twins(self, twins: Mapping[fx.Node, fx.Node]) -> None:
+        """List recomputed nodes with the edit of the tensor that they are made from."""
+        site_of = {base: site for site, base in self.bases.items()}
+        added: dict[Site, list[str]] = {}
+        for twin, base in twins.items():
+            added.setdefault(site_of[base], []).append(twin.name)
+        for number, edit in enumerate(self._edits):
+            if edit.action in self._plans[edit.site].forms[-1:] if edit.site in self._plans else False:
+                self._edits[number] = replace(edit, nodes=(*edit.nodes, *added.get(edit.site, ())))
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Return whether the forward keeps a node's value unchanged."""
