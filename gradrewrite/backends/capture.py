@@ -76,6 +76,8 @@ class _CaptureHooks:
         session = self.compilation.session
         try:
             joint, result = rewrite_and_compare(self.compilation.marked(graph), session.config)
+            for note in result.notes:
+                session.warnings.warn_once(note, note)
             for site, actions in result.out_of_reach:
                 session.graphs.note_out_of_reach(site, actions)
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site

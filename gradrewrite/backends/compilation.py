@@ -506,8 +506,9 @@ _PART = (
     "or the same option of what returns it"
 )
 _STILL_SAVED = (
-    "{}: the backward reads this tensor all the same, for the compiler changed the graph after the rewrite, and it "
-    "takes as much memory as before; let the policy leave it alone"
+    "{}: the backward reads this tensor all the same, so that it takes memory as before: a random op that an activation "
+    "checkpoint repeats needs it (op by op, a dropout), or the compiler changed the graph after the rewrite. Let the "
+    "policy leave it alone"
 )
 _DATA_PARALLEL = (
     "nn.DataParallel around a rewritten model: on several GPUs it runs copies of the model, which have no policy; use "

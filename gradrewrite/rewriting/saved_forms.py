@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.offloading import fetch
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.policy.actions import Policy, SavedForm, describe
+from gradrewrite.policy.actions import Policy, SavedForm, action_key, describe
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
 from gradrewrite.policy.sampling import Measured, Omitted, sampled
 from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
@@ -59,7 +59,7 @@ class SavedInsertion:
         self.not_saved: dict[Site, str] = {}  # values that are no sites, and why
         self.stored: dict[str, Site] = {}  # sites of tensors that are not to be kept any more, by name of the node
         self._plans: dict[Site, SavedPlan] = {}
-        self._refused: dict[tuple[int, ...], list[tuple[Answered, Site, str]]] = {}  # by position of the callback
+        self._refused: dict[Hashable, list[tuple[Answered, Site, str]]] = {}  # by answer
         self._restored: dict[fx.Node, fx.Node] = {}  # what the backward reads instead of a tensor
         self._names: frozenset[str] = frozenset()  # of all saved nodes
         self._unmeasured: list[tuple[Site, Any]] = []
@@ -89,7 +89,7 @@ class SavedInsertion:
         for answered in found:
             refusal = answered.action.refusal(value_of(saved.node)) if isinstance(answered.action, SavedForm) else ""
             if refusal:
-                self._refused.setdefault(answered.position, []).append((answered, site, refusal))
+                self._refused.setdefault(_key(answered), []).append((answered, site, refusal))
             else:
                 kept.append(answered)
         plan = lower_saved(sampled(kept, site, measured), site)
@@ -112,14 +112,14 @@ class SavedInsertion:
     def _check_refusals(self) -> None:
         """Raise PolicyError for an answer that could be followed at none of its sites."""
         acting = {
-            answered.position
+            _key(answered)
             for site, found in self.answers.items()
             for answered in found
             if isinstance(answered.action, SavedForm) and answered.action in self._plans[site].forms
         }
-        for position, refused in self._refused.items():
+        for key, refused in self._refused.items():
             answered, site, reason = refused[0]
-            if position not in acting:
+            if key not in acting:
                 raise PolicyError(
                     f"{site}: {describe(answered.action)}: {reason}, and so for every tensor that {answered.rule} "
                     "answers at; give it another form, or match other sites",
@@ -275,6 +275,10 @@ def _behind(node: fx.Node) -> fx.Node:
     """Return the node right behind a node and all inputs of the graph."""
     last: fx.Node = max(node, node.graph.find_nodes(op="placeholder")[-1])
     return last.next
+
+
+def _key(answered: Answered) -> Hashable:
+    return answered.position, action_key(answered.action)
 
 
 def _is_marker(node: fx.Node) -> bool:
