@@ -69,8 +69,10 @@ class Store:
 
     def encode(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the parts of the form."""
-        return encode(tensor, self.form)
+        parts: list[Tensor] = encode(tensor, self.form)
+        return parts
 
     def decode(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the restored tensor."""
-        return decode(parts, self.form, like.dtype)
+        restored: Tensor = decode(list(parts), self.form, like.dtype)
+        return restored

@@ -28,7 +28,7 @@ from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
 from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
-from gradrewrite.ir import editing, partitioning
+from gradrewrite.ir import editing, partitioning, stored_forms
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
@@ -318,6 +318,10 @@ class GraphCompilation:
         """Partition the joint graph; see ``partitioning.partition``."""
         forward, backward = partitioning.partition(gm, joint_inputs, inner=inner, **kwargs)
         self._note_still_saved(backward)
+        if self.engine.name == "inductor":
+            stored_forms.expand(forward.graph)
+            stored_forms.expand(backward.graph)
+            forward.recompile()  # the backward is, when it is compiled
         aot_autograd.refuse_compiled_autograd(backward, refuse_compiled_autograd)
         if self.store is not None:
             self.store.backward = backward
@@ -506,9 +510,9 @@ _PART = (
     "or the same option of what returns it"
 )
 _STILL_SAVED = (
-    "{}: the backward reads this tensor all the same, so that it takes memory as before: a random op that an activation "
-    "checkpoint repeats needs it (op by op, a dropout), or the compiler changed the graph after the rewrite. Let the "
-    "policy leave it alone"
+    "{}: the backward reads this tensor all the same, so that it takes memory as before: a random op that an "
+    "activation checkpoint repeats needs it (op by op, a dropout), or the compiler changed the graph after the "
+    "rewrite. Let the policy leave it alone"
 )
 _DATA_PARALLEL = (
     "nn.DataParallel around a rewritten model: on several GPUs it runs copies of the model, which have no policy; use "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import combined_kernels, fake_tensors, make_fx, operators
+from gradrewrite._compat import aot_autograd, combined_kernels, fake_tensors, make_fx, operators
 from gradrewrite.ir import ops
 
 LIVE = "_live_tensor_"
@@ -123,6 +123,14 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
         node.update_kwarg(name, value)
 
 
+def replace_node(node: fx.Node, replacement: fx.Node) -> None:
+    """Put a node in the place of another; it takes over the name."""
+    name = node.name
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
+    replacement._rename(name)
+
+
 def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Take out those of these nodes, in the order of execution, that nothing reads."""
     for node in reversed(list(dict.fromkeys(nodes))):
@@ -186,6 +194,7 @@ def store(nodes: Sequence[fx.Node]) -> None:
     """Let the forward compute these nodes, and save them for the backward; see ``nodes_for_forward``."""
     for node in nodes:
         node.meta[_STORED] = True
+        aot_autograd.always_save([node, *(node.all_input_nodes if node.target is operator.getitem else ())])
 
 
 def insert_outputs(graph: fx.Graph, position: int, nodes: Sequence[fx.Node]) -> None:

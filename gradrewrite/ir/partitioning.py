@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -50,5 +51,10 @@ def saved_names(gm: fx.GraphModule, further: Sequence[str] = ()) -> tuple[str, .
     count = aot_autograd.num_forward_outputs(trial.graph)
     forward, _ = partition(trial, (), inner=aot_autograd.min_cut_partition, num_fwd_outputs=count)
     saved = editing.outputs_of(forward.graph.output_node())[count:]
-    # Of random ops in checkpoints the partitioner makes other nodes, and saves the state of a generator.
-    return tuple(node.name for node in saved if isinstance(node, fx.Node) and node.name in nodes)
+    return tuple(node.name for node in saved if isinstance(node, fx.Node) and _is_of(nodes, node))
+
+
+def _is_of(nodes: Mapping[str, fx.Node], node: fx.Node) -> bool:
+    """Whether a node stands for one of these; of random ops in checkpoints the partitioner saves a state it made."""
+    is_made = node.target is operator.getitem and node.all_input_nodes[0].name not in nodes
+    return node.name in nodes and not is_made

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from gradrewrite._compat import make_fx
+from gradrewrite.ir import editing
+from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import LIBRARY
 
 # From here on rounding to float8_e4m3fn goes beyond its largest number, 448.
@@ -24,7 +27,7 @@ class StoredForm:
     element_size: int
     has_scales: bool = False  # one for each row
     capability: tuple[int, int] = (0, 0)  # the least compute capability of a CUDA device
-    # On the CPU it is one operation of our own, of torch's kernels: Inductor's code for narrow numbers is slow there.
+    # On the CPU it stays one operation, of torch's kernels: Inductor's code for narrow numbers is slow there.
     is_encoded_apart: bool = False
     is_decoded_apart: bool = False
 
@@ -35,21 +38,6 @@ class StoredForm:
     def is_on(self, device: torch.device) -> bool:
         """Return whether a device has such numbers."""
         return device.type != "cuda" or torch.cuda.get_device_capability(device) >= self.capability
-
-
-def encode(tensor: Tensor, form: str) -> Sequence[Tensor]:
-    """Return the parts of a form of a tensor of at least one dimension."""
-    if FORMS[form].is_encoded_apart and tensor.device.type == "cpu":
-        return (encode_apart(tensor, form),)
-    return FORMS[form].encode(tensor)
-
-
-def decode(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of this dtype, restored from the parts of a form."""
-    if FORMS[form].is_decoded_apart and parts[0].device.type == "cpu":
-        restored: Tensor = decode_apart(list(parts), form, dtype)
-        return restored
-    return FORMS[form].decode(parts, dtype)
 
 
 def _encode_int8(tensor: Tensor) -> Sequence[Tensor]:
@@ -65,7 +53,7 @@ def _encode_int8(tensor: Tensor) -> Sequence[Tensor]:
 def _decode_int8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     quantized, scale = parts
     restored = quantized.to(scale.dtype)
-    restored *= scale  # in place: memory that was just made costs more than the product
+    restored *= scale  # in place: new memory costs more than the product
     return restored.to(dtype)
 
 
@@ -74,14 +62,11 @@ def _encode_float8(tensor: Tensor) -> Sequence[Tensor]:
     return (torch.where(wide.abs() < _TOO_LARGE, wide, math.nan).to(torch.float8_e4m3fn),)
 
 
-def _rounded(dtype: torch.dtype, bits: torch.dtype) -> StoredForm:
-    """Return the form of rounding to a dtype.
-
-    It is kept as integers with the same bits: Inductor takes a conversion there and back for no conversion at all.
-    """
+def _rounded(dtype: torch.dtype) -> StoredForm:
+    """Return the form of rounding to a dtype."""
     return StoredForm(
-        lambda tensor: (tensor.to(dtype).view(bits),),
-        lambda parts, wide: parts[0].view(dtype).to(wide),
+        lambda tensor: (tensor.to(dtype),),
+        lambda parts, wide: parts[0].to(wide),
         dtype.itemsize,
         is_encoded_apart=True,
         is_decoded_apart=True,
@@ -97,25 +82,44 @@ FORMS = {
     "float8_e4m3fn": StoredForm(
         _encode_float8, lambda parts, dtype: parts[0].to(torch.float32).to(dtype), 1, capability=(8, 9)
     ),
-    "bfloat16": _rounded(torch.bfloat16, torch.int16),
-    "float32": _rounded(torch.float32, torch.int32),
+    "bfloat16": _rounded(torch.bfloat16),
+    "float32": _rounded(torch.float32),
 }
 
 
-def _encode_apart(x: Tensor, form: str) -> Tensor:
-    (part,) = FORMS[form].encode(x)
-    return part
+def _encode(x: Tensor, form: str) -> list[Tensor]:
+    return list(FORMS[form].encode(x))
 
 
-def _decode_apart(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
+def _decode(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
     return FORMS[form].decode(parts, dtype)
 
 
-LIBRARY.define("encode(Tensor x, str form) -> Tensor")
+# In a joint graph each is one node: the compiler would take a conversion there and back for no conversion at all.
+LIBRARY.define("encode(Tensor x, str form) -> Tensor[]")
 LIBRARY.define("decode(Tensor[] parts, str form, ScalarType dtype) -> Tensor")
-for _name, _implementation in (("encode", _encode_apart), ("decode", _decode_apart)):
+for _name, _implementation in (("encode", _encode), ("decode", _decode)):
     LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=LIBRARY)
 
-encode_apart = torch.ops.gradrewrite.encode.default
-decode_apart = torch.ops.gradrewrite.decode.default
+encode = torch.ops.gradrewrite.encode.default
+decode = torch.ops.gradrewrite.decode.default
+
+
+def expand(graph: fx.Graph) -> None:
+    """Replace encoding and decoding by their operations in a graph of the forward or of the backward, to be fused."""
+    for node in graph.find_nodes(op="call_function", target=encode):
+        tensor, form = node.args
+        if not (FORMS[form].is_encoded_apart and value_of(tensor).device.type == "cpu"):
+            traced = make_fx.trace(lambda *xs, form=form: _encode(*xs, form), [value_of(tensor)])
+            results, _ = editing.splice(traced, graph, [tensor], node, "is_forward")
+            for getitem in list(node.users):
+                editing.replace_node(getitem, results[getitem.args[1]])
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=decode):
+        parts, form, dtype = node.args
+        if not (FORMS[form].is_decoded_apart and value_of(node).device.type == "cpu"):
+            values = [value_of(part) for part in parts]
+            traced = make_fx.trace(lambda *xs, form=form, dtype=dtype: [_decode(xs, form, dtype)], values)
+            (result,), _ = editing.splice(traced, graph, parts, node, "is_backward")
+            editing.replace_node(node, result)
