@@ -57,6 +57,8 @@ def _copies_of(device: torch.device) -> _Copies:
 
 
 def _offload(x: Tensor) -> Tensor:
+    if x.device.type != "cuda":  # of a simulated device, which has no streams
+        return x.clone()
     copies = _copies_of(x.device)
     copies.forget_lost()
     copies.stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -68,13 +70,15 @@ def _offload(x: Tensor) -> Tensor:
 
 
 def _fetch(copied: Tensor, device: torch.device, upcoming: Sequence[Tensor]) -> Tensor:
+    if not copied.is_pinned():
+        return copied.to(device, copy=True)
     copies = _copies_of(device)
     for one in (copied, *upcoming):
         copies.begin(one, device)
     return copies.take(copied)
 
 
-LIBRARY.impl("offload", _offload, "CUDA")
+LIBRARY.impl("offload", _offload, "CompositeExplicitAutograd")
 LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
 torch.library.register_fake("gradrewrite::offload", lambda x: torch.empty_like(x, device="cpu"), lib=LIBRARY)
 torch.library.register_fake(
