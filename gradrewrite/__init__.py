@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from gradrewrite.instrumentation.probes import tap as tap
     from gradrewrite.ir.edits import Edit as Edit
     from gradrewrite.ir.joint_graph import JointGraph as JointGraph
+    from gradrewrite.ir.memory import KeptTensor as KeptTensor
+    from gradrewrite.ir.memory import Memory as Memory
     from gradrewrite.module import RewrittenModule as RewrittenModule
     from gradrewrite.module import restore as restore
     from gradrewrite.module import transform as transform
@@ -75,6 +77,7 @@ _PUBLIC = {
     "instrumentation.probes": "tap",
     "ir.edits": "Edit",
     "ir.joint_graph": "JointGraph",
+    "ir.memory": "KeptTensor Memory",
     "module": "RewrittenModule restore transform",
     "monitoring.culprits": "Culprits",
     "monitoring.monitor": "Monitor",

@@ -16,11 +16,12 @@ from gradrewrite._compat import data_parallel, dynamo, dynamo_cache
 from gradrewrite._utils.progress import show_progress
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.backend import monitor_or_new
-from gradrewrite.backends.capture import capture_joint_graph
+from gradrewrite.backends.capture import capture_joint_graph, capture_memory
 from gradrewrite.backends.explanation import Explanation
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.session import STATE
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.memory import Memory
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy
@@ -294,6 +295,34 @@ class RewrittenModule(nn.Module):
             graph = capture_joint_graph(state.original, state.traced_config(), args, kwargs)
         return shown(graph, state.original)
 
+    def memory(self, *args: Any, **kwargs: Any) -> Memory:
+        """Return the bytes that the forward keeps for the backward, without and with the policy.
+
+        As ``trace`` it compiles, runs and changes nothing, and takes the tensors that Inductor would save; op by op
+        others are saved. With ``regions`` it is of the whole model; a region also keeps its inputs.
+
+        Args:
+            *args: Inputs of the model; ``suggestion()`` of the result runs its forward on them.
+            **kwargs: As ``args``.
+
+        Returns:
+            Rows by tensor, sums by module, and a policy to try; ``print`` shows tables, ``viz.plot_memory`` bars.
+
+        Raises:
+            GraphBreakError, TraceError, PolicyError, CallbackError, NoSuchSiteError: As ``trace``.
+
+        Example:
+            >>> import gradrewrite as gr
+            >>> from gradrewrite.passes import Store
+            >>> net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            >>> memory = gr.transform(net, gr.on("saved:*", Store("int8"))).memory(torch.ones(8, 64))
+            >>> memory.plain_bytes, memory.policy_bytes
+            (16384, 4160)
+        """
+        state = _state(self)
+        with show_progress("memory", "reading the model"):
+            return capture_memory(state.original, state.traced_config(), args, kwargs)
+
     def trace_step(self, optimizer: torch.optim.Optimizer) -> JointGraph:
         """Return the step graph of an optimizer, without running or changing anything.
 
@@ -367,7 +396,7 @@ _FIXED = (
     "policy, monitor=...) the model and the monitor"
 )
 _PROPERTIES = ("monitor", "original")
-_OWN = ("compile", "explain", "monitor", "original", "trace", "trace_step")
+_OWN = ("compile", "explain", "memory", "monitor", "original", "trace", "trace_step")
 
 
 def _with_own_states(config: RewriteConfig) -> RewriteConfig:

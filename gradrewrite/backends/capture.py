@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,15 +19,21 @@ from gradrewrite.backends.session import Session
 from gradrewrite.errors import GraphBreakError, RewriteError, TraceError
 from gradrewrite.ir import editing
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.memory import Memory
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.rewriting.rewrite import rewrite_and_compare
+from gradrewrite.rewriting.kept_memory import KeptMemory
+from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_and_compare
+
+Result = Callable[[JointGraph, RewriteResult], Any]  # of a capture, from the rewritten graph
+Look = Callable[[MarkedJointGraph, Sequence[Any]], Result]  # at the graph and the inputs, before the rewrite
 
 
 class CaptureComplete(BaseException):  # not an Exception: torch wraps those
-    """Ends a capture: carries the graph, or the error that stopped it."""
+    """Ends a capture: carries its result, or the error that stopped it."""
 
-    def __init__(self, result: JointGraph | RewriteError) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
         self.result = result
 
@@ -36,8 +42,21 @@ def capture_joint_graph(
     model: nn.Module, config: RewriteConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> JointGraph:
     """Return the rewritten joint graph of a model for these inputs; nothing runs and nothing changes."""
+    found: JointGraph = _captured(model, config, args, kwargs, lambda *_: lambda joint, _: joint)
+    return found
+
+
+def capture_memory(model: nn.Module, config: RewriteConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Memory:
+    """Return the bytes that the forward would keep for these inputs; nothing runs and nothing changes."""
+    found: Memory = _captured(model, config, args, kwargs, lambda *given: KeptMemory(*given).compare)
+    return found
+
+
+def _captured(
+    model: nn.Module, config: RewriteConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any], look: Look
+) -> Any:
     session = Session(replace(config, fullgraph=True), StepRecorder(1), model)
-    backend = partial(_capture, session)
+    backend = partial(_capture, session, look)
     entry_point = EntryPoint(session, lambda _: backend, backend, model, {})
     try:
         with torch.enable_grad(), kept_random_state():
@@ -50,14 +69,14 @@ def capture_joint_graph(
     raise GraphBreakError("the model runs no tensor operation that the tracer can see; model.explain() says more")
 
 
-def _capture(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Runnable:
+def _capture(session: Session, look: Look, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Runnable:
     """Stop at the joint graph of a Dynamo graph; a torch.compile backend that never returns."""
     if not needs_gradients(inputs):
         raise CaptureComplete(TraceError("nothing here needs a gradient: no parameter and no input has requires_grad"))
     try:
         engine = Inductor().configured(None, None)
         with marking(session, gm, inputs, engine) as compilation:
-            engine.compile_rewritten(gm, inputs, _CaptureHooks(compilation))
+            engine.compile_rewritten(gm, inputs, _CaptureHooks(compilation, lambda marked: look(marked, inputs)))
     except RewriteError as err:
         raise CaptureComplete(err) from None
     raise CaptureComplete(TraceError("no output of the model depends on a parameter or an input that needs a gradient"))
@@ -66,6 +85,7 @@ def _capture(session: Session, gm: fx.GraphModule, inputs: Sequence[Any], **_: A
 @dataclass
 class _CaptureHooks:
     compilation: GraphCompilation
+    look: Callable[[MarkedJointGraph], Result]
     is_cacheable: bool = False
     store: None = None
 
@@ -75,7 +95,9 @@ class _CaptureHooks:
             return
         session = self.compilation.session
         try:
-            joint, result = rewrite_and_compare(self.compilation.marked(graph), session.config)
+            marked = self.compilation.marked(graph)
+            result_of = self.look(marked)
+            joint, result = rewrite_and_compare(marked, session.config)
             for note in result.notes:
                 session.warnings.warn_once(note, note)
             for site, actions in result.out_of_reach:
@@ -84,7 +106,7 @@ class _CaptureHooks:
                 session.rules.check_on(joint.sites, result.not_saved)
         except RewriteError as err:
             raise CaptureComplete(err) from None
-        raise CaptureComplete(joint)
+        raise CaptureComplete(result_of(joint, result))
 
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], *, inner: Runnable, **kwargs: Any

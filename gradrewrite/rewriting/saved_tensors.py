@@ -88,6 +88,10 @@ class SavedTensors:
         bases = dict.fromkeys(base for name in names if (base := self.base_of(nodes[name])) is not None)
         return {base.name: num_bytes(value_of(base)) for base in bases}
 
+    def left_alone(self, base: fx.Node) -> tuple[Site, str]:
+        """Return the site next to a tensor, and why it is none itself; ``""`` if it is one."""
+        return self._site(base), self._why_left_alone(base)
+
     def _note_memory(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
             key = _memory_of(node)
