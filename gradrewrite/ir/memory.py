@@ -46,6 +46,12 @@ class KeptTensor:
         """The name of the site, or the number of the tensors."""
         return str(self.site) if self.count == 1 else f"{self.count} tensors in {self.module or 'the root'}"
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of a row of the table."""
+        host = f" ({size_of(self.host_bytes)} in host memory)" if self.host_bytes else ""
+        sizes = size_of(self.plain_bytes), size_of(self.policy_bytes)
+        return self.name, *sizes, f"{self.action or self.reason}{host}"
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -109,10 +115,7 @@ class Memory:
 
     def _cells(self) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
         modules = [(name, *map(size_of, sizes)) for name, sizes in self.largest_modules().items()]
-        tensors = [
-            (row.name, size_of(row.plain_bytes), size_of(row.policy_bytes), row.action or row.reason)
-            for row in self.largest()
-        ]
+        tensors = [row.cells() for row in self.largest()]
         return [(("module", "plain", "policy"), modules), (("tensor", "plain", "policy", "action"), tensors)]
 
     def suggestion(self, largest_error: float = 0.02) -> str:
