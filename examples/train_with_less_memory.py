@@ -108,14 +108,14 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return largest
 
 
-def train(name: str, steps: int, seeds: int, *, eager: bool) -> list[Way]:
+def train(name: str, steps: int, seeds: int, *, compiled: bool) -> list[Way]:
     """Train a model in both ways with each seed; print what each reached."""
     make, policy, optimizer_of = MODELS[name]
     characters, vocabulary = load_text()
     ways = []
     for way, saved in ((Way(name, "plain"), ()), (Way(name, "int8"), SAVED)):
         model = gr.transform(make(vocabulary), [*policy, *saved])
-        if not eager:
+        if compiled:
             model.compile()
         for seed in range(seeds):
             torch.manual_seed(seed)
@@ -171,13 +171,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--eager", action="store_true", help="compile nothing with Inductor")
+    parser.add_argument("--compile", action="store_true", help="compile each model with Inductor")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)  # the tensors are small
     columns = f"{'model':16} {'way':6} {'kept':>6} {'peak':>6} {'ms/step':>8} {'error':>8}"
     print(f"{columns}   mean loss of the last {LAST} steps, by seed")
-    ways = [way for name in MODELS for way in train(name, options.steps, options.seeds, eager=options.eager)]
+    ways = [way for name in MODELS for way in train(name, options.steps, options.seeds, compiled=options.compile)]
     print("kept for the backward, and peak of a step: MiB; error: the largest stored_error")
     print(draw(ways, options.out / "train_with_less_memory.png"))
 

@@ -38,8 +38,10 @@ LAST_STEPS = 20  # how units behave now, not at the start
 SATURATED = 0.5  # a fresh tanh or sigmoid layer saturates at a few percent
 DEAD = 0.95  # a ReLU at rest is zero at about one half
 DEAD_ERROR = 0.999  # a model that reads one token of many leaves the errors of all others at exactly 0
+IMPRECISE = 0.05  # of a stored tensor; int8 rows of activations have errors of 0.005 to 0.02
 SATURATED_LIMITS = {("saturated", "activation"): SATURATED}
 DEAD_LIMITS = {("zeros", "activation"): DEAD, ("zeros", "error"): DEAD_ERROR}
+IMPRECISE_LIMITS = {("stored_error", "saved"): IMPRECISE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
 
 def findings_on(run: Run, sites: Sequence[SiteHealth]) -> tuple[Finding, ...]:
     """Return the findings, with bounds as of the sites."""
-    rules = (_non_finite, growth_over_steps, growth_over_layers, saturated, dead)
+    rules = (_non_finite, growth_over_steps, growth_over_layers, saturated, dead, imprecise)
     return (*(finding for rule in rules for finding in rule(run)), *clips_always(sites))
 
 
@@ -86,6 +88,7 @@ def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
         "exploding": (MIN_STEPS, _longest(measured_over_steps(run))),
         "saturated": (MIN_STEPS, _longest(shares_of(run, SATURATED_LIMITS))),
         "dead": (MIN_STEPS, _longest(shares_of(run, DEAD_LIMITS))),
+        "stored error": (MIN_STEPS, _longest(shares_of(run, IMPRECISE_LIMITS))),
         "conflicting losses": (MIN_STEPS, _longest(cosines_of(run))),
         "clip acts always": (MIN_CLIP_STEPS, steps_of_clips(sites_of(run))),
     }
@@ -211,6 +214,13 @@ def dead(run: Run, limits: Limits = DEAD_LIMITS) -> list[Finding]:
     return _high_shares(run, limits, "dead", "Almost all elements are exactly 0", advice)
 
 
+def imprecise(run: Run) -> list[Finding]:
+    """Return a finding for stored tensors with large errors."""
+    what = f"Stored tensors have a relative error above {IMPRECISE:.0%} (in bfloat16 about 0.2%)"
+    advice = 'Keep them in a wider form, Store("bfloat16"), or leave them out of the rule.'
+    return _high_shares(run, IMPRECISE_LIMITS, "stored error", what, advice)
+
+
 def shares_of(run: Run, limits: Limits) -> list[Series]:
     """Return the records with a limit."""
     return [one for one in run.series.values() if (one.record, one.at.kind) in limits]
@@ -233,7 +243,7 @@ def _high_shares(run: Run, limits: Limits, kind: str, what: str, advice: str) ->
     shares = sorted(((site, share) for site, (share, *_) in found.items()), key=lambda row: -row[1])
     worst, share = shares[0]
     _, step, steps = found[worst]
-    text = f"{what}, as the median share over the last {steps} steps: {listed_values(shares)}."
+    text = f"{what}, as the median over the last {steps} steps: {listed_values(shares)}."
     figures = {"share": share, "steps": steps, "sites": len(found)}
     figures |= {f"share@{site}": value for site, value in shares[1:LISTED]}
     return [Finding(kind, worst, step, text, figures, advice)]

@@ -28,7 +28,7 @@ RISES = 10.0  # from the first step to the last finite one
 UNDERFLOW = 0.9  # share of zeros in float16
 LOW_CLIP = 0.3  # median factor of a clip that always acts
 STRONG_CLIP = 0.2  # median factor of a clip that hides one layer, over that of the clips of other errors
-MILD = ("clip acts always", "saturated", "dead")  # findings that leave room for other causes
+MILD = ("clip acts always", "saturated", "dead", "stored error")  # findings that leave room for other causes
 _NEAR = 3  # steps around a spike
 
 

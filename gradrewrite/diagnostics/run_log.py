@@ -83,8 +83,8 @@ class Finding:
 
     Attributes:
         kind: ``"non-finite"``, ``"faulty input"``, ``"faulty learning rate"``, ``"faulty loss"``, ``"exploding"``,
-            ``"vanishing"``, ``"saturated"``, ``"dead"`` or ``"clip acts always"``; of a fault
-            that the judge found, the kind of a ``Cause`` or of a ``Verdict``.
+            ``"vanishing"``, ``"saturated"``, ``"dead"``, ``"stored error"`` or ``"clip acts always"``; of a fault that
+            the judge found, the kind of a ``Cause`` or of a ``Verdict``.
         site: Where it begins, or is worst; ``""`` if nowhere.
         step: The first step concerned; -1 if none.
         text: One or two sentences.

@@ -28,6 +28,7 @@ _HEADLINES = {
     "learning rate": "Learning rate too high",
     "dead": "Dead units",
     "saturated": "Saturated units",
+    "stored error": "Imprecise stored tensors",
     "non-finite": "Values are not finite",
 }
 _SOUND = ("healthy", "no records", "too short")

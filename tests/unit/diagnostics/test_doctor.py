@@ -328,6 +328,18 @@ def test_saturated_and_dead() -> None:
     assert dead.figures["share@activation:relu"] == 0.99
 
 
+def test_imprecise_stored_tensors() -> None:
+    errors = {"stored_error@saved:fine": 0.05, "stored_error@saved:a": 0.06, "stored_error@saved:b/softmax.1": 0.2}
+    (found,) = diagnose(run_of(9, lambda n: {name: value if n > 2 else 0.01 for name, value in errors.items()}))
+
+    assert (found.kind, found.site, found.step) == ("stored error", "saved:b/softmax.1", 3)
+    assert found.text.startswith("Stored tensors have a relative error above 5%")
+    assert found.text.endswith("as the median over the last 9 steps: saved:b/softmax.1 (0.2), saved:a (0.06).")
+    assert "bfloat16" in found.suggestion
+    assert found.figures == pytest.approx({"share": 0.2, "steps": 9, "sites": 2, "share@saved:a": 0.06})
+    assert diagnose(run_of(4, lambda _: errors)) == ()
+
+
 def test_clip_acts_always() -> None:
     def records(n: int) -> Records:
         clip = {"clipped@error:a": 1.0, "max_abs@error:a": 5.0, "total_norm@group:all": n + 1.0, "bound@group:all": 3.5}
