@@ -6,7 +6,7 @@ import base64
 import html
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
@@ -74,14 +74,10 @@ class Curves:
             ValueError: The format is none of these.
             OSError: The file cannot be written; its folder must exist.
         """
-        if format not in _METADATA:
-            raise ValueError(f"Curves.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
-        written = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
-        _save(self.figure(), written, format)
-        return written
+        return write_figure("Curves", self.figure, path, format)
 
     def _repr_svg_(self) -> str:
-        return _svg(self.figure())
+        return svg_of(self.figure())
 
     def _heading(self, num_bad: int) -> str:
         steps = self.run.steps
@@ -156,7 +152,17 @@ def _save(figure: Figure, file: str | BytesIO, format: Format) -> None:
         figure.savefig(file, format=format, dpi=_DPI, metadata=_METADATA[format])
 
 
-def _svg(figure: Figure) -> str:
+def write_figure(name: str, make: Callable[[], Figure], path: str | os.PathLike[str], format: Format) -> str:
+    """Write a figure into ``path.format``, and return that; ValueError for an unknown format."""
+    if format not in _METADATA:
+        raise ValueError(f"{name}.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
+    written = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
+    _save(make(), written, format)
+    return written
+
+
+def svg_of(figure: Figure) -> str:
+    """Return a figure as SVG."""
     data = BytesIO()
     _save(figure, data, "svg")
     return data.getvalue().decode()
@@ -164,7 +170,7 @@ def _svg(figure: Figure) -> str:
 
 def image_of(figure: Figure, alt: str) -> str:
     """Return a figure as an element of a page."""
-    data = base64.b64encode(_svg(figure).encode()).decode()
+    data = base64.b64encode(svg_of(figure).encode()).decode()
     return f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 
