@@ -19,6 +19,7 @@ _BASELINES = "runs to draw it with; of several the first is the one to compare w
 _COMMANDS = {
     "draw": "graphs",
     "sites": "graphs",
+    "memory": "graphs",
     "plot": "runs",
     "report": "runs",
     "doctor": "findings",
@@ -95,6 +96,9 @@ def _add_graphs(commands: _Commands) -> None:
     form.add_argument(
         "--tree", action="store_true", help="print a tree by module; repeated blocks and calls are folded"
     )
+    memory = commands.add_parser("memory", help="list the bytes that a model keeps for the backward")
+    _add_model(memory)
+    memory.add_argument("--json", action="store_true", help="print a JSON list of the tensors")
 
 
 def _add_runs(commands: _Commands) -> None:

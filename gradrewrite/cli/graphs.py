@@ -1,4 +1,4 @@
-"""Commands on the graph of a model: draw, sites."""
+"""Commands on the graph of a model: draw, sites, memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gradrewrite import viz
 from gradrewrite._utils.formatting import nearest, plain_table
-from gradrewrite.cli.loading import load_graph
+from gradrewrite.cli.loading import load_and, load_graph
 from gradrewrite.cli.messages import Refused, reading, split_ending
 from gradrewrite.cli.site_tree import site_tree
 from gradrewrite.diagnostics.run_log import read_jsonl
@@ -107,3 +107,13 @@ def sites(options: argparse.Namespace) -> None:
     ]
     print(plain_table(("site", "shape", "dtype", "source"), cells))
     print(f"{len(found)} of {len(known)} sites")
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Print the bytes that a model keeps for the backward, and a policy that saves some."""
+    found = load_and("memory", options.model, options.input, options.policy)
+    if not options.json:
+        print(f"{found}\n\n{found.suggestion()}")
+        return
+    names = ("name", "module", "plain_bytes", "policy_bytes", "host_bytes", "action", "reason", "count")
+    print(json.dumps([{name: getattr(row, name) for name in names} for row in found.rows], indent=1))

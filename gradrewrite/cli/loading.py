@@ -7,7 +7,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -53,7 +53,13 @@ def _failed_import(what: str, module_name: str, err: Exception) -> Refused:
 
 
 def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
-    """Make a model, and trace it with a policy.
+    """Make a model, and trace it with a policy; see ``load_and``."""
+    graph: JointGraph = load_and("trace", factory, inputs, policy)
+    return graph
+
+
+def load_and(look: Literal["trace", "memory"], factory: str, inputs: str, policy: str | None) -> Any:
+    """Make a model with a policy, and return the result of one of its methods.
 
     ``factory`` and ``inputs`` name the thing itself or what makes it when called: of inputs a tuple is the positional
     arguments, a dict the keyword arguments, anything else the only argument. Refused or RewriteError otherwise.
@@ -80,7 +86,7 @@ def load_graph(factory: str, inputs: str, policy: str | None) -> JointGraph:
     except TypeError as err:
         raise Refused(f"the input: {inputs!r} does not fit forward{signature}: {err}") from err
     try:
-        return rewritten.trace(*args, **kwargs)
+        return getattr(RewrittenModule, look)(rewritten, *args, **kwargs)  # the model may have such a name itself
     except TraceError as err:
         if err.__cause__ is None:  # it was traced, and has no backward
             raise

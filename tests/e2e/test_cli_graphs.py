@@ -148,6 +148,18 @@ def test_sites_pattern(shell: Shell, order: str) -> None:
     }
 
 
+def test_memory(shell: Shell) -> None:
+    status, out, err = shell.run("memory", *MODEL)
+    assert (status, err) == (0, "")
+    assert out.startswith("kept for the backward: 80 B, with the policy 80 B (100%)\n")
+    assert out.endswith("# no saved tensor has a narrower form with an error of at most 2.00%\n")
+    status, out, err = shell.run("memory", *MODEL, "--json")
+    assert (status, err) == (0, "")
+    (row,) = json.loads(out)
+    assert (row["name"], row["plain_bytes"], row["policy_bytes"]) == ("saved:1", 80, 80)
+    assert "under 4096" in row["reason"]
+
+
 def test_sites_tree(shell: Shell) -> None:
     status, out, err = shell.run("sites", *MODEL, "--tree")
     assert (status, err) == (0, "")
