@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
 
 import gradrewrite as gr
 from gradrewrite._compat import aot_autograd
@@ -82,7 +83,10 @@ class Traced:
 
 
 def trace(model: nn.Module, policy: gr.Policy, *args: Any, **kwargs: Any) -> Traced:
-    """Trace a rewritten model, and take the values of the placeholders of its graph; gradients of outputs are random."""
+    """Trace a rewritten model, with the values of the placeholders of its graph.
+
+    The gradients of its outputs are random numbers.
+    """
     seen: list[Sequence[Any]] = []
     own = capture._capture
 
@@ -94,7 +98,7 @@ def trace(model: nn.Module, policy: gr.Policy, *args: Any, **kwargs: Any) -> Tra
         graph = gr.transform(model, policy).trace(*args, **kwargs)
     assert graph.before is not None
     joint = graph.before.graph_module.graph
-    (inputs,), positions, values = seen, aot_autograd.plain_inputs(joint), []
+    inputs, positions, values = seen[-1], aot_autograd.plain_inputs(joint), []
     generator = torch.Generator().manual_seed(7)
     for node in joint.find_nodes(op="placeholder"):
         value = node.meta["val"]
@@ -110,8 +114,9 @@ class Evaluation:
     """The outputs of a plain joint graph whose backward reads restored values.
 
     Each node of the forward has two values: the one of the forward, and the one that the backward reads. The latter is
-    restored where the node is a saved tensor with a form or a view of one, the former where it is another saved tensor,
-    an input, or random; otherwise it is computed from what the backward reads of the node's inputs.
+    restored where the node makes the memory of a saved tensor with a form, or is a saved view of that; it is the former
+    where the node is another saved tensor, an input, or random; otherwise it is computed from what the backward reads
+    of the node's inputs.
 
     Attributes:
         outputs: Those of the graph.
@@ -121,7 +126,7 @@ class Evaluation:
     def __init__(self, gm: fx.GraphModule, values: Sequence[Any], forms: Mapping[str, str]) -> None:
         self._gm = gm
         self._forms = forms
-        self._names = frozenset(saved_names(gm))
+        self._names = frozenset(_saved_names(gm))
         self._forward: dict[fx.Node, Any] = {}
         self._read: dict[fx.Node, Any] = {}
         self._own: dict[int, fx.Node] = {}  # the node that made the memory, by its address
@@ -162,12 +167,14 @@ class Evaluation:
             torch.Tag.nondeterministic_seeded in node.target.tags
         )
         same = self._first_like(node, is_random=is_random)
-        if same is not node and node.name not in self._names:
+        base = self._base_of(node)
+        is_kept = node.name in self._names or node.name in self._forms
+        if same is not node and not is_kept:
             self._read[node] = self._read[same]
-        elif node.name in self._names:
-            base = self._base_of(node)
-            form = None if base is None else self._forms.get(base.name)
-            self._read[node] = value if base is None or form is None else self._view_of_restored(base, form, value)
+        elif base is not None and is_kept and base.name in self._forms:
+            self._read[node] = self._view_of_restored(base, self._forms[base.name], value)
+        elif is_kept:
+            self._read[node] = value
         elif is_random:
             self._read[node] = value
         elif all(self._read[n] is self._forward[n] for n in node.all_input_nodes):
@@ -203,6 +210,13 @@ class Evaluation:
             for name, x in values.items()
             if x.is_floating_point() and x.numel() * x.element_size() >= SMALL and _is_dense(x) and is_smaller(x, form)
         }
+
+
+def _saved_names(gm: fx.GraphModule) -> tuple[str, ...]:
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, Tensor))
+    with tracing(TracingContext(mode)):  # which the partitioner asks for the states of random number generators
+        return saved_names(gm)
 
 
 def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
@@ -252,4 +266,3 @@ def changes(traced: Traced) -> float:
     pairs = itertools.islice(zip(plain, got, strict=True), traced.num_outputs, None)
     found = [(float((a - b).abs().max()), float(a.abs().max())) for a, b in pairs if _is_gradient(a)]
     return max(d for d, _ in found) / max(s for _, s in found)
-
