@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -62,6 +62,12 @@ class Traced:
     def num_outputs(self) -> int:
         """Number of the outputs of the forward."""
         return aot_autograd.num_forward_outputs(self.plain.graph)
+
+    def with_tangents_of_one(self) -> Traced:
+        """The same with ones for the gradients of the outputs."""
+        nodes, outside = self.plain.graph.find_nodes(op="placeholder"), set(aot_autograd.tangents(self.plain.graph))
+        pairs = zip(nodes, self.values, strict=True)
+        return replace(self, values=tuple(torch.ones_like(v) if n in outside else v for n, v in pairs))
 
     def run(self, seed: int = 1) -> list[Any]:
         """Run the rewritten graph."""
