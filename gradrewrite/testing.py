@@ -199,6 +199,12 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
     """Raise PolicyError for an action on the gradients of single losses or examples."""
     for edit in edits:
         action = edit.action
+        if edit.site.kind == "saved":
+            raise PolicyError(
+                f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which keeps other tensors than "
+                f"a compiled graph; {describe(action)} acts on those. Compare without it",
+                code="action-not-allowed",
+            )
         is_refused = needs_examples(action) or needs_losses(action, Context(edit.site))
         if group_of(action) is None:
             insertion = lower_action(action, edit.site)

@@ -43,8 +43,10 @@ class StoredForm:
 def _encode_int8(tensor: Tensor) -> Sequence[Tensor]:
     rows = tensor.to(_wide(tensor.dtype))
     largest = rows.abs().amax(-1, keepdim=True)
-    # The scale of a row that is not finite is NaN, so that the restored row is.
-    scale = torch.where(largest < math.inf, largest / 127, math.nan)
+    # The scale of a row that is not finite is NaN, so that the restored row is. It is rounded, and 127 times as much is
+    # to be finite where the row is.
+    bound = torch.finfo(rows.dtype).max * (1 - 2**-16)
+    scale = torch.where(largest < math.inf, largest.clamp(max=bound) / 127, math.nan)
     # Rows of zeros, and of numbers so small that the scale vanishes, become zeros.
     quotient = rows / torch.where(scale > 0, scale, 1.0)
     return quotient.round().to(torch.int8), scale

@@ -259,7 +259,9 @@ def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
 
 
 def _is_finite(value: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in _inexact_in(value))
+    # Of a narrow form of a saved tensor, for which torch has no test of its own, the elements are widened.
+    wide = (t.float() if t.is_floating_point() and t.itemsize == 1 else t for t in _inexact_in(value))
+    return all(bool(torch.isfinite(t).all()) for t in wide)
 
 
 def _has_nan(value: Any) -> bool:
