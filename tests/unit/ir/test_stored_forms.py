@@ -30,7 +30,7 @@ def int8_row(row: list[float]) -> list[float]:
 
 
 def float8_number(x: float) -> float:
-    """The nearest number with 3 bits behind the first, of a size of at most 448; its subnormals are multiples of 2^-9."""
+    """The nearest number with 3 bits behind the first, of at most 448; its subnormals are multiples of 2^-9."""
     if math.isnan(x) or math.isinf(x):
         return math.nan
     if x == 0:

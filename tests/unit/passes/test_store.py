@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.mark.parametrize("form", ["int4", "", None, 8, torch.int8])
 def test_unknown_forms(form: Any) -> None:
-    with pytest.raises(ValueError, match="int8.*float8_e4m3fn.*bfloat16.*float32"):
+    with pytest.raises(ValueError, match=r"int8.*float8_e4m3fn.*bfloat16.*float32"):
         Store(form)
 
 
