@@ -58,7 +58,7 @@ class MemoryBars:
         return figure
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
-        """Write ``path.format``, as ``Curves.render`` does; raise what that raises."""
+        """Write ``path.format``, with the results and errors of ``Curves.render``."""
         return write_figure("MemoryBars", self.figure, path, format)
 
     def _repr_svg_(self) -> str:
