@@ -16,7 +16,7 @@ pytestmark = pytest.mark.inductor
 POLICIES: dict[str, Any] = {
     "plain": [],
     "int8": gr.on("saved:*", Store("int8")),
-    "recompute": [gr.on("saved:norm", Recompute()), gr.on("saved:up", Store("bfloat16"))],
+    "recompute": [gr.on("saved:up", Recompute()), gr.on("saved:/dropout", Store("bfloat16"))],
 }
 
 
