@@ -42,7 +42,8 @@ class Block(nn.Module):
         """Return the next features, ``[rows, steps, width]``."""
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, 2))
         x = x + self.proj(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Gpt(nn.Module):
