@@ -201,8 +201,8 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
         action = edit.action
         if edit.site.kind == "saved":
             raise PolicyError(
-                f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which keeps other tensors than "
-                f"a compiled graph; {describe(action)} acts on those. Compare without it",
+                f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which keeps other tensors "
+                f"than a compiled graph; {describe(action)} acts on those. Compare without it",
                 code="action-not-allowed",
             )
         is_refused = needs_examples(action) or needs_losses(action, Context(edit.site))

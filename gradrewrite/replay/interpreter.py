@@ -259,9 +259,7 @@ def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
 
 
 def _is_finite(value: Any) -> bool:
-    # Of a narrow form of a saved tensor, for which torch has no test of its own, the elements are widened.
-    wide = (t.float() if t.is_floating_point() and t.itemsize == 1 else t for t in _inexact_in(value))
-    return all(bool(torch.isfinite(t).all()) for t in wide)
+    return all(bool(torch.isfinite(t).all()) for t in _inexact_in(value))
 
 
 def _has_nan(value: Any) -> bool:
@@ -269,7 +267,9 @@ def _has_nan(value: Any) -> bool:
 
 
 def _inexact_in(value: Any) -> list[Tensor]:
-    return [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
+    """Return the tensors of inexact numbers; those of eight bits in float32, for torch cannot test them."""
+    inexact = [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
+    return [t.float() if t.itemsize == 1 else t for t in inexact]
 
 
 @dataclass(frozen=True, slots=True)

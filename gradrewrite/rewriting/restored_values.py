@@ -72,7 +72,7 @@ class _BackwardValues:
         return self._known[wanted]
 
     def _find(self, node: fx.Node) -> list[fx.Node]:
-        """Find what is read instead of a node, or return other nodes to be found before."""
+        """Find the replacement of a node, or return other nodes to be found before."""
         if node in self._known:
             return []
         same = node if self._is_kept(node) else self._first.get(node, node)
