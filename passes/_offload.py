@@ -46,4 +46,5 @@ class Offload:
     def decode(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the copy on the device."""
         (copied,) = parts
-        return fetch(copied, like.device, [])
+        restored: Tensor = fetch(copied, like.device, [])
+        return restored

@@ -107,10 +107,12 @@ def with_edits(
     edits: Iterable[Edit],
     record_nodes: Iterable[fx.Node],
     copies_of_losses: Mapping[str, tuple[str, int | None]],
+    restoring: Collection[str] = (),
 ) -> Provenance:
     """Add the anchors and the inserted nodes of a rewrite; these have the provenance of their site.
 
-    ``copies_of_losses`` has the nodes of the backward of single losses; see ``RewriteResult``.
+    ``copies_of_losses`` has the nodes of the backward of single losses, ``restoring`` those that restore saved tensors;
+    see ``RewriteResult``.
     """
     known_origins = {**provenance.origins}
     for name, (plain, loss) in copies_of_losses.items():  # in the order in which they were inserted
@@ -127,6 +129,7 @@ def with_edits(
     for edit in edits:
         origin = replace(by_order[known[edit.site].order], lane=_lane(edit.site.kind in IN_FORWARD))
         origins.update(dict.fromkeys(edit.nodes, origin))
+        origins.update(dict.fromkeys(filter(restoring.__contains__, edit.nodes), replace(origin, lane="backward")))
     for node in record_nodes:
         origins[node.name] = Origin(_lane(not aot_autograd.is_backward(node)), -1, op="records")
     return Provenance(origins, known, provenance.outputs)

@@ -113,7 +113,7 @@ def expand(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=encode):
         tensor, form = node.args
         if not (FORMS[form].is_encoded_apart and value_of(tensor).device.type == "cpu"):
-            traced = make_fx.trace(lambda *xs, form=form: _encode(*xs, form), [value_of(tensor)])
+            traced = make_fx.trace(lambda *xs, form=form: _encode(xs[0], form), [value_of(tensor)])
             results, _ = editing.splice(traced, graph, [tensor], node, "is_forward")
             for getitem in list(node.users):
                 editing.replace_node(getitem, results[getitem.args[1]])

@@ -110,6 +110,7 @@ class RewriteResult:
     notes: tuple[str, ...] = ()  # for warnings
     stored: Mapping[str, Site] = field(default_factory=dict)  # see ``SavedInsertion``, as ``not_saved``
     not_saved: Mapping[Site, str] = field(default_factory=dict)
+    restoring: frozenset[str] = frozenset()  # names of nodes that restore saved tensors, in the backward
     candidates: tuple[Site, ...] = ()  # saved sites at which callbacks were asked, before it was known what is saved
 
 
@@ -179,6 +180,7 @@ def rewrite_joint_graph(
         notes=(*separated.notes, *(kept.notes if kept is not None else ())),
         stored=kept.stored if kept is not None else {},
         not_saved=kept.not_saved if kept is not None else {},
+        restoring=frozenset(kept.restoring) if kept is not None else frozenset(),
         candidates=candidates,
     )
 
@@ -202,7 +204,9 @@ def rewrite_and_compare(
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
-    provenance = with_edits(provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses)
+    provenance = with_edits(
+        provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses, result.restoring
+    )
     plain = JointGraph(before, result.sites, provenance=provenance)
     return JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance), result
 

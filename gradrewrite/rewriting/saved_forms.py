@@ -58,6 +58,7 @@ class SavedInsertion:
         self.bases: dict[Site, fx.Node] = {}
         self.not_saved: dict[Site, str] = {}  # values that are no sites, and why
         self.stored: dict[str, Site] = {}  # sites of tensors that are not to be kept any more, by name of the node
+        self.restoring: set[str] = set()  # names of nodes that run in the backward
         self._plans: dict[Site, SavedPlan] = {}
         self._refused: dict[Hashable, list[tuple[Answered, Site, str]]] = {}  # by answer
         self._restored: dict[fx.Node, fx.Node] = {}  # what the backward reads instead of a tensor
@@ -186,6 +187,7 @@ class SavedInsertion:
             for group, like in groups:
                 result, new = self._decode(form, group, like, before)
                 aot_autograd.compute_again(new)
+                self.restoring.update(node.name for node in new)
                 made.append((form, new))
                 results.append(result)
             parts = results
@@ -240,6 +242,7 @@ class SavedInsertion:
         """List recomputed nodes with the edit of the tensor that they are made from."""
         site_of = {base: site for site, base in self.bases.items()}
         added: dict[Site, list[str]] = {}
+        self.restoring.update(twin.name for twin in twins)
         for twin, base in twins.items():
             added.setdefault(site_of[base], []).append(twin.name)
         for number, edit in enumerate(self._edits):
