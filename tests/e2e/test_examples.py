@@ -23,7 +23,11 @@ EXAMPLES = {
     "bptt_clipping": ([*STEPS, "--unroll", "8"], "error clip: loss ", "bptt_clipping.png"),
     "seq2seq_attention": ([*STEPS, "--seeds", "1", "--length", "8"], "decoder.cell: ", "seq2seq_attention.png"),
     "mean_squared_gradients": (["--eager", "--sizes", "2"], "float64: gradrewrite ", "mean_squared_gradients.png"),
-    "train_with_less_memory": (["--steps", "2"], "GPT              int8 ", "train_with_less_memory.png"),
+    "train_with_less_memory": (
+        ["--steps", "2", "--unroll", "6"],
+        "GPT              int8 ",
+        "train_with_less_memory.png",
+    ),
     "multi_task": ([*STEPS, "--seeds", "1"], "MGDA at the features ", "multi_task.png"),
     "nan_hunt": (["--only", "log of 0"], "step 1, activation:/log: /log, nan_hunt.py:", "nan_hunt.png"),
     "private_training": (["--eager", "--steps", "3", "--seeds", "1"], "Opacus       epsilon ", "private_training.png"),
