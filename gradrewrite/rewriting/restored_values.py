@@ -55,12 +55,12 @@ class _BackwardValues:
         restored: Mapping[fx.Node, fx.Node],
         is_kept: Callable[[fx.Node], bool],
     ) -> None:
-        self._known = dict(restored)
         self._made_from = {new: base for base, new in restored.items()}
         self.twins: dict[fx.Node, fx.Node] = {}
         self.replaced: list[fx.Node] = []  # in the order of execution
         self._is_kept = is_kept
         self._first = _first_of_equals([node for node in graph.nodes if node not in closure])
+        self._known = {self._first.get(base, base): new for base, new in restored.items()} | dict(restored)
 
     def of(self, wanted: fx.Node) -> fx.Node:
         todo = [wanted]

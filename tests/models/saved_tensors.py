@@ -96,9 +96,9 @@ def trace(model: nn.Module, policy: gr.Policy, *args: Any, **kwargs: Any) -> Tra
     seen: list[Sequence[Any]] = []
     own = capture._capture
 
-    def keep(session: Any, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        seen.append([t.detach() if isinstance(t, Tensor) else t for t in inputs])
-        return own(session, gm, inputs, **options)
+    def keep(*given: Any, **options: Any) -> Any:
+        seen.append([t.detach() if isinstance(t, Tensor) else t for t in given[-1]])
+        return own(*given, **options)
 
     with mock.patch.object(capture, "_capture", keep):
         graph = gr.transform(model, policy).trace(*args, **kwargs)
