@@ -97,7 +97,7 @@ def _decode(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
     return FORMS[form].decode(parts, dtype)
 
 
-# In a joint graph each is one node: the compiler would take a conversion there and back for no conversion at all.
+# In a joint graph each is one node, so that no pass of the compiler takes it apart before the graph is cut.
 LIBRARY.define("encode(Tensor x, str form) -> Tensor[]")
 LIBRARY.define("decode(Tensor[] parts, str form, ScalarType dtype) -> Tensor")
 for _name, _implementation in (("encode", _encode), ("decode", _decode)):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 
 import gradrewrite as gr
-from gradrewrite._compat import aot_autograd
+from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite.backends import capture
 from gradrewrite.ir.partitioning import saved_names
 from gradrewrite.passes import Store
@@ -220,7 +220,7 @@ class Evaluation:
 
 def _saved_names(gm: fx.GraphModule) -> tuple[str, ...]:
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, Tensor))
+    mode = fake_tensors.fake_mode_of(fakes)
     with tracing(TracingContext(mode)):  # which the partitioner asks for the states of random number generators
         return saved_names(gm)
 

@@ -20,7 +20,6 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import compilation_time_metrics, get_metrics_context
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.graph_module import _loader
@@ -501,15 +500,6 @@ def test_the_partitioner_may_save_an_output_of_the_model_for_what_reads_more() -
     loss.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_inductor_takes_a_conversion_there_and_back_for_none() -> None:
-    """So a stored form is one node of our own until the graph is cut into forward and backward."""
-    with FakeTensorMode():
-        x = torch.ones(4)
-    passed = joint_graph_passes(make_fx.trace(lambda x: [x.to(torch.bfloat16).to(torch.float32) + 1], [x]))
-
-    assert [node.target for node in passed.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
 
 
 def test_equal_nodes_of_a_joint_graph_are_one_when_it_is_cut() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,8 +444,8 @@ class Gathered(nn.Module):
         return self.two(_functional_collectives.all_gather_tensor_autograd(self.one(x), 0, group))
 
 
-def test_collectives_are_not_computed_again() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+def test_collectives_are_not_computed_again(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(gr.PolicyError, match="waits for other processes"):
             gr.transform(Gathered().double(), gr.on("saved:*", Recompute())).trace(rows())
