@@ -20,8 +20,15 @@ def store_wide(form: Any, site: gr.Site) -> Any:
     return Store(form) if site.kind == "saved" and site.shape[-1] != 1 else None
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("mlp", form) for form in FORMS),
+        ("gpt", "int8"),
+        *(pytest.param("gpt", form, marks=pytest.mark.nightly) for form in FORMS[1:]),
+        *(pytest.param("cnn", form, marks=pytest.mark.nightly) for form in FORMS),
+    ],
+)
 def test_forms(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one launch a saved tensor: one more kernel to encode it, or to restore it for a matrix product."""
     stored: list[gr.Site] = []
