@@ -17,7 +17,8 @@ def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Cal
     """
     for value in values:
         first = value.same_as
-        if first is not None:
+        if first is not None and not value.is_merged:
+            value.is_merged = True
             first.used_in += value.used_in
             first.stored_by -= set(value.calls) - value.stored_by
             first.returned_through |= value.returned_through
