@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -78,9 +79,14 @@ def is_computed_again(node: fx.Node) -> bool:
 
 
 def compute_again(nodes: Sequence[fx.Node]) -> None:
-    """Let the partitioner compute values of the forward again in the backward, and never save them."""
+    """Let the partitioner compute values of the forward again in the backward, and never save them.
+
+    Of an op with several results the op itself, too: it cannot be saved.
+    """
     for node in nodes:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        made_by = node.all_input_nodes if node.target is operator.getitem else ()
+        for one in (node, *made_by):
+            one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def is_backward(node: fx.Node) -> bool:

@@ -20,6 +20,11 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def draws_numbers(node: fx.Node) -> bool:
+    """Whether a node draws random numbers with these arguments: attention without dropout does not."""
+    return is_random(node) and arguments_of(node).get("dropout_p") != 0
+
+
 def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a node of an ATen graph on real values; arguments that it writes to are copied, views have any strides."""
     target = node.target

@@ -103,6 +103,8 @@ class _CaptureHooks:
             for site, actions in result.out_of_reach:
                 session.graphs.note_out_of_reach(site, actions)
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site
+                session.rules.note_forms(result.followed, result.refused)
+                session.rules.check_forms()
                 session.rules.check_on(joint.sites, result.not_saved)
         except RewriteError as err:
             raise CaptureComplete(err) from None

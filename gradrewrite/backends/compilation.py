@@ -81,6 +81,8 @@ def compile_graph(
                 key.save(stored.sites, stored.candidates, stored.answers)
         if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
+        elif not session.has_model:
+            session.rules.check_forms()
         refused = compilation.result.refused_outputs if compilation.result is not None else ()
         return _refusing_gradients(run, refused) if refused else run
     except RewriteError as err:
@@ -266,6 +268,7 @@ class GraphCompilation:
         self.session.sampling.note(self.result.answers)
         self.session.note_skips(edit.action for edit in self.result.edits)
         self.session.graphs.note(self._graph_report())
+        self.session.rules.note_forms(self.result.followed, self.result.refused)
         self._note_warnings(self.result)
 
     @functools.cached_property

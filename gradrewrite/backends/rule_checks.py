@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from gradrewrite._utils.formatting import describe_callable, nearest
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.compiled_graphs import CompiledGraphs
-from gradrewrite.errors import NoSuchSiteError
+from gradrewrite.errors import NoSuchSiteError, PolicyError
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import Policy
@@ -33,6 +33,8 @@ class RuleChecks:
     ) -> None:
         self._policy, self._graphs, self._names, self._inputs, self._warnings = policy, graphs, names, inputs, warnings
         self._is_done = False
+        self._followed: set[Hashable] = set()
+        self._refused: dict[Hashable, str] = {}
         self._step_answers: frozenset[tuple[int, ...]] | None = None  # None until a guard has asked
         self.may_have_step_sites = may_answer_at(policy, {"step"})
         self.may_observe_updates = may_answer_at(policy, AFTER_UPDATE)
@@ -44,8 +46,27 @@ class RuleChecks:
         """Raise NoSuchSiteError for a rule that matched no site of any graph; once."""
         if not self._is_done and self._graphs:
             not_saved = dict(item for graph in self._graphs for item in graph.not_saved)
+            self.check_forms()
             self.check_on(dict.fromkeys(site for graph in self._graphs for site in graph.sites), not_saved)
             self._is_done = True
+
+    def note_forms(self, followed: Iterable[Hashable], refused: Mapping[Hashable, str]) -> None:
+        """Note the answers with forms of saved tensors that a graph followed, and those that it refused at a site."""
+        self._followed.update(followed)
+        self._refused.update(refused)
+        if self._is_done:  # a later graph: of other inputs
+            self._warn_of_refused()
+
+    def check_forms(self) -> None:
+        """Raise PolicyError for a form that was refused at every site so far; warn of those refused at some."""
+        for key, text in self._refused.items():
+            if key not in self._followed:
+                raise PolicyError(f"{text}. Nor does it act elsewhere: give it another form", code="saved-tensor")
+        self._warn_of_refused()
+
+    def _warn_of_refused(self) -> None:
+        for text in self._refused.values():
+            self._warnings.warn_once(text, text)
 
     def forget(self) -> None:
         """Check anew when there are graphs again."""
@@ -127,7 +148,7 @@ class RuleChecks:
             )
 
     def _warn_not_saved(self, pattern: str, left: Sequence[tuple[Site, str]]) -> None:
-        site, why = left[0]
+        site, why = min(left, key=lambda one: (not one[0].dtype.is_floating_point, "/" in one[0].name))
         others = f", and {len(left) - 1} more values that are not kept" if len(left) > 1 else ""
         self._warnings.warn_once(
             pattern,

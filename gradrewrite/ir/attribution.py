@@ -127,7 +127,10 @@ def with_edits(
         by_order.setdefault(origin.order, origin)
     origins = dict(provenance.origins)
     for edit in edits:
-        origin = replace(by_order[known[edit.site].order], lane=_lane(edit.site.kind in IN_FORWARD))
+        order = known[edit.site].order
+        if order not in by_order:  # a result of an op that makes several: the op belongs to the first
+            order = max((n for n in by_order if n < order), default=min(by_order))
+        origin = replace(by_order[order], lane=_lane(edit.site.kind in IN_FORWARD))
         origins.update(dict.fromkeys(edit.nodes, origin))
         origins.update(dict.fromkeys(filter(restoring.__contains__, edit.nodes), replace(origin, lane="backward")))
     for node in record_nodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradrewrite._utils.formatting import html_table, plain_table
 from gradrewrite.sites import Pattern, Site
@@ -69,7 +70,11 @@ class Memory:
     rows: tuple[KeptTensor, ...]
     plain_bytes: int
     policy_bytes: int
-    measure: Callable[[float], Mapping[Site, Forms]] = field(repr=False, compare=False)
+    _measure: Callable[[float], Mapping[Site, Forms]] | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[Memory], tuple[Any, ...]]:
+        """Pickle the figures, without the graph that ``suggestion`` runs."""
+        return Memory, (self.rows, self.plain_bytes, self.policy_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -131,8 +136,13 @@ class Memory:
 
         Returns:
             Rules, each with its bytes and its largest error; a comment where nothing can be stored.
+
+        Raises:
+            RuntimeError: The object was pickled, or made by hand.
         """
-        measured = self.measure(largest_error)
+        if self._measure is None:
+            raise RuntimeError("suggestion() runs the graph, which is not pickled; call model.memory(...) again")
+        measured = self._measure(largest_error)
         plain = {row.site: row.plain_bytes for row in self.rows if row.count == 1}
         chosen = {site: found for site, forms in measured.items() if (found := _chosen(forms, largest_error))}
         worth = [site for site, (_, _, size) in chosen.items() if (plain[site] - size) * _LEAST >= self.plain_bytes]

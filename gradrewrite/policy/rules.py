@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
+from gradrewrite.policy.actions import SAVED, Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
 from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
 from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
 
@@ -77,6 +77,7 @@ def check_policy(policy: Any) -> None:
     elif isinstance(policy, Rule):
         check_bounds(policy)
         _check_at_steps(policy)
+        _check_kind(policy)
 
 
 def _check_at_steps(rule: Rule) -> None:
@@ -86,6 +87,17 @@ def _check_at_steps(rule: Rule) -> None:
             allowed = ", ".join(sorted(kinds_of(action)))
             raise PolicyError(
                 f"{rule.pattern}: {describe(action)} does not apply to this kind of site; it applies to {allowed}",
+                code="action-not-allowed",
+            )
+
+
+def _check_kind(rule: Rule) -> None:
+    """Refuse actions for saved tensors with a pattern without a kind; it would match none."""
+    for action in _flat(rule.action) if Pattern.parse(rule.pattern).kind is None else ():
+        if kinds_of(action) == SAVED:
+            raise PolicyError(
+                f"{rule.pattern}: {describe(action)} applies to saved sites alone, which only a pattern with that kind "
+                f"matches: gr.on({f'saved:{rule.pattern}'!r}, {describe(action)})",
                 code="action-not-allowed",
             )
 
@@ -149,7 +161,7 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
 def _tells_kind(policy: Callable[[Site], Answer], site: Site) -> bool:
     """Return whether a callback answers otherwise at this site than at one of an unknown kind."""
     unknown: Any = "unknown"
-    return _outcome(policy, site) != _outcome(policy, replace(site, kind=unknown))
+    return _outcome(policy, site) != _outcome(policy, replace(site, kind=unknown, nbytes=None))
 
 
 def _outcome(policy: Callable[[Site], Answer], site: Site) -> Hashable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -108,8 +108,10 @@ class RewriteResult:
     copies_of_losses: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
     notes: tuple[str, ...] = ()  # for warnings
-    stored: Mapping[str, Site] = field(default_factory=dict)  # see ``SavedInsertion``, as ``not_saved``
+    stored: Mapping[str, Site] = field(default_factory=dict)  # see ``SavedInsertion``, as the next ones
     not_saved: Mapping[Site, str] = field(default_factory=dict)
+    followed: frozenset[Hashable] = frozenset()
+    refused: Mapping[Hashable, str] = field(default_factory=dict)
     restoring: frozenset[str] = frozenset()  # names of nodes that restore saved tensors, in the backward
     candidates: tuple[Site, ...] = ()  # saved sites at which callbacks were asked, before it was known what is saved
 
@@ -180,6 +182,8 @@ def rewrite_joint_graph(
         notes=(*separated.notes, *(kept.notes if kept is not None else ())),
         stored=kept.stored if kept is not None else {},
         not_saved=kept.not_saved if kept is not None else {},
+        followed=kept.followed if kept is not None else frozenset(),
+        refused=kept.refused if kept is not None else {},
         restoring=frozenset(kept.restoring) if kept is not None else frozenset(),
         candidates=candidates,
     )

@@ -63,7 +63,8 @@ class SavedInsertion:
         self._refused: dict[Hashable, list[tuple[Answered, Site, str]]] = {}  # by answer
         self._restored: dict[fx.Node, fx.Node] = {}  # what the backward reads instead of a tensor
         self._names: frozenset[str] = frozenset()  # of all saved nodes
-        self._unmeasured: list[tuple[Site, Any]] = []
+        self._unmeasured: dict[str, tuple[Site, Any]] = {}  # by rule: a site at which nothing is stored
+        self._measuring: set[str] = set()  # rules that measure somewhere
         self._closure: set[fx.Node] = set()  # what only the backward computes
 
     def ask(self, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured, further: Sequence[fx.Node]) -> None:
@@ -80,7 +81,6 @@ class SavedInsertion:
             if not again:
                 break
         self.not_saved = self._saved.not_saved(found)
-        self._check_refusals()
 
     def _ask_at(self, saved: SavedTensor, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured) -> SavedPlan:
         site = saved.site
@@ -110,22 +110,25 @@ class SavedInsertion:
                 code="saved-tensor",
             )
 
-    def _check_refusals(self) -> None:
-        """Raise PolicyError for an answer that could be followed at none of its sites."""
-        acting = {
+    @property
+    def followed(self) -> frozenset[Hashable]:
+        """Keys of the answers with forms that act at a site."""
+        return frozenset(
             _key(answered)
             for site, found in self.answers.items()
             for answered in found
             if isinstance(answered.action, SavedForm) and answered.action in self._plans[site].forms
-        }
+        )
+
+    @property
+    def refused(self) -> dict[Hashable, str]:
+        """Refused answers by their keys, each with a message on its first site."""
+        found = {}
         for key, refused in self._refused.items():
             answered, site, reason = refused[0]
-            if key not in acting:
-                raise PolicyError(
-                    f"{site}: {describe(answered.action)}: {reason}, and so for every tensor that {answered.rule} "
-                    "answers at; give it another form, or match other sites",
-                    code="saved-tensor",
-                )
+            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+            found[key] = f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}"
+        return found
 
     @property
     def anchors(self) -> dict[Site, Anchor]:
@@ -134,15 +137,11 @@ class SavedInsertion:
 
     @property
     def notes(self) -> list[str]:
-        """Warnings of refused forms."""
+        """Warnings of rules that record nothing."""
         found = []
-        for refused in self._refused.values():
-            answered, site, reason = refused[0]
-            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-            found.append(f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}")
-        if self._unmeasured and not any(edit.site in self.bases and edit.records for edit in self._edits):
-            site, action = self._unmeasured[0]
-            found.append(f"{site}: {describe(action)} records nothing, for no Store acts at a site that it matches")
+        for rule, (site, action) in self._unmeasured.items():
+            if rule not in self._measuring:
+                found.append(f"{site}: {describe(action)} records nothing, for no Store acts at a site that it matches")
         return found
 
     def insert(self, mode: Callable[[Site], TraceMode]) -> None:
@@ -208,7 +207,9 @@ class SavedInsertion:
         traced.graph.eliminate_dead_code()
         (result,), new = editing.splice(traced, self._graph, [*parts, like], before, "is_forward")
         got = value_of(result)
-        assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        sizes = zip(wanted.shape, got.stride(), wanted.stride(), strict=True)
+        assert all(size == 1 or a == b for size, a, b in sizes)
         return result, new
 
     def _measure(
@@ -218,8 +219,9 @@ class SavedInsertion:
             self._packing.numbering.new(insertion.names, str(site))
             return
         if decoded is base:
-            self._unmeasured.append((site, insertion.action))
+            self._unmeasured.setdefault(insertion.rule, (site, insertion.action))
             return
+        self._measuring.add(insertion.rule)
         traced = self._tracer.trace(insertion, site, value_of(base), mode, [value_of(decoded)])
         (_, *extras), new = editing.splice(traced.graph, self._graph, [base, decoded], decoded.next, "is_forward")
         keys, _ = self._packing.add(insertion, str(site), site, traced.reports, extras)

@@ -16,6 +16,7 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.partitioning import saved_names
 from gradrewrite.ir.values import num_bytes, shape_of
+from gradrewrite.rewriting.restored_values import backward_closure
 from gradrewrite.sites import Site
 
 SMALL = 4096  # bytes; smaller tensors are left alone
@@ -48,7 +49,7 @@ class SavedTensors:
             base = self.base_of(node)
             if base is not None and number in self._site_at and _has_all_elements(node, base):
                 self._value_of_base.setdefault(base, number)
-        self.random = self._ops_with(operators.is_random)
+        self.random = self._ops_with(operators.draws_numbers)
         self.collective = self._ops_with(collectives.is_collective)
 
     def base_of(self, node: fx.Node) -> fx.Node | None:
@@ -71,7 +72,9 @@ class SavedTensors:
 
     def candidates(self) -> list[Site]:
         """Return sites of all tensors that a partitioner might save."""
-        return [saved.site for saved in self._named([b for b in self._bases.values() if not self._why_left_alone(b)])]
+        closure = backward_closure(self._graph)
+        bases = [base for base in self._bases.values() if base not in closure and not self._why_left_alone(base)]
+        return [saved.site for saved in self._named(bases)]
 
     def not_saved(self, saved: Sequence[SavedTensor]) -> dict[Site, str]:
         """Return the sites of values that are not saved, and why."""
@@ -81,12 +84,6 @@ class SavedTensors:
             for base in self._value_of_base
             if base not in known
         }
-
-    def bytes_of(self, names: Iterable[str]) -> dict[str, int | None]:
-        """Return the bytes that saved nodes keep, each memory once, by the name of the node that makes it."""
-        nodes = {node.name: node for node in self._graph.nodes}
-        bases = dict.fromkeys(base for name in names if (base := self.base_of(nodes[name])) is not None)
-        return {base.name: num_bytes(value_of(base)) for base in bases}
 
     def left_alone(self, base: fx.Node) -> tuple[Site, str]:
         """Return the site next to a tensor, and why it is none itself; ``""`` if it is one."""

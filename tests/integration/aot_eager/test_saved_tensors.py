@@ -840,3 +840,78 @@ def test_backward_twice() -> None:
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), first, strict=True))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.heads(x).view(1, ROWS, 4, -1).transpose(1, 2)
+        return functional.scaled_dot_product_attention(h, h, h)
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern"),
+    [
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)), "saved:1"),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)), "saved:*"),
+        (Attention(), "saved:*"),
+    ],
+    ids=["layer norm", "batch norm", "attention"],
+)
+def test_ops_with_several_results_are_computed_again(model: nn.Module, pattern: str) -> None:
+    plain, x = model.double(), rows()
+    rewritten = gr.transform(copy.deepcopy(plain), gr.on(pattern, Recompute()))
+
+    assert_equal(gradients(rewritten, x), gradients(plain, x), rtol=1e-12)
+
+
+def test_a_callback_may_choose_by_bytes_alone() -> None:
+    graph = gr.transform(chain(2), lambda site: Store("int8") if site.nbytes else None).trace(rows())
+
+    assert [str(edit.site) for edit in graph.edits] == ["saved:1", "saved:3"]
+
+
+def test_a_rule_for_saved_tensors_needs_the_kind() -> None:
+    with pytest.raises(gr.PolicyError, match=r"only a pattern with that kind matches: gr.on\('saved:1', Store"):
+        gr.transform(chain(2), gr.on("1", Store("int8")))
+
+
+class Narrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((WIDTH, WIDTH), (WIDTH, 1))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).exp()
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"regions": "layers.*"}], ids=str)
+def test_a_form_that_acts_in_one_graph_may_be_refused_in_others(options: dict[str, Any]) -> None:
+    model = gr.transform(Narrowing(), gr.on("saved:*", Store("int8")), **options)
+    with pytest.warns(gr.RewriteWarning, match="leaves them as they are: int8 is not smaller"):
+        model(torch.randn(2048, WIDTH)).sum().backward()
+
+    assert any(edit.nodes for graph in model.explain().graphs for edit in graph.edits)
+
+
+def test_a_later_graph_may_have_rows_of_one() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return (h @ h.mT).softmax(-1) @ h
+
+    model = gr.transform(Net(), gr.on("saved:/softmax", Store("int8")), dynamic=False)
+    for number in (64, 1):
+        model(torch.randn(number, WIDTH)).sum().backward()
+
+    assert [len(graph.edits) for graph in model.explain().graphs] == [1, 0]

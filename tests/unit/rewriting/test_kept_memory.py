@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -100,7 +101,9 @@ def test_measured_errors_are_those_of_a_run(form: Any) -> None:
     """The oracle is ``stored_error`` of a training step on the same inputs."""
     model = gr.transform(mlp(), [gr.on("saved:1", Store(form)), gr.on("saved:1", Observe("stored_error"))])
     model(X).sum().backward()
-    (measured,) = model.memory(X).measure(0.0).values()
+    measure = model.memory(X)._measure
+    assert measure is not None
+    (measured,) = measure(0.0).values()
     error, size = measured[form]
 
     assert error == pytest.approx(model.monitor.latest()["stored_error@saved:1"], rel=1e-6)
@@ -119,3 +122,12 @@ def test_refusals_are_those_of_trace() -> None:
         memory(gr.on("saved:nothing", Store("int8")))
     with pytest.raises(gr.TraceError):
         memory([], mlp().requires_grad_(False))
+
+
+def test_figures_are_pickled_without_the_graph() -> None:
+    memory = gr.transform(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), []).memory(torch.ones(32, 64))
+    other = pickle.loads(pickle.dumps(memory))
+
+    assert other == memory
+    with pytest.raises(RuntimeError, match=r"call model\.memory"):
+        other.suggestion()
