@@ -98,8 +98,6 @@ class _CaptureHooks:
             marked = self.compilation.marked(graph)
             result_of = self.look(marked)
             joint, result = rewrite_and_compare(marked, session.config)
-            for note in result.notes:
-                session.warnings.warn_once(note, note)
             for site, actions in result.out_of_reach:
                 session.graphs.note_out_of_reach(site, actions)
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site
