@@ -20,6 +20,7 @@ from models.saved_tensors import assert_as_expected, changes, trace
 LARGE = 17
 
 
+@pytest.mark.filterwarnings("ignore:saved.* leaves them as they are:gradrewrite.RewriteWarning")
 @pytest.mark.parametrize("name", sampled(CASES, 24))
 def test_models(name: str) -> None:
     if name in expected(SUITE) and expected(SUITE)[name].kind == "torch":
