@@ -92,7 +92,7 @@ class Way:
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:
-    """Return the bytes of each allocation of host memory, in their order; negative where memory is freed."""
+    """Return the bytes of each allocation in order, negative for freed memory."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     assert recorded.profiler is not None
@@ -110,7 +110,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def train(name: str, steps: int, seeds: int, unroll: int, *, compiled: bool) -> tuple[Way, Way]:
-    """Train a model in both ways with each seed; print what each reached."""
+    """Train a model in both ways with each seed, and print the results."""
     make, policy, optimizer_of = MODELS[name]
     characters, vocabulary = load_text()
     plain, int8 = Way(name, "plain"), Way(name, "int8")
@@ -130,7 +130,7 @@ def train(name: str, steps: int, seeds: int, unroll: int, *, compiled: bool) -> 
 
 
 def run(model: gr.RewrittenModule, optimizer: torch.optim.Optimizer, data: Sequence[Tensor], way: Way) -> None:
-    """Train from the model's present state, and add what was measured to a way."""
+    """Train from the model's present state, and add the figures to a way."""
     losses = []
 
     def step(batch: Tensor) -> None:

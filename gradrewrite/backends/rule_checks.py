@@ -120,7 +120,7 @@ class RuleChecks:
             )
 
     def check_on(self, sites: Sequence[Site] | Mapping[Site, None], not_saved: Mapping[Site, str] = _NOTHING) -> None:
-        """Raise for the first rule that matches none of these sites, warn where its module made no value.
+        """Raise for the first rule without a site, warn of modules without a value.
 
         ``not_saved`` are values that are no saved tensors, and why; a rule that matches only such is warned of, too.
         """
