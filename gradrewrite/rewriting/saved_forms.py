@@ -31,10 +31,10 @@ from gradrewrite.sites import Site
 def find_saved(
     marked: MarkedJointGraph, policy: Policy, ask: Callable[[Site], tuple[Answered, ...]]
 ) -> tuple[SavedTensors | None, tuple[Site, ...]]:
-    """Return the saved tensors of a graph if a policy may answer there, else None; and the sites where it was asked.
+    """Return the saved tensors for a policy, and the sites of its callbacks' trial.
 
-    What is saved is known after a trial of the partitioner. A callback that answers at no tensor that might be saved
-    needs none.
+    None if the policy answers at none of these sites, and has no rule for saved tensors. What is saved is known after a
+    trial of the partitioner; a callback that answers at no tensor that might be saved needs none.
     """
     if not aot_autograd.gradient_outputs(marked.graph):
         return None, ()
@@ -165,39 +165,33 @@ class SavedInsertion:
     def _insert_forms(self, site: Site, base: fx.Node, forms: Sequence[SavedForm]) -> fx.Node:
         """Insert encoding and decoding; return the decoded value in the forward."""
         before = self._behind_first_reader(base)
-        parts, made = [base], []
-        given: list[list[fx.Node]] = []  # inputs of each form
-        for form in forms:
-            results: list[fx.Node] = []
-            for group in [parts] if form is forms[0] else [[part] for part in parts]:
-                traced = make_fx.trace(lambda *xs, f=form: list(f.encode(*xs)), [value_of(n) for n in group])
-                outputs, new = editing.splice(traced, self._graph, group, before, "is_forward")
-                results += outputs
-                made.append((form, new))
-            given.append(parts)
-            parts = results
-        editing.store(parts)
-        decoded = None
-        for form, inputs in reversed(list(zip(forms, given, strict=True))):
-            results = []
-            groups = (
-                [(parts, inputs[0])] if form is forms[0] else [([p], i) for p, i in zip(parts, inputs, strict=True)]
-            )
-            for group, like in groups:
-                result, new = self._decode(form, group, like, before)
-                aot_autograd.compute_again(new)
-                self.restoring.update(node.name for node in new)
-                made.append((form, new))
-                results.append(result)
-            parts = results
-        restored = parts[0]
-        if len(forms) > 1:  # what was measured does not come from host memory
-            decoded, new = self._decode(forms[0], given[1], base, before)
-        self._restored[base] = restored
-        for form in forms:
-            nodes = tuple(node.name for own, new in made if own is form for node in new)
-            self._edits.append(Edit(site, form, nodes))
-        return restored if decoded is None else decoded
+        made: dict[SavedForm, list[fx.Node]] = {form: [] for form in forms}
+        parts, self._restored[base] = self._insert_form(base, forms, before, made)
+        for form, nodes in made.items():
+            self._edits.append(Edit(site, form, tuple(node.name for node in nodes)))
+        if len(forms) == 1:
+            return self._restored[base]
+        decoded, _ = self._decode(forms[0], parts, base, before)  # which does not come from host memory
+        return decoded
+
+    def _insert_form(
+        self, node: fx.Node, forms: Sequence[SavedForm], before: fx.Node, made: dict[SavedForm, list[fx.Node]]
+    ) -> tuple[list[fx.Node], fx.Node]:
+        """Insert the first form of a value, and the others of its parts; return these, and the restored value."""
+        form, *others = forms
+        traced = make_fx.trace(lambda x: list(form.encode(x)), [value_of(node)])
+        parts, new = editing.splice(traced, self._graph, [node], before, "is_forward")
+        made[form] += new
+        if others:
+            kept = [self._insert_form(part, others, before, made)[1] for part in parts]
+        else:
+            editing.store(parts)
+            kept = parts
+        restored, new = self._decode(form, kept, node, before)
+        aot_autograd.compute_again(new)
+        self.restoring.update(one.name for one in new)
+        made[form] += new
+        return parts, restored
 
     def _decode(
         self, form: SavedForm, parts: Sequence[fx.Node], like: fx.Node, before: fx.Node
@@ -271,9 +265,10 @@ class SavedInsertion:
             copies.setdefault(sites[node.name].module, []).append(node)
         groups = [*copies.values(), []]
         for group, following in itertools.pairwise(groups):
-            upcoming = [node.args[0] for node in following]
             for number, node in enumerate(group):
-                editing.set_argument(node, "upcoming", [*(other.args[0] for other in group[number + 1 :]), *upcoming])
+                copied = [other.args[0] for other in (*group[number + 1 :], *following)]
+                made = [one for one in copied if isinstance(one, fx.Node) and order[one] < order[node]]
+                editing.set_argument(node, "upcoming", made)
 
 
 def _behind(node: fx.Node) -> fx.Node:
