@@ -101,9 +101,9 @@ class _CaptureHooks:
             for site, actions in result.out_of_reach:
                 session.graphs.note_out_of_reach(site, actions)
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site
-                session.rules.note_forms(result.followed, result.refused)
+                session.rules.note_forms(result.saved)
                 session.rules.check_forms()
-                session.rules.check_on(joint.sites, result.not_saved)
+                session.rules.check_on(joint.sites, result.saved.not_saved)
         except RewriteError as err:
             raise CaptureComplete(err) from None
         raise CaptureComplete(result_of(joint, result))

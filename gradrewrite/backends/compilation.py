@@ -268,7 +268,7 @@ class GraphCompilation:
         self.session.sampling.note(self.result.answers)
         self.session.note_skips(edit.action for edit in self.result.edits)
         self.session.graphs.note(self._graph_report())
-        self.session.rules.note_forms(self.result.followed, self.result.refused)
+        self.session.rules.note_forms(self.result.saved)
         self._note_warnings(self.result)
 
     @functools.cached_property
@@ -285,7 +285,7 @@ class GraphCompilation:
         named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
         count = Counter(loss for _, loss in self.result.copies_of_losses.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
-        not_saved = tuple(self.result.not_saved.items())
+        not_saved = tuple(self.result.saved.not_saved.items())
         return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes, self.engine.name, not_saved)
 
     def _note_warnings(self, result: RewriteResult) -> None:
@@ -332,7 +332,7 @@ class GraphCompilation:
 
     def _note_still_saved(self, backward: fx.GraphModule) -> None:
         """Warn of saved tensors beside their stored form: a pass of the compiler found another way to read them."""
-        stored = self.result.stored if self.result is not None else {}
+        stored = self.result.saved.stored if self.result is not None else {}
         for node in backward.graph.find_nodes(op="placeholder"):
             if node.name in stored:
                 site = stored[node.name]

@@ -16,6 +16,7 @@ from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import callbacks_of, first_guarded_site, may_answer_at, rules_at, rules_of
+from gradrewrite.rewriting.saved_forms import SavedRewrite
 from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Pattern, Site
 
 _OP_BY_OP = (
@@ -50,10 +51,10 @@ class RuleChecks:
             self.check_on(dict.fromkeys(site for graph in self._graphs for site in graph.sites), not_saved)
             self._is_done = True
 
-    def note_forms(self, followed: Iterable[Hashable], refused: Mapping[Hashable, str]) -> None:
+    def note_forms(self, saved: SavedRewrite) -> None:
         """Note the answers with forms of saved tensors that a graph followed, and those that it refused at a site."""
-        self._followed.update(followed)
-        self._refused.update(refused)
+        self._followed.update(saved.followed)
+        self._refused.update(saved.refused)
         if self._is_done:  # a later graph: of other inputs
             self._warn_of_refused()
 

@@ -135,6 +135,11 @@ class SavedPlan:
     recomputation: Recomputation | None = None
     measured: tuple[Replace | Omitted, ...] = ()  # the second argument of ``run`` is the restored tensor
 
+    @property
+    def is_acting(self) -> bool:
+        """Whether the tensor is kept in another form, or not at all."""
+        return bool(self.forms) or self.recomputation is not None
+
 
 Reporting: TypeAlias = "Replace | Measure | GroupInsertion"  # what may have records
 Insertion: TypeAlias = Replace | Measure | Average | ScaleParameter | Omitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -76,7 +76,7 @@ from gradrewrite.rewriting.lowering import (
 )
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.record_packing import RecordPacking
-from gradrewrite.rewriting.saved_forms import SavedInsertion, find_saved
+from gradrewrite.rewriting.saved_forms import SavedInsertion, SavedRewrite, find_saved
 from gradrewrite.rewriting.saved_tensors import SavedTensors
 from gradrewrite.sites import IN_FORWARD, Kind, Site
 
@@ -108,11 +108,7 @@ class RewriteResult:
     copies_of_losses: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
     notes: tuple[str, ...] = ()  # for warnings
-    stored: Mapping[str, Site] = field(default_factory=dict)  # see ``SavedInsertion``, as the next ones
-    not_saved: Mapping[Site, str] = field(default_factory=dict)
-    followed: frozenset[Hashable] = frozenset()
-    refused: Mapping[Hashable, str] = field(default_factory=dict)
-    restoring: frozenset[str] = frozenset()  # names of nodes that restore saved tensors, in the backward
+    saved: SavedRewrite = field(default_factory=SavedRewrite)
     candidates: tuple[Site, ...] = ()  # saved sites at which callbacks were asked, before it was known what is saved
 
 
@@ -146,7 +142,7 @@ def rewrite_joint_graph(
     anchors = _anchors(separated.first_points(points))
     plain |= rewriter.insert_plan(separated)
     rewriter.packing.follow(rewriter.current, graph)
-    kept = None if saved is None else rewriter.insert_at_saved(saved, ask, measured)
+    kept = SavedRewrite() if saved is None else rewriter.insert_at_saved(saved, ask, measured)
     is_checked = bool(rewriter.packing.checks)
     all_points = separated.points_of(points)
     replay_graph = rewriter.make_replay_graph(all_points, marked, plain) if is_checked or is_replayed else None
@@ -159,15 +155,10 @@ def rewrite_joint_graph(
     if live or (is_checked and replay_graph is not None):
         inductor.stop_folding()
     lost = [(site, ask(site)) for site in out_of_reach]
-    if kept is not None:
-        anchors |= kept.anchors
+    anchors |= kept.anchors
     return RewriteResult(
-        sites=(*(point.site for point in points), *out_of_reach, *(kept.answers if kept is not None else ())),
-        answers=(
-            *(found for _, found in answers),
-            *(found for _, found in lost),
-            *(kept.answers.values() if kept is not None else ()),
-        ),
+        sites=(*(point.site for point in points), *out_of_reach, *kept.answers),
+        answers=(*(found for _, found in answers), *(found for _, found in lost), *kept.answers.values()),
         edits=tuple(rewriter.edits),
         record_nodes=(*rewriter.counters, *(node.name for node in record_nodes)),
         anchors=anchors,
@@ -179,12 +170,8 @@ def rewrite_joint_graph(
         of_parts=of_parts,
         copies_of_losses={} if losses is None else losses.copies,
         refused_outputs=losses.losses.others if losses is not None and separated.weighings else frozenset(),
-        notes=(*separated.notes, *(kept.notes if kept is not None else ())),
-        stored=kept.stored if kept is not None else {},
-        not_saved=kept.not_saved if kept is not None else {},
-        followed=kept.followed if kept is not None else frozenset(),
-        refused=kept.refused if kept is not None else {},
-        restoring=frozenset(kept.restoring) if kept is not None else frozenset(),
+        notes=(*separated.notes, *kept.notes),
+        saved=kept,
         candidates=candidates,
     )
 
@@ -209,7 +196,7 @@ def rewrite_and_compare(
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
     provenance = with_edits(
-        provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses, result.restoring
+        provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses, result.saved.restoring
     )
     plain = JointGraph(before, result.sites, provenance=provenance)
     return JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance), result
@@ -301,13 +288,13 @@ class Rewriter:
 
     def insert_at_saved(
         self, saved: SavedTensors, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured
-    ) -> SavedInsertion:
+    ) -> SavedRewrite:
         """Ask the policy at the saved tensors, and insert their forms."""
         insertion = SavedInsertion(self.graph, saved, self._tracer, self.packing, self.edits)
         further = [record.node for record in self.packing.records if not record.is_forward]
         insertion.ask(ask, measured, further)
         insertion.insert(self._mode)
-        return insertion
+        return insertion.result()
 
     def erase_replaced(self) -> None:
         """Take out nodes that nothing reads any more."""

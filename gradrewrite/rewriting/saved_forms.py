@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -47,6 +47,20 @@ def find_saved(
     return (saved if any(map(ask, candidates)) else None), candidates
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRewrite:
+    """The result of a rewrite at saved tensors."""
+
+    answers: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # in the order of the forward
+    anchors: Mapping[Site, Anchor] = field(default_factory=dict)
+    stored: Mapping[str, Site] = field(default_factory=dict)  # tensors that are not to be kept any more, by node
+    not_saved: Mapping[Site, str] = field(default_factory=dict)  # values that are no saved tensors, and why
+    followed: frozenset[Hashable] = frozenset()  # keys of the answers with forms that act at a site
+    refused: Mapping[Hashable, str] = field(default_factory=dict)  # messages on answers that were refused at a site
+    restoring: frozenset[str] = frozenset()  # names of nodes that restore values, in the backward
+    notes: tuple[str, ...] = ()  # for warnings
+
+
 class SavedInsertion:
     """The edits at the saved tensors of one graph, as they are made."""
 
@@ -57,7 +71,6 @@ class SavedInsertion:
         self.answers: dict[Site, tuple[Answered, ...]] = {}  # of the policy, by site in the order of the forward
         self.bases: dict[Site, fx.Node] = {}
         self.not_saved: dict[Site, str] = {}  # values that are no sites, and why
-        self.stored: dict[str, Site] = {}  # sites of tensors that are not to be kept any more, by name of the node
         self.restoring: set[str] = set()  # names of nodes that run in the backward
         self._plans: dict[Site, SavedPlan] = {}
         self._refused: dict[Hashable, list[tuple[Answered, Site, str]]] = {}  # by answer
@@ -110,39 +123,31 @@ class SavedInsertion:
                 code="saved-tensor",
             )
 
-    @property
-    def followed(self) -> frozenset[Hashable]:
-        """Keys of the answers with forms that act at a site."""
-        return frozenset(
+    def result(self) -> SavedRewrite:
+        """Return the result at the saved tensors."""
+        followed = (
             _key(answered)
             for site, found in self.answers.items()
             for answered in found
             if isinstance(answered.action, SavedForm) and answered.action in self._plans[site].forms
         )
-
-    @property
-    def refused(self) -> dict[Hashable, str]:
-        """Refused answers by their keys, each with a message on its first site."""
-        found = {}
-        for key, refused in self._refused.items():
-            answered, site, reason = refused[0]
-            others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-            found[key] = f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}"
-        return found
-
-    @property
-    def anchors(self) -> dict[Site, Anchor]:
-        """The nodes of the sites."""
-        return {site: Anchor(base.name, self._saved.number_of(base) or 0) for site, base in self.bases.items()}
-
-    @property
-    def notes(self) -> list[str]:
-        """Warnings of rules that record nothing."""
-        found = []
-        for rule, (site, action) in self._unmeasured.items():
-            if rule not in self._measuring:
-                found.append(f"{site}: {describe(action)} records nothing, for no Store acts at a site that it matches")
-        return found
+        refused = {}
+        for key, answers in self._refused.items():
+            answered, site, reason = answers[0]
+            others = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
+            refused[key] = f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}"
+        idle = [found for rule, found in self._unmeasured.items() if rule not in self._measuring]
+        text = "{}: {} records nothing, for no Store acts at a site that it matches"
+        return SavedRewrite(
+            answers=self.answers,
+            anchors={site: Anchor(base.name, self._saved.number_of(base) or 0) for site, base in self.bases.items()},
+            stored={base.name: site for site, base in self.bases.items() if self._plans[site].is_acting},
+            not_saved=self.not_saved,
+            followed=frozenset(followed),
+            refused=refused,
+            restoring=frozenset(self.restoring),
+            notes=tuple(text.format(site, describe(action)) for site, action in idle),
+        )
 
     def insert(self, mode: Callable[[Site], TraceMode]) -> None:
         """Insert the forms, and let the backward read restored values."""
@@ -151,11 +156,7 @@ class SavedInsertion:
             base = self.bases[site]
             if plan.recomputation is not None:
                 self._edits.append(Edit(site, plan.recomputation, ()))
-                self.stored[base.name] = site
-            decoded = base
-            if plan.forms:
-                decoded = self._insert_forms(site, base, plan.forms)
-                self.stored[base.name] = site
+            decoded = self._insert_forms(site, base, plan.forms) if plan.forms else base
             for insertion in plan.measured:
                 self._measure(site, base, decoded, insertion, mode(site))
         if self._restored:
