@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 dynamo_config.issue_3_13_0_warning = False  # on Python 3.13.0 alone, of slower guards; tests count warnings
 TESTS = Path(__file__).parent
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
-SAMPLED = 3  # of so many further cases of a slow test one is in .ci/run, the others in tests/nightly.sh
+SAMPLED = {"slow": 12, "distributed": 8, "long": 6}  # of so many further cases one is in .ci/run, the others nightly
+WHOLE = ("conformance", "integration/aot_eager/test_pathologies.py")  # with a sample of its own, and without one
 FOLDERS = {
     "integration/inductor": ("inductor",),
     "integration/cuda": ("inductor", "cuda"),
@@ -41,7 +42,7 @@ FOLDERS = {
 }
 
 settings.register_profile("dev", max_examples=20, deadline=None)
-settings.register_profile("ci", max_examples=50, deadline=None)
+settings.register_profile("ci", max_examples=30, deadline=None)
 settings.register_profile("nightly", max_examples=200, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
@@ -73,16 +74,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "inductor" in kinds:
             item.add_marker("slow")
         function = item.nodeid.partition("[")[0]
-        if function in known and item.get_closest_marker("slow") and not _is_sampled(item):
+        if function in known and not _is_sampled(item):
             item.add_marker("nightly")
         known.add(function)
         _skip_without_gpu(item)
 
 
 def _is_sampled(item: pytest.Item) -> bool:
-    """Whether ``.ci/run`` has a further case of a slow test: a third of them, the same ones always."""
-    chosen = item.path.is_relative_to(TESTS / "conformance")  # which has a sample of its own
-    return chosen or zlib.crc32(item.nodeid.encode()) % SAMPLED == 0
+    """Whether ``.ci/run`` has a further case of a test: of those that take long a share, the same ones always."""
+    if any(item.path.is_relative_to(TESTS / path) for path in WHOLE):
+        return True
+    share = next((share for name, share in SAMPLED.items() if item.get_closest_marker(name)), 1)
+    return zlib.crc32(item.nodeid.encode()) % share == 0
 
 
 def _skip_without_gpu(item: pytest.Item) -> None:

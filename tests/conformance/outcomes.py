@@ -115,14 +115,13 @@ def check_outcome(suite: str, name: str, check: Check) -> None:
     )
 
 
-def sampled(names: Iterable[str], one_in: int, always: Iterable[str] = ()) -> list[Any]:
+def sampled(names: Iterable[str], one_in: int) -> list[Any]:
     """Parameters of a test: a fixed sample of the names for .ci/run, all others for ``tests/nightly.sh``."""
-    kept = set(always)
     return [
         pytest.param(
             name,
             marks=[pytest.mark.slow]
-            if name in kept or zlib.crc32(name.encode()) % one_in == 0
+            if zlib.crc32(name.encode()) % one_in == 0
             else [pytest.mark.slow, pytest.mark.nightly],
         )
         for name in names

@@ -21,7 +21,7 @@ LARGE = 17
 
 
 @pytest.mark.filterwarnings("ignore:saved.* leaves them as they are:gradrewrite.RewriteWarning")
-@pytest.mark.parametrize("name", sampled(CASES, 24))
+@pytest.mark.parametrize("name", sampled(CASES, 40))
 def test_models(name: str) -> None:
     if name in expected(SUITE) and expected(SUITE)[name].kind == "torch":
         pytest.skip("torch.compile does not trace it as one graph")

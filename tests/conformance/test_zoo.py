@@ -135,6 +135,6 @@ def raise_if_torch_refuses(case: Given, err: Exception) -> None:
         raise TorchRefusesError from plain
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 16, always=("diffusers.UNet2DConditionModel",)))
+@pytest.mark.parametrize("name", sampled(CASES, 32))
 def test_models(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

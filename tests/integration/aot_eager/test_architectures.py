@@ -164,6 +164,7 @@ def test_compiled_errors_and_gradients_are_those_of_eager_hooks() -> None:
     compare(OPT, *prepared(OPT), compiled=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.inductor
 @pytest.mark.usefixtures("_transformers")
 def test_the_empty_policy_is_inert_compiled() -> None:

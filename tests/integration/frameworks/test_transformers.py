@@ -378,6 +378,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_error_that_no_callback_is_told_of(tmp_path: Path) -> None:
     """The files are written when the program ends."""
     script = FAILS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
@@ -470,6 +471,7 @@ def test_checkpoints_resume_and_best_model(tmp_path: Path) -> None:
     assert difference(resumed.model, own.model) < 1e-5
 
 
+@pytest.mark.nightly
 def test_states_are_saved_with_checkpoints(tmp_path: Path) -> None:
     policy = [
         gr.on("step:*", AutoClip(30.0, history=8)),
@@ -531,6 +533,7 @@ def test_own_clipping_is_said_once(kind: str, tmp_path: Path) -> None:
     assert len(record) == 1
 
 
+@pytest.mark.nightly
 def test_training_that_failed_is_begun_again(tmp_path: Path) -> None:
     with pytest.raises(gr.NoSuchSiteError):
         train("bert", tmp_path, RewriteCallback(gr.on("step:typo", ClipByGlobalNorm(BOUND)), compile=False))
@@ -558,6 +561,7 @@ def test_compilation_around_the_policy_is_refused(tmp_path: Path) -> None:
         train("bert", tmp_path, RewriteCallback([], compile=False), torch_compile=True)
 
 
+@pytest.mark.nightly
 def test_transform_without_the_callback(tmp_path: Path) -> None:
     """A transformed model is given to Trainer: columns, ``eval_loss`` and the number of tokens are as ever."""
     plain = train("llama", tmp_path, gradient_accumulation_steps=2)

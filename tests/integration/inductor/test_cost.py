@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -31,14 +32,14 @@ class Cost:
 
 
 @pytest.fixture(scope="module")
-def costs() -> Iterator[dict[str, Cost]]:
-    """The figures of each way; on one thread, so that scatter-adds sum in a fixed order."""
+def cost_of() -> Iterator[Callable[[str], Cost]]:
+    """The figures of a way, measured once; on one thread, so that scatter-adds sum in a fixed order."""
     threads, log = torch.get_num_threads(), torch._inductor.compile_fx.inductor_metrics_log
     level = log.level
     torch.set_num_threads(1)
     log.setLevel(logging.INFO)  # Inductor counts bytes only to log them
     with torch._inductor.config.patch(force_disable_caches=True):
-        yield {name: cost(name) for name in ("plain", "empty", "by hand", "clips", "checks", "statistics")}
+        yield functools.cache(cost)
     log.setLevel(level)
     torch.set_num_threads(threads)
 
@@ -53,8 +54,8 @@ def cost(name: str) -> Cost:
     return Cost(kernels, bytes_accessed, peak_bytes(step, "cpu"), edits, gradients)
 
 
-def test_an_empty_policy_costs_nothing(costs: dict[str, Cost]) -> None:
-    plain, empty = costs["plain"], costs["empty"]
+def test_an_empty_policy_costs_nothing(cost_of: Callable[[str], Cost]) -> None:
+    plain, empty = cost_of("plain"), cost_of("empty")
 
     assert empty.kernels == plain.kernels > 100
     assert empty.bytes_accessed == plain.bytes_accessed > 0
@@ -63,8 +64,8 @@ def test_an_empty_policy_costs_nothing(costs: dict[str, Cost]) -> None:
     assert all(torch.equal(empty.gradients[name], plain.gradients[name]) for name in plain.gradients)
 
 
-def test_clips_cost_no_more_than_hooks_by_hand(costs: dict[str, Cost]) -> None:
-    hand, clips = costs["by hand"], costs["clips"]
+def test_clips_cost_no_more_than_hooks_by_hand(cost_of: Callable[[str], Cost]) -> None:
+    hand, clips = cost_of("by hand"), cost_of("clips")
 
     assert clips.edits == 36
     assert clips.kernels <= hand.kernels
@@ -75,9 +76,9 @@ def test_clips_cost_no_more_than_hooks_by_hand(costs: dict[str, Cost]) -> None:
 
 
 @pytest.mark.parametrize("name", ["empty", "clips", "checks", "statistics"])
-def test_peak_memory(costs: dict[str, Cost], name: str) -> None:
+def test_peak_memory(cost_of: Callable[[str], Cost], name: str) -> None:
     """Of a step, with the parameters that are there before it."""
-    parameters = sum(g.nbytes for g in costs["plain"].gradients.values())
+    parameters = sum(g.nbytes for g in cost_of("plain").gradients.values())
 
-    assert costs["plain"].peak > parameters > 10e6  # all gradients are there at the end
-    assert costs[name].peak + parameters <= 1.02 * (costs["plain"].peak + parameters)
+    assert cost_of("plain").peak > parameters > 10e6  # all gradients are there at the end
+    assert cost_of(name).peak + parameters <= 1.02 * (cost_of("plain").peak + parameters)

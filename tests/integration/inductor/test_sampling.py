@@ -55,6 +55,7 @@ def test_kernels_between_are_those_without_measurements(clips: Any) -> None:
     assert between == code_of(lambda: plain(x).backward()) != measuring
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("policy", [WeighLosses(UPGrad()), ClipByNorm(1e-2)], ids=["weighed", "not weighed"])

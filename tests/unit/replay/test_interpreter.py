@@ -59,6 +59,7 @@ def test_twenty_faults_with_every_op_checked(seed: int) -> None:
     model(*inputs).backward()
 
 
+@pytest.mark.nightly
 @pytest.mark.inductor
 def test_twenty_faults_by_replay_of_a_compiled_step() -> None:
     plain = FaultyTransformer(2)
@@ -71,6 +72,7 @@ def test_twenty_faults_by_replay_of_a_compiled_step() -> None:
     model(*inputs).backward()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_replay_from_gradients_says_what_a_check_at_every_op_says() -> None:
     plain = FaultyTransformer(3)
