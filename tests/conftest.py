@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 dynamo_config.issue_3_13_0_warning = False  # on Python 3.13.0 alone, of slower guards; tests count warnings
 TESTS = Path(__file__).parent
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
-SAMPLED = {"slow": 12, "distributed": 8, "long": 6}  # of so many further cases one is in .ci/run, the others nightly
+# Of so many further cases one is in .ci/run, the others in tests/nightly.sh; of several markers the first counts.
+SAMPLED = {"cuda": 4, "launches": 4, "slow": 12, "distributed": 8, "long": 6}
 WHOLE = ("conformance", "integration/aot_eager/test_pathologies.py")  # with a sample of its own, and without one
 FOLDERS = {
     "integration/inductor": ("inductor",),
