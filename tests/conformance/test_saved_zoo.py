@@ -20,8 +20,11 @@ from models.saved_tensors import assert_as_expected, changes, trace
 LARGE = 17
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped:UserWarning")
-@pytest.mark.filterwarnings("ignore:saved.* leaves them as they are:gradrewrite.RewriteWarning")
+@pytest.mark.filterwarnings(
+    "ignore",  # warnings of the libraries
+    "error::gradrewrite.RewriteWarning",
+    "ignore:saved.* leaves them as they are:gradrewrite.RewriteWarning",
+)
 @pytest.mark.parametrize("name", sampled(CASES, 40))
 def test_models(name: str) -> None:
     if name in expected(SUITE) and expected(SUITE)[name].kind == "torch":
