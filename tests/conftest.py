@@ -33,7 +33,8 @@ TESTS = Path(__file__).parent
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
 # Of so many further cases one is in .ci/run, the others in tests/nightly.sh; of several markers the first counts.
 SAMPLED = {"cuda": 4, "launches": 4, "slow": 12, "distributed": 8, "long": 6}
-WHOLE = ("conformance", "integration/aot_eager/test_pathologies.py")  # with a sample of its own, and without one
+# Of these .ci/run has each case that is not marked nightly by itself.
+WHOLE = ("conformance", "integration/aot_eager/test_pathologies.py")
 FOLDERS = {
     "integration/inductor": ("inductor",),
     "integration/cuda": ("inductor", "cuda"),
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_sampled(item: pytest.Item) -> bool:
-    """Whether ``.ci/run`` has a further case of a test: of those that take long a share, the same ones always."""
+    """Whether ``.ci/run`` has a further case of a test, always the same ones."""
     if any(item.path.is_relative_to(TESTS / path) for path in WHOLE):
         return True
     share = next((share for name, share in SAMPLED.items() if item.get_closest_marker(name)), 1)
