@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu.session import GPU, reason_to_skip  # registers the simulated GPU, before torch is imported
 
 # isort: split
+import sampling
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
 dynamo_config.issue_3_13_0_warning = False  # on Python 3.13.0 alone, of slower guards; tests count warnings
 TESTS = Path(__file__).parent
+pytest_plugins = ("sharding",)
 KINDS = ("pure", "aot_eager", "inductor")  # each test has one of them: what it compiles
-# Of so many further cases one is in .ci/run, the others in tests/nightly.sh; of several markers the first counts.
-SAMPLED = {"cuda": 4, "launches": 4, "slow": 12, "distributed": 8, "long": 6}
-# Of these .ci/run has each case that is not marked nightly by itself.
-WHOLE = ("conformance", "integration/aot_eager/test_pathologies.py")
 FOLDERS = {
     "integration/inductor": ("inductor",),
     "integration/cuda": ("inductor", "cuda"),
@@ -59,9 +56,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return ("not slow" in expression and collection_path.is_relative_to(TESTS / "conformance")) or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the markers of the folder; a test that says nothing else is ``aot_eager``, and one of Inductor is slow."""
-    known: set[str] = set()
+@pytest.hookimpl(tryfirst=True)  # before xdist adds the groups of tests to their ids
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the markers of the folder, and leave out what is not drawn.
+
+    A test that says nothing else is ``aot_eager``, and one of Inductor is slow.
+    """
     for item in items:
         explicit = [mark.name for mark in item.iter_markers() if mark.name in KINDS]
         folder = item.path.relative_to(TESTS).parent.as_posix()
@@ -75,19 +75,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("aot_eager")
         if "inductor" in kinds:
             item.add_marker("slow")
-        function = item.nodeid.partition("[")[0]
-        if function in known and not _is_sampled(item):
-            item.add_marker("nightly")
-        known.add(function)
+        _keep_with_shared_fixtures(item)
         _skip_without_gpu(item)
+        item.user_properties.append(("markers", " ".join(sorted({mark.name for mark in item.iter_markers()}))))
+    _draw(config, items)
 
 
-def _is_sampled(item: pytest.Item) -> bool:
-    """Whether ``.ci/run`` has a further case of a test, always the same ones."""
-    if any(item.path.is_relative_to(TESTS / path) for path in WHOLE):
-        return True
-    share = next((share for name, share in SAMPLED.items() if item.get_closest_marker(name)), 1)
-    return zlib.crc32(item.nodeid.encode()) % share == 0
+def _keep_with_shared_fixtures(item: pytest.Item) -> None:
+    """Keep tests that share a fixture of their file on one worker, so that it is made once."""
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+    if any(found.scope == "module" for definitions in fixtures.values() for found in definitions):
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
+
+
+def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases = [sampling.case_of(item) for item in items if not item.get_closest_marker("nightly")]
+    config.stash[sampling.CASES] = cases
+    number = sampling.number_of_run()
+    if number is None:
+        return
+    ids = sampling.drawn(cases, number)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
+    items[:] = [item for item in items if item.nodeid in ids]
 
 
 def _skip_without_gpu(item: pytest.Item) -> None:

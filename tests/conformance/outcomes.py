@@ -17,11 +17,9 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -113,16 +111,3 @@ def check_outcome(suite: str, name: str, check: Check) -> None:
     assert found == wanted, (
         f"{name}: {found}, the list has {wanted}; python tests/conformance/write_refusals.py {suite} makes it anew"
     )
-
-
-def sampled(names: Iterable[str], one_in: int) -> list[Any]:
-    """Parameters of a test: a fixed sample of the names for .ci/run, all others for ``tests/nightly.sh``."""
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.slow]
-            if zlib.crc32(name.encode()) % one_in == 0
-            else [pytest.mark.slow, pytest.mark.nightly],
-        )
-        for name in names
-    ]

@@ -12,7 +12,7 @@ from torch.testing._internal import autograd_function_db as functions
 from torch.testing._internal.hop_db import hop_db
 
 from conformance.op_db import name_of, samples_of
-from conformance.outcomes import check_outcome, sampled
+from conformance.outcomes import check_outcome
 from conformance.reference import Comparison, check_samples
 
 SUITE = "hop_db"
@@ -37,6 +37,8 @@ def check(name: str) -> None:
         check_samples(Comparison(lambda module=module: module, inputs) for module, inputs in samples)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 4))
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", CASES)
 def test_clips_and_checks(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

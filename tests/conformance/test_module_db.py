@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing._internal.common_modules import ModuleInfo, module_db
 
-from conformance.outcomes import check_outcome, sampled
+from conformance.outcomes import check_outcome
 from conformance.reference import Comparison, check_samples
 
 SUITE = "module_db"
@@ -60,6 +60,8 @@ def check(name: str) -> None:
         check_samples((Comparison(make, inputs) for make, inputs in samples), is_inert=True)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 8))
+@pytest.mark.slow
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", CASES)
 def test_clips_and_the_empty_policy(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conformance.op_db import DIFFERENTIABLE, samples_of
-from conformance.outcomes import check_outcome, sampled
+from conformance.outcomes import check_outcome
 from conformance.reference import Comparison, check_samples
 
 SUITE = "op_db"
@@ -17,6 +17,8 @@ def check(name: str) -> None:
     check_samples(Comparison(lambda module=module: module, inputs) for module, inputs in samples)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 20))
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", CASES)
 def test_clips_and_checks(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

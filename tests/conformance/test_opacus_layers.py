@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 
 from conformance.examples import Examples
-from conformance.outcomes import Outcome, check_outcome, outcome_of, sampled
+from conformance.outcomes import Outcome, check_outcome, outcome_of
 
 SUITE = "opacus_layers"
 NUM_EXAMPLES = 20  # settings of a layer
@@ -106,6 +106,8 @@ def check(name: str) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 4))
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", CASES)
 def test_equal_to_a_loop_or_refused(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

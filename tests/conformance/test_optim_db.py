@@ -14,7 +14,7 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite
 
-from conformance.outcomes import check_outcome, sampled
+from conformance.outcomes import check_outcome
 
 SUITE = "optim_db"
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -144,6 +144,8 @@ def check(name: str) -> None:
     assert_same(resumed[1].state(), resumed[0].state(), "after the step behind a restored state")
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 8))
+@pytest.mark.slow
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", CASES)
 def test_guarded_steps(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

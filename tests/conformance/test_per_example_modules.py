@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.examples import Examples, check_first, find_examples
-from conformance.outcomes import check_outcome, sampled
+from conformance.outcomes import check_outcome
 from conformance.test_module_db import MODULES, samples_of
 from conformance.test_per_example_ops import Scaled
 
@@ -40,6 +40,8 @@ def check(name: str) -> None:
         check_first(e for e in found if e is not None)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 12))
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", CASES)
 def test_equal_to_a_loop_or_refused(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from conformance.examples import Examples, check_first, find_examples
 from conformance.op_db import DIFFERENTIABLE, Op, samples_of
-from conformance.outcomes import check_outcome, sampled
+from conformance.outcomes import check_outcome
 
 SUITE = "per_example_ops"
 # Raw kernels, which check no sizes: with the part of a batch they write where they must not.
@@ -51,6 +51,8 @@ def check(name: str) -> None:
     check_first(itertools.islice((e for e in found if e is not None), 6))
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 40))
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", CASES)
 def test_equal_to_a_loop_or_refused(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

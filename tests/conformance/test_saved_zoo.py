@@ -11,7 +11,7 @@ import gradrewrite as gr
 from gradrewrite.passes import Store
 from gradrewrite.rewriting import saved_tensors as own
 
-from conformance.outcomes import expected, sampled
+from conformance.outcomes import expected
 from conformance.test_zoo import CASES, SUITE, given
 from models import saved_tensors
 from models.saved_tensors import assert_as_expected, changes, trace
@@ -25,7 +25,9 @@ LARGE = 17
     "error::gradrewrite.RewriteWarning",
     "ignore:saved.* leaves them as they are:gradrewrite.RewriteWarning",
 )
-@pytest.mark.parametrize("name", sampled(CASES, 40))
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", CASES)
 def test_models(name: str) -> None:
     if name in expected(SUITE) and expected(SUITE)[name].kind == "torch":
         pytest.skip("torch.compile does not trace it as one graph")

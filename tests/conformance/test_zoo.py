@@ -16,7 +16,7 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm
 from gradrewrite.testing import assert_inert, assert_matches_eager
 
-from conformance.outcomes import TorchRefusesError, check_outcome, sampled
+from conformance.outcomes import TorchRefusesError, check_outcome
 from models.architectures import ARCHITECTURES, FURTHER, Architecture
 from models.library_models import LIBRARY_MODELS, LibraryModel, find_libraries, let_dropouts_drop
 
@@ -135,6 +135,8 @@ def raise_if_torch_refuses(case: Given, err: Exception) -> None:
         raise TorchRefusesError from plain
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 32))
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", CASES)
 def test_models(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

@@ -1,0 +1,88 @@
+"""Sampling of tests: each run draws some of the many cases, and consecutive numbers draw all of them.
+
+``.ci/run`` sets ``GRADREWRITE_SAMPLE`` to a number that changes every fifty commits. A test with the mark ``sample(n)``
+runs where ``(crc32(id) + number) % n == 0``. Cases of a parametrized test share the ``n`` of their marker, and one of
+them, the nearest, always runs. Without the variable, or with ``all``, everything runs.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+VARIABLE = "GRADREWRITE_SAMPLE"
+# Of several markers the first counts. None is larger than PERIOD: so many consecutive numbers draw every test.
+SHARES: Mapping[str, int] = {"cuda": 4, "launches": 4, "slow": 12, "distributed": 8, "long": 6}
+PERIOD = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test that may be drawn.
+
+    Attributes:
+        id: Its pytest id.
+        share: One in how many numbers draws it.
+        keeps_one: Whether some case of its function is drawn for every number.
+    """
+
+    id: str
+    share: int
+    keeps_one: bool
+
+    @property
+    def function(self) -> str:
+        """The id without parameters."""
+        return self.id.partition("[")[0]
+
+    def distance(self, number: int) -> int:
+        """How far the number is from one that draws it; 0 draws it."""
+        return (zlib.crc32(self.id.encode()) + number) % self.share
+
+
+CASES = pytest.StashKey[list[Case]]()  # of all collected tests that some number draws
+
+
+def case_of(item: pytest.Item) -> Case:
+    """Return the case of a collected test.
+
+    Raises:
+        pytest.UsageError: ``sample`` has no number from 1 to ``PERIOD``.
+    """
+    mark = item.get_closest_marker("sample")
+    if mark is None:
+        share = next((share for name, share in SHARES.items() if item.get_closest_marker(name)), 1)
+        return Case(item.nodeid, share, keeps_one=True)
+    if len(mark.args) != 1 or mark.args[0] not in range(1, PERIOD + 1):
+        raise pytest.UsageError(f"{item.nodeid}: sample takes a number from 1 to {PERIOD}, got {mark.args}")
+    return Case(item.nodeid, mark.args[0], keeps_one=False)
+
+
+def drawn(cases: Iterable[Case], number: int) -> set[str]:
+    """Return the ids of the cases that a number draws."""
+    ids: set[str] = set()
+    nearest: dict[str, Case] = {}
+    for case in cases:
+        if case.distance(number) == 0:
+            ids.add(case.id)
+        if case.keeps_one:
+            nearest[case.function] = min(nearest.get(case.function, case), case, key=lambda c: c.distance(number))
+    return ids | {case.id for case in nearest.values()}
+
+
+def number_of_run() -> int | None:
+    """Return the sample number of this run; None if it runs everything.
+
+    Raises:
+        pytest.UsageError: The variable is no number.
+    """
+    text = os.environ.get(VARIABLE, "all")
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise pytest.UsageError(f"{VARIABLE} is {text!r}; it takes a number, or all")
+    return int(text)
