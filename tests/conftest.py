@@ -89,7 +89,7 @@ def _keep_with_shared_fixtures(item: pytest.Item) -> None:
 
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases = [sampling.case_of(item) for item in items if not item.get_closest_marker("nightly")]
+    cases = [sampling.case_of(item) for item in items]
     config.stash[sampling.CASES] = cases
     number = sampling.number_of_run()
     if number is None:

@@ -1,8 +1,9 @@
 """Sampling of tests: each run draws some of the many cases, and consecutive numbers draw all of them.
 
 ``.ci/run`` sets ``GRADREWRITE_SAMPLE`` to a number that changes every fifty commits. A test with the mark ``sample(n)``
-runs where ``(crc32(id) + number) % n == 0``. Cases of a parametrized test share the ``n`` of their marker, and one of
-them, the nearest, always runs. Without the variable, or with ``all``, everything runs.
+runs where ``(crc32(id) + number) % n == 0``; tests that share a fixture of their file are drawn together, by the name
+of the file. Others have the ``n`` of their marker, and of the cases of a parametrized test the nearest one always runs.
+Without the variable, or with ``all``, everything runs.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Case:
         id: Its pytest id.
         share: One in how many numbers draws it.
         keeps_one: Whether some case of its function is drawn for every number.
+        group: The name by which it is drawn with others; empty if it is drawn by its id.
     """
 
     id: str
     share: int
     keeps_one: bool
+    group: str = ""
 
     @property
     def function(self) -> str:
@@ -41,7 +44,7 @@ class Case:
 
     def distance(self, number: int) -> int:
         """How far the number is from one that draws it; 0 draws it."""
-        return (zlib.crc32(self.id.encode()) + number) % self.share
+        return (zlib.crc32((self.group or self.id).encode()) + number) % self.share
 
 
 CASES = pytest.StashKey[list[Case]]()  # of all collected tests that some number draws
@@ -59,7 +62,8 @@ def case_of(item: pytest.Item) -> Case:
         return Case(item.nodeid, share, keeps_one=True)
     if len(mark.args) != 1 or mark.args[0] not in range(1, PERIOD + 1):
         raise pytest.UsageError(f"{item.nodeid}: sample takes a number from 1 to {PERIOD}, got {mark.args}")
-    return Case(item.nodeid, mark.args[0], keeps_one=False)
+    group = item.get_closest_marker("xdist_group")
+    return Case(item.nodeid, mark.args[0], keeps_one=False, group="" if group is None else group.args[0])
 
 
 def drawn(cases: Iterable[Case], number: int) -> set[str]:

@@ -181,7 +181,7 @@ def test_unknown_names(arguments: Sequence[str]) -> None:
     assert f"unknown: {arguments[1]}; cases: GPT:small" in done.stderr
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_a_quick_run(tmp_path: Path) -> None:
     ways = ("clips", "statistics", "eager, hooks")

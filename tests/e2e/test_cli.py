@@ -20,6 +20,7 @@ from gradrewrite.cli import main
 from models.clips import header_of
 
 
+@pytest.mark.sample(6)
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

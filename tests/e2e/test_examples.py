@@ -42,6 +42,7 @@ def test_every_example_is_listed() -> None:
     assert set(EXAMPLES) == {path.stem for path in FOLDER.glob("*.py")} - elsewhere
 
 
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert written is None or (tmp_path / written).stat().st_size > 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "wanted"),

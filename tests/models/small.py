@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+
+
+class Lambda(nn.Module):
+    """A module around a function of itself and an input, with the submodules and tensors that it reads."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
 
 
 class TwoLayers(nn.Module):
@@ -27,3 +44,49 @@ class SquaredTwoLayers(TwoLayers):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().sum()
+
+
+class Broken(TwoLayers):
+    """``TwoLayers`` with a graph break between the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(h.tanh())
+
+
+class Layers(nn.Module):
+    """Equal layers, each with a tanh behind it."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Block(nn.Module):
+    """A residual block: ``x + out(tanh(fc(norm(x))))``."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.fc, self.out = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.fc(self.norm(x)).tanh())
+
+
+class Gradients(nn.Module):
+    """Parameters whose gradients are the inputs, in their order."""
+
+    def __init__(self, **parameters: Tensor) -> None:
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        pairs = zip(self.parameters(), gradients, strict=True)
+        return torch.stack([(p * gradient).sum() for p, gradient in pairs]).sum()

@@ -14,6 +14,7 @@ import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, NanToNum, Observe
 
 from helpers import failure
+from models.small import Lambda
 
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 
@@ -52,15 +53,8 @@ def test_fault_from_outside_of_one_of_two_runs(order: int) -> None:
 
 
 def test_second_backward_takes_no_other_forward() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.fc(x)).sum()
-
-    model = gr.transform(Net(), GRADIENTS)
+    model = gr.transform(Lambda(lambda net, x: torch.tanh(net.fc(x)).sum(), fc=nn.Linear(2, 2)), GRADIENTS)
     first = model(torch.ones(1, 2))
     first.backward(retain_graph=True)
     second = model(torch.full((1, 2), math.nan))
@@ -117,16 +111,9 @@ def test_overflow_among_masked_scores_is_found_where_it_is() -> None:
 
 
 def test_buffer_that_overflowed_is_named() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-            self.register_buffer("scale", torch.ones(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.fc(x) * self.scale).sum()
-
-    model = gr.transform(Net(), GRADIENTS)
+    net = Lambda(lambda net, x: (net.fc(x) * net.scale).sum(), fc=nn.Linear(2, 2), scale=nn.Buffer(torch.ones(())))
+    model = gr.transform(net, GRADIENTS)
     model(torch.ones(1, 2)).backward()
     model.scale.fill_(math.inf)
     assert failure(model(torch.ones(1, 2)).backward).cause == "the buffer scale was not finite already"
@@ -150,17 +137,10 @@ def test_replay_knows_no_autocast_around_the_backward() -> None:
 
 
 def test_inference_tensors_are_inputs_too() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.w).sum()
 
     with torch.inference_mode():
         x = torch.ones(2)
-    model = gr.transform(Net(), GRADIENTS)
+    model = gr.transform(Lambda(lambda net, x: (x + net.w).sum(), w=nn.Parameter(torch.ones(2))), GRADIENTS)
     model(x).backward()
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Zero
 
+from models.small import Lambda
+
 
 def grads(model: nn.Module, *args: Tensor) -> list[Tensor]:
     model.zero_grad()
@@ -177,15 +179,8 @@ def test_callable_dataclasses_are_told_apart() -> None:
         def __call__(self, g: Tensor) -> Tensor:
             return self.run(g)
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) + self.b(x)
-
-    model = gr.transform(Two(), [gr.on("gradient:a.*", Times(2.0)), gr.on("gradient:b.*", Times(5.0))])
+    net = Lambda(lambda net, x: net.a(x) + net.b(x), a=nn.Linear(2, 2, bias=False), b=nn.Linear(2, 2, bias=False))
+    model = gr.transform(net, [gr.on("gradient:a.*", Times(2.0)), gr.on("gradient:b.*", Times(5.0))])
     assert [g[0, 0].item() for g in grads(model, torch.ones(1, 2))] == [2.0, 5.0]
 
 

@@ -37,13 +37,21 @@ def test_some_case_of_a_function_is_always_drawn(names: list[str], share: int, n
 
 
 @pytest.mark.pure
+@given(NAMES, SHARES, NUMBERS)
+def test_a_group_is_drawn_as_one(names: list[str], share: int, number: int) -> None:
+    cases = [Case(f"f[{name}]", share, keeps_one=False, group="a file") for name in names]
+
+    assert len(drawn(cases, number)) in (0, len(names))
+
+
+@pytest.mark.pure
 def test_a_test_without_cases_always_runs() -> None:
     assert all(drawn([Case("f", 12, keeps_one=True)], number) == {"f"} for number in range(12))
 
 
 @pytest.mark.long
 def test_consecutive_numbers_run_every_test(request: pytest.FixtureRequest) -> None:
-    """Of the tests collected beside this one, but for those that are nightly by themselves."""
+    """All that are collected beside this one."""
     cases = request.config.stash[CASES]
     first = sampling.number_of_run() or 0
     runs = [drawn(cases, number) for number in range(first, first + PERIOD)]

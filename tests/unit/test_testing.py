@@ -10,6 +10,8 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.testing import assert_inert, assert_matches_eager
 
+from models.small import Lambda
+
 
 class Net(nn.Module):
     """Two layers, a buffer that every call changes, and dropout."""
@@ -87,17 +89,6 @@ def test_functions_of_a_gradient_and_its_value(x: Tensor) -> None:
     assert {"error:up", "gradient:up.weight", "input:x"} <= set(found.changed)
 
 
-class RoundsInFloat32(nn.Module):
-    """A float64 model with a softmax in float32, which compiled code sums up in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(64, 300).double(), nn.Linear(300, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.fc(x).float().softmax(-1).double())
-
-
 class AnotherWhereTraced(nn.Module):
     """Computes another function where it is traced, so that no policy agrees with hooks."""
 
@@ -115,7 +106,13 @@ class AnotherWhereTraced(nn.Module):
 def test_what_the_compiler_rounds_otherwise_is_not_blamed_on_the_rewrite() -> None:
     torch.manual_seed(0)
     x = torch.randn(50, 64, dtype=torch.float64)
-    found = assert_matches_eager(RoundsInFloat32(), gr.on("error:fc", ClipByNorm(1e-3)), x, steps=2)
+    # A float64 model with a softmax in float32, which compiled code sums up in another order.
+    net = Lambda(
+        lambda net, x: net.out(net.fc(x).float().softmax(-1).double()),
+        fc=nn.Linear(64, 300).double(),
+        out=nn.Linear(300, 4).double(),
+    )
+    found = assert_matches_eager(net, gr.on("error:fc", ClipByNorm(1e-3)), x, steps=2)
     assert found.changed == ("error:fc",)
     assert 1e-10 < found.plain_error < 1e-6
 

@@ -20,6 +20,7 @@ from gradrewrite.rewriting.lowering import lower_action
 from gradrewrite.sites import Site
 
 from helpers import mostly_slow
+from models.small import Lambda
 
 INF, NAN = math.inf, math.nan
 SITE = Site("error", "h")
@@ -322,15 +323,6 @@ def same(a: Tensor | None, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.ignored = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.used(x), self.ignored(x)
-
-
 @pytest.mark.parametrize(
     ("action", "wanted"),
     [
@@ -344,7 +336,8 @@ class TwoHeads(nn.Module):
     ids=["scale", "norm", "global", "nan", "value", "additive"],
 )
 def test_zeros_of_an_output_that_the_loss_ignores(action: Any, wanted: float) -> None:
-    model = gr.transform(TwoHeads(), gr.on("gradient:ignored.weight", action))
+    net = Lambda(lambda net, x: (net.used(x), net.ignored(x)), used=nn.Linear(2, 2), ignored=nn.Linear(2, 2))
+    model = gr.transform(net, gr.on("gradient:ignored.weight", action))
     used, _ = model(torch.ones(1, 2))
     used.sum().backward()
 

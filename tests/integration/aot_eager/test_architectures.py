@@ -158,13 +158,14 @@ def test_what_breaks_the_graph_breaks_it_in_torch_compile_alone(a: Architecture)
         gr.transform(model, [])(**inputs)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.inductor
 @pytest.mark.usefixtures("_transformers")
 def test_compiled_errors_and_gradients_are_those_of_eager_hooks() -> None:
     compare(OPT, *prepared(OPT), compiled=True)
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.inductor
 @pytest.mark.usefixtures("_transformers")
 def test_the_empty_policy_is_inert_compiled() -> None:

@@ -13,6 +13,7 @@ import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByValue
 
 from helpers import failure, mostly_slow
+from models.small import Lambda
 
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 EVERYTHING = [GRADIENTS, gr.on("activation:*/*", CheckFinite()), gr.on("error:*/*", CheckFinite())]
@@ -143,15 +144,14 @@ class NormWithoutEpsilon(nn.Module):
 @pytest.mark.long
 @POLICIES
 def test_batch_norm_over_equal_values(policy: gr.Policy) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.out = nn.Linear(3, 4), NormWithoutEpsilon(), nn.Linear(4, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.norm(self.first(x))).sum()
-
-    model = gr.transform(Net(), policy)
+    net = Lambda(
+        lambda net, x: net.out(net.norm(net.first(x))).sum(),
+        first=nn.Linear(3, 4),
+        norm=NormWithoutEpsilon(),
+        out=nn.Linear(4, 1),
+    )
+    model = gr.transform(net, policy)
     model(torch.randn(4, 3)).backward()
     err = failure(lambda: model(torch.ones(4, 3)).backward())  # the variance of equal rows is zero
 
@@ -254,15 +254,8 @@ def test_masks_that_are_added_are_no_fault(policy: gr.Policy, as_buffer: bool) -
 
 @POLICIES
 def test_log_of_zero(policy: gr.Policy) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.log(self.fc(x).square()).sum()
-
-    model = Net()
+    model = Lambda(lambda net, x: torch.log(net.fc(x).square()).sum(), fc=nn.Linear(3, 4))
     with torch.no_grad():
         model.fc.bias.copy_(torch.tensor([1.0, 0.0, 1.0, 1.0]))
         model.fc.weight.zero_()
@@ -299,14 +292,8 @@ def test_root_at_zero_in_the_backward(policy: gr.Policy) -> None:
 
 
 def test_a_clip_of_the_error_on_the_way_changes_no_blame() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.exp(torch.sqrt(self.lin(x) * 0.0)).sum()
 
     for more in ([], [gr.on("error:*/sqrt", ClipByValue(10.0))]):
-        model = gr.transform(Net(), [gr.on("error:*/mul", CheckFinite()), *more])
+        net = Lambda(lambda net, x: torch.exp(torch.sqrt(net.lin(x) * 0.0)).sum(), lin=nn.Linear(3, 3))
+        model = gr.transform(net, [gr.on("error:*/mul", CheckFinite()), *more])
         assert failure(model(torch.ones(2, 3)).backward).op == "/sqrt"

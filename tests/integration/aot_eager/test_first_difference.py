@@ -106,7 +106,7 @@ def test_equal_runs_have_no_difference(name: str) -> None:
     assert all(pair.num_steps == STEPS and pair.num_sites > 20 for pair in pairs)
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_models_have_no_difference(name: str) -> None:

@@ -15,6 +15,7 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, Scale
 
 from helpers import gradient, mostly_slow
+from models.small import Lambda
 
 DOUBLE = gr.on("gradient:*", Scale(2.0))
 
@@ -383,17 +384,10 @@ def test_guard_of_an_optimizer_that_never_steps(kind: str, other: Any) -> None:
 
 
 def test_guard_of_an_optimizer_that_steps_late_is_not_warned_of() -> None:
-    class Renormalized(nn.Module):
-        """Its forward changes a parameter in place."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.fc = nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.embed(x))
-
-    model = gr.transform(Renormalized(), gr.on("gradient:fc.*", Scale(2.0)))
+    # Its forward changes a parameter in place.
+    net = Lambda(lambda net, x: net.fc(net.embed(x)), embed=nn.Embedding(4, 2, max_norm=1.0), fc=nn.Linear(2, 1))
+    model = gr.transform(net, gr.on("gradient:fc.*", Scale(2.0)))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for step in range(12):
         model(torch.arange(4)).sum().backward()

@@ -120,7 +120,7 @@ def test_model_that_lives_is_not_touched_when_another_of_its_class_is_deleted() 
     assert len(kept.explain().graphs) == num_graphs
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_thirty_models_of_one_class_in_a_row_with_graph_breaks() -> None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
@@ -217,7 +217,7 @@ def test_locate_leaves_no_exit_callback() -> None:
     assert atexit._ncallbacks() == before
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.inductor
 def test_backend_keeps_its_policy_for_one_model_after_another() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def test_checked_parts_of_deleted_models_leave_no_tensors(breaks: bool, on_failu
     assert sizes[-1] <= sizes[1]
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_optimizers_of_one_model_in_a_row_leave_nothing(scheduled: bool) -> None:

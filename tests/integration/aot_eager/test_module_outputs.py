@@ -19,6 +19,8 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByValue, Observe, Scale
 from gradrewrite.testing import assert_matches_eager
 
+from models.small import Lambda
+
 BOUND = 0.01
 
 
@@ -200,16 +202,15 @@ DROPOUTS = [
 @pytest.mark.parametrize("make", DROPOUTS)
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_that_drops_nothing_is_no_value(make: Callable[[float], nn.Module], training: bool) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.drop, self.head = nn.Linear(4, 4), make(0.0 if training else 0.5), nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(F.dropout(self.drop(self.fc(x)), 0.0)).sum()
 
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    net = Block().double().train(training)
+    plain = Lambda(
+        lambda net, x: net.head(F.dropout(net.drop(net.fc(x)), 0.0)).sum(),
+        fc=nn.Linear(4, 4),
+        drop=make(0.0 if training else 0.5),
+        head=nn.Linear(4, 1),
+    )
+    net = plain.double().train(training)
     model = gr.transform(copy.deepcopy(net), gr.on("error:*", Scale(0.5)))
     model(x).backward()
     net(x).backward()

@@ -29,6 +29,7 @@ from gradrewrite.passes import (
 
 from helpers import mostly_slow
 from models.saved_tensors import assert_as_expected, changes, restored, trace
+from models.small import Lambda
 
 ROWS, WIDTH = 32, 64  # of float32: 8 KiB
 FORMS = ["float32", "int8", "bfloat16", "float8_e4m3fn"]
@@ -156,17 +157,11 @@ class Square(torch.autograd.Function):
         return 2.5 * g * x  # not the true derivative
 
 
-class WithFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(Square.apply(self.one(x)))
-
-
 def test_what_a_custom_function_saves_is_restored() -> None:
-    plain, x = WithFunction().double(), rows()
+    net = Lambda(
+        lambda net, x: net.two(Square.apply(net.one(x))), one=nn.Linear(WIDTH, WIDTH), two=nn.Linear(WIDTH, WIDTH)
+    )
+    plain, x = net.double(), rows()
     model = gr.transform(copy.deepcopy(plain), gr.on("saved:one", Store("int8")))
     got = gradients(model, x)
     wanted = with_hooks(plain, ["one"], "int8", x)
@@ -252,17 +247,8 @@ def test_views_of_one_memory_are_stored_once() -> None:
 def test_parameters_and_inputs_are_no_sites() -> None:
     """The product saves both factors: a parameter and an input."""
 
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.two = nn.Parameter(rows()), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two((self.w * x).sin())
-
-    assert saved_sites(Product().double(), gr.on("saved:*", Store("float32")), rows().requires_grad_()) == [
-        "saved:/sin"
-    ]
+    net = Lambda(lambda net, x: net.two((net.w * x).sin()), w=nn.Parameter(rows()), two=nn.Linear(WIDTH, WIDTH))
+    assert saved_sites(net.double(), gr.on("saved:*", Store("float32")), rows().requires_grad_()) == ["saved:/sin"]
 
 
 class Small(nn.Module):
@@ -398,15 +384,9 @@ def test_form_that_is_not_smaller_is_refused() -> None:
 
 
 def test_form_that_is_smaller_somewhere_warns_of_the_rest() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.narrow, self.wide = chain(1).float(), chain(1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wide(self.narrow(x).double())
-
-    model = gr.transform(Mixed(), gr.on("saved:*", Store("float32")))
+    net = Lambda(lambda net, x: net.wide(net.narrow(x).double()), narrow=chain(1).float(), wide=chain(1))
+    model = gr.transform(net, gr.on("saved:*", Store("float32")))
     with pytest.warns(gr.RewriteWarning, match=r"saved:narrow.1: Store\('float32'\) leaves them as they are"):
         model(rows(dtype=torch.float32)).sum().backward()
     assert [str(e.site) for e in model.explain().graphs[0].edits] == ["saved:/double", "saved:wide.1"]
@@ -453,22 +433,22 @@ def test_collectives_are_not_computed_again(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.drop, self.two = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.drop(self.one(x)))
+def dropped() -> Lambda:
+    return Lambda(
+        lambda net, x: net.two(net.drop(net.one(x))),
+        one=nn.Linear(WIDTH, WIDTH),
+        drop=nn.Dropout(0.5),
+        two=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def test_random_ops_are_not_computed_again() -> None:
     with pytest.raises(gr.PolicyError, match="random numbers"):
-        gr.transform(Dropped().double(), gr.on("saved:drop", Recompute())).trace(rows())
+        gr.transform(dropped().double(), gr.on("saved:drop", Recompute())).trace(rows())
 
 
 def test_random_numbers_are_those_of_the_plain_model() -> None:
-    plain, x = Dropped().double(), rows()
+    plain, x = dropped().double(), rows()
     model = gr.transform(copy.deepcopy(plain), gr.on("saved:*", Store("int8")))
     unchanged = gr.transform(copy.deepcopy(plain), [])
     torch.manual_seed(3)
@@ -611,15 +591,9 @@ def test_sizes_may_be_symbolic() -> None:
 
 
 def test_last_dimension_may_be_symbolic() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.last = nn.Conv1d(4, 16, 3), nn.Conv1d(16, 4, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.conv(x).sigmoid())
-
-    plain = Net().double()
+    net = Lambda(lambda net, x: net.last(net.conv(x).sigmoid()), conv=nn.Conv1d(4, 16, 3), last=nn.Conv1d(16, 4, 3))
+    plain = net.double()
     model = gr.transform(copy.deepcopy(plain), gr.on("saved:*", Store("int8")), dynamic=True)
     for length in (80, 95):
         x = rows(8, 4, length)
@@ -684,16 +658,12 @@ def test_gradients_of_single_examples_are_of_restored_values() -> None:
 
 
 def test_nan_is_found_in_what_is_restored_and_the_op_is_named() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two((self.one(x) - 100.0).sqrt())
 
     policy = [gr.on("saved:*", Store("int8")), gr.on("activation:*/*", CheckFinite("raise"))]
-    model = gr.transform(Net().double(), policy)
+    net = Lambda(
+        lambda net, x: net.two((net.one(x) - 100.0).sqrt()), one=nn.Linear(WIDTH, WIDTH), two=nn.Linear(WIDTH, WIDTH)
+    )
+    model = gr.transform(net.double(), policy)
     with pytest.raises(gr.NonFiniteError) as caught:
         model(rows()).sum().backward()
     assert caught.value.op == "/sqrt"

@@ -189,7 +189,7 @@ def test_recompile_limit_of_torch_stays_while_threads_break_graphs() -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_threads_that_train_and_delete_models_get_the_gradients_of_one_thread_and_leave_nothing() -> None:
     outcome = stress(2, 5.0, compiled=False)

@@ -24,6 +24,8 @@ from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, ClipByN
 
 from ranks import outcomes_of, run_parts
 
+pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+
 WIDTH, BLOCKS, ROWS, LENGTH, STEPS, RANKS = 8, 2, 3, 4, 20, 2
 STATISTICS = (
     *("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros"),

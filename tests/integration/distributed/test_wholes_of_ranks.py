@@ -19,6 +19,8 @@ from gradrewrite.passes import AllReduce, CheckFinite, ClipByNorm, Observe
 
 from ranks import outcomes_of, run_parts
 
+pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+
 RANKS, PARTS, ROWS = 4, 8, 3
 STATISTICS = (
     *("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros"),

@@ -169,6 +169,7 @@ def test_fused_adamw_at_the_default_rate(tmp_path: Path) -> None:
     assert difference(ours.model, own.model) < 1e-5
 
 
+@pytest.mark.sample(4)
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_compiled_with_checks(name: str, tmp_path: Path) -> None:
@@ -378,7 +379,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.sample(12)
 def test_error_that_no_callback_is_told_of(tmp_path: Path) -> None:
     """The files are written when the program ends."""
     script = FAILS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
@@ -414,6 +416,7 @@ def test_folder_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
     assert len(callback.monitor.history("loss@run")) == 3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_diagnose_observes_only(name: str, tmp_path: Path) -> None:
     own = train(name, tmp_path / "own", max_grad_norm=1.0)
@@ -432,6 +435,7 @@ def test_other_names_of_policies_are_refused() -> None:
         RewriteCallback("diagnosis")
 
 
+@pytest.mark.sample(4)
 def test_training_twice(tmp_path: Path) -> None:
     callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
     own = train("bert", tmp_path, max_grad_norm=BOUND, times=2)
@@ -443,6 +447,7 @@ def test_training_twice(tmp_path: Path) -> None:
     assert not any(map(math.isnan, norms))
 
 
+@pytest.mark.sample(4)
 def test_checkpoints_resume_and_best_model(tmp_path: Path) -> None:
     settings = {
         "save_strategy": "steps",
@@ -471,7 +476,8 @@ def test_checkpoints_resume_and_best_model(tmp_path: Path) -> None:
     assert difference(resumed.model, own.model) < 1e-5
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.sample(12)
 def test_states_are_saved_with_checkpoints(tmp_path: Path) -> None:
     policy = [
         gr.on("step:*", AutoClip(30.0, history=8)),
@@ -533,7 +539,8 @@ def test_own_clipping_is_said_once(kind: str, tmp_path: Path) -> None:
     assert len(record) == 1
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.sample(12)
 def test_training_that_failed_is_begun_again(tmp_path: Path) -> None:
     with pytest.raises(gr.NoSuchSiteError):
         train("bert", tmp_path, RewriteCallback(gr.on("step:typo", ClipByGlobalNorm(BOUND)), compile=False))
@@ -561,7 +568,8 @@ def test_compilation_around_the_policy_is_refused(tmp_path: Path) -> None:
         train("bert", tmp_path, RewriteCallback([], compile=False), torch_compile=True)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.sample(12)
 def test_transform_without_the_callback(tmp_path: Path) -> None:
     """A transformed model is given to Trainer: columns, ``eval_loss`` and the number of tokens are as ever."""
     plain = train("llama", tmp_path, gradient_accumulation_steps=2)

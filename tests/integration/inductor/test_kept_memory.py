@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import Recompute, Store
 
+from models.small import Lambda
+
 pytestmark = pytest.mark.inductor
 
 POLICIES: dict[str, Any] = {
@@ -18,15 +20,6 @@ POLICIES: dict[str, Any] = {
     "int8": gr.on("saved:*", Store("int8")),
     "recompute": [gr.on("saved:up", Recompute()), gr.on("saved:/dropout", Store("bfloat16"))],
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.dropout(self.norm(nn.functional.gelu(self.up(x))), 0.1))
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -50,7 +43,13 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 def test_bytes_are_those_that_autograd_holds(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(128, 64)
-    model = gr.transform(Net(), POLICIES[name])
+    net = Lambda(
+        lambda net, x: net.down(nn.functional.dropout(net.norm(nn.functional.gelu(net.up(x))), 0.1)),
+        up=nn.Linear(64, 256),
+        norm=nn.LayerNorm(256),
+        down=nn.Linear(256, 64),
+    )
+    model = gr.transform(net, POLICIES[name])
     memory = model.memory(x)
     model.compile()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor import metrics
 
 import gradrewrite as gr
@@ -15,18 +15,10 @@ from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
 from gradrewrite.rewriting import rewrite
 
 from models.gpt import Gpt, batch
+from models.small import Lambda
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")]
 ALL = Observe("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros", "saturated")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)).relu()).sigmoid().sum()
 
 
 def both(plain: nn.Module, policy: Any, **options: Any) -> list[gr.RewrittenModule]:
@@ -41,7 +33,10 @@ def test_records_are_those_of_op_by_op(many: int, monkeypatch: pytest.MonkeyPatc
     if many:
         monkeypatch.setattr(rewrite, "MEASURED_APART", frozenset())
     policy = [gr.on("*", ALL), gr.on("*/*", ALL), gr.on("*", CheckFinite("record")), gr.on("error:*", ClipByNorm(0.1))]
-    models = both(Net(), policy, dynamic=True)
+    net = Lambda(
+        lambda net, x: net.two(torch.tanh(net.one(x)).relu()).sigmoid().sum(), one=nn.Linear(6, 8), two=nn.Linear(8, 3)
+    )
+    models = both(net, policy, dynamic=True)
     for rows in (2, 5):
         x = torch.randn(rows, 6)
         latest = []
@@ -55,6 +50,7 @@ def test_records_are_those_of_op_by_op(many: int, monkeypatch: pytest.MonkeyPatc
         assert ("aten.amax" in models[1].trace(x).code) == bool(many)
 
 
+@pytest.mark.sample(4)
 def test_gradients_are_not_changed_by_what_is_observed() -> None:
     torch.set_num_threads(1)
     plain, inputs = Gpt(layers=1), batch()
@@ -69,6 +65,7 @@ def test_gradients_are_not_changed_by_what_is_observed() -> None:
         torch.testing.assert_close(grads[1][name], wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sample(4)
 def test_check_of_gradients_adds_no_kernel() -> None:
     plain, inputs = Gpt(layers=1), batch()
     counts = []
@@ -82,20 +79,10 @@ def test_check_of_gradients_adds_no_kernel() -> None:
     assert counts[0] == counts[1] > 10
 
 
-class TimesZero(nn.Module):
-    """Folded to 0, the product would hide that it is NaN where x is infinite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((self.w * x) * 0.0).sum()
-
-
 @pytest.mark.parametrize("policy", [gr.on("gradient:*", CheckFinite()), gr.on("activation:/mul#1", CheckFinite())])
 def test_product_with_zero_is_not_folded_where_something_is_checked(policy: gr.Policy) -> None:
-    model = gr.transform(TimesZero(), policy)
+    # Folded to 0, the product would hide that it is NaN where x is infinite.
+    model = gr.transform(Lambda(lambda net, x: ((net.w * x) * 0.0).sum(), w=nn.Parameter(torch.ones(4))), policy)
     model.compile()
     model(torch.ones(4)).backward()
     with pytest.raises(gr.NonFiniteError) as caught:
@@ -107,15 +94,8 @@ def test_product_with_zero_is_not_folded_where_something_is_checked(policy: gr.P
 def test_overflow_that_only_rounding_makes_is_said() -> None:
     """Compiled code may keep float32 where eager code rounds to float16; a check sees what eager code does."""
 
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.full((4,), 200.0, dtype=torch.float16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return ((self.w * x) / x).sum()
-
-    model = gr.transform(Half(), gr.on("activation:/mul", CheckFinite("record")))
+    net = Lambda(lambda net, x: ((net.w * x) / x).sum(), w=nn.Parameter(torch.full((4,), 200.0, dtype=torch.float16)))
+    model = gr.transform(net, gr.on("activation:/mul", CheckFinite("record")))
     model.compile()
     model(torch.full((4,), 500.0, dtype=torch.float16)).backward()
     recorded = model.monitor.latest()["nonfinite@activation:/mul"]

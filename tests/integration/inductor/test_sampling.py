@@ -37,6 +37,7 @@ def code_of(step: Callable[[], Any]) -> str:
     return re.sub(r"cpp_fused_\w+", "kernel", "\n".join(lines))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("clips", [CLIPS, []], ids=["clips", "nothing else"])
@@ -55,7 +56,7 @@ def test_kernels_between_are_those_without_measurements(clips: Any) -> None:
     assert between == code_of(lambda: plain(x).backward()) != measuring
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("policy", [WeighLosses(UPGrad()), ClipByNorm(1e-2)], ids=["weighed", "not weighed"])

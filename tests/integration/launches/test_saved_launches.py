@@ -25,8 +25,8 @@ def store_wide(form: Any, site: gr.Site) -> Any:
     [
         *(("mlp", form) for form in FORMS),
         ("gpt", "int8"),
-        *(pytest.param("gpt", form, marks=pytest.mark.nightly) for form in FORMS[1:]),
-        *(pytest.param("cnn", form, marks=pytest.mark.nightly) for form in FORMS),
+        *(pytest.param("gpt", form, marks=pytest.mark.sample(12)) for form in FORMS[1:]),
+        *(pytest.param("cnn", form, marks=pytest.mark.sample(12)) for form in FORMS),
     ],
 )
 def test_forms(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import gradrewrite as gr
 from gradrewrite.passes import Keep, Scale
 from gradrewrite.sites import Site
 
+from models.small import Lambda
+
 FILE = Path(__file__).name
 
 
@@ -79,15 +81,8 @@ def test_site_is_a_value() -> None:
 
 
 def test_runs_in_place_ops_and_nesting() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = Cell()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.cell(self.cell(x)) * 2
-
-    found = sites(Net(), torch.randn(2, 4))
+    found = sites(Lambda(lambda net, x: net.cell(net.cell(x)) * 2, cell=Cell()), torch.randn(2, 4))
 
     assert list(found) == [
         "error:cell.fc", "error:cell.act", "error:cell.fc#1", "error:cell.act#1", "error:/mul"
@@ -185,15 +180,9 @@ def test_tap_and_identity_name_values() -> None:
 
 
 def test_pass_through_makes_no_second_site() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x).contiguous().float().to(torch.float32)
-
-    assert names(Net(), torch.randn(2, 4)) == ["fc"]
+    net = Lambda(lambda net, x: net.fc(x).contiguous().float().to(torch.float32), fc=nn.Linear(4, 4))
+    assert names(net, torch.randn(2, 4)) == ["fc"]
 
 
 def test_checkpointed_values_are_named_once() -> None:
@@ -220,15 +209,8 @@ def test_custom_function_is_one_op() -> None:
         def backward(ctx: Any, g: Tensor) -> Tensor:
             return g * 2
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Twice.apply(self.fc(x))
-
-    assert names(Net(), torch.randn(2, 4)) == ["fc", "/apply"]
+    net = Lambda(lambda net, x: Twice.apply(net.fc(x)), fc=nn.Linear(4, 4))
+    assert names(net, torch.randn(2, 4)) == ["fc", "/apply"]
 
 
 def test_inputs_have_the_names_of_arguments() -> None:

@@ -19,12 +19,13 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradrewrite as gr
 from gradrewrite.passes import Keep, Observe
 
 from helpers import Probe, run_probe
+from models.small import Lambda
 
 SEEN = "max_abs@error:h"
 
@@ -316,15 +317,9 @@ def test_several_backwards_a_step_are_several_rows() -> None:
 
 @pytest.mark.slow
 def test_several_shapes_and_evaluation_in_between() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(1, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x).sum()
-
-    model = gr.transform(Net(), gr.on("error:fc", Observe("norm")), dynamic=False)
+    net = Lambda(lambda net, x: net.fc(x).sum(), fc=nn.Linear(1, 1))
+    model = gr.transform(net, gr.on("error:fc", Observe("norm")), dynamic=False)
     for rows in (1, 4, 9):
         model(torch.ones(rows, 1)).backward()
         model.eval()

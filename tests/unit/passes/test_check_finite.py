@@ -18,6 +18,7 @@ from gradrewrite.backends.engines import AotEager
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Observe
 
 from helpers import Probe, run_probe
+from models.small import Lambda
 
 SEEN = "max_abs@error:h"
 
@@ -72,16 +73,10 @@ def test_nan_only_lets_infinities_pass() -> None:
 
 
 def test_first_site_is_the_first_in_execution_not_in_the_alphabet() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.b, self.a, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.a(self.b(x))).sum()
 
     policy = [gr.on("activation:*", CheckFinite("warn")), gr.on("error:*", CheckFinite("warn"))]
-    model = gr.transform(Net(), policy)
+    net = Lambda(lambda net, x: net.c(net.a(net.b(x))).sum(), b=nn.Linear(2, 2), a=nn.Linear(2, 2), c=nn.Linear(2, 2))
+    model = gr.transform(net, policy)
     with torch.no_grad():
         model.a.weight[0, 0] = torch.nan
     model(torch.ones(1, 2)).backward()

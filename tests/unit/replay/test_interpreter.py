@@ -14,6 +14,7 @@ from gradrewrite.passes import CheckFinite, ClipByValue, NanToNum
 
 from helpers import failure
 from models.faults import BACKWARD, OPS, Fault, FaultyTransformer, line_of, masked_log_backward
+from models.small import Lambda
 
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 EVERYTHING = [GRADIENTS, gr.on("activation:*/*", CheckFinite()), gr.on("error:*/*", CheckFinite())]
@@ -59,7 +60,7 @@ def test_twenty_faults_with_every_op_checked(seed: int) -> None:
     model(*inputs).backward()
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.inductor
 def test_twenty_faults_by_replay_of_a_compiled_step() -> None:
     plain = FaultyTransformer(2)
@@ -72,7 +73,7 @@ def test_twenty_faults_by_replay_of_a_compiled_step() -> None:
     model(*inputs).backward()
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_replay_from_gradients_says_what_a_check_at_every_op_says() -> None:
     plain = FaultyTransformer(3)
@@ -207,15 +208,11 @@ def test_several_calls_in_one_backward() -> None:
 
 
 def test_inside_a_checkpoint() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.root, self.out = Root(), nn.Linear(3, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.root, self.out(x) * 0.0, use_reentrant=False)
-
-    err = failure(gr.transform(Net(), GRADIENTS)(torch.ones(2, 3)).backward)
+    net = Lambda(
+        lambda net, x: checkpoint(net.root, net.out(x) * 0.0, use_reentrant=False), root=Root(), out=nn.Linear(3, 3)
+    )
+    err = failure(gr.transform(net, GRADIENTS)(torch.ones(2, 3)).backward)
     assert (err.op, str(err.site)) == ("root/sqrt", "error:root/mul")
 
 
@@ -286,16 +283,9 @@ def test_check_sees_what_stands_before_it() -> None:
     shown = gr.transform(Root(), gr.on("error:fc", [CheckFinite(), NanToNum()]))
     assert failure(shown(torch.zeros(2, 3)).backward).op == "/sqrt"
 
-    class Infinite(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (gr.tap(self.w * 1.0, "h") * x).sum()
-
     x = torch.tensor([torch.inf, 1.0])
-    clipped = gr.transform(Infinite(), gr.on("error:h", [ClipByValue(1.0), CheckFinite()]))
+    net = Lambda(lambda net, x: (gr.tap(net.w * 1.0, "h") * x).sum(), w=nn.Parameter(torch.zeros(2)))
+    clipped = gr.transform(net, gr.on("error:h", [ClipByValue(1.0), CheckFinite()]))
     clipped(x).backward()  # an infinity becomes the bound
 
 
@@ -355,15 +345,9 @@ def test_locate_with_a_buffer_that_the_step_updates() -> None:
 
 
 def test_a_failed_step_is_analysed_once() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.w * x).sqrt().sum()
-
-    model = gr.transform(Root(), gr.on("gradient:*", CheckFinite()))
+    net = Lambda(lambda net, x: (net.w * x).sqrt().sum(), w=nn.Parameter(torch.zeros(2)))
+    model = gr.transform(net, gr.on("gradient:*", CheckFinite()))
     raised = failure(lambda: model(torch.ones(2)).backward())
     with torch.no_grad():
         model.w += 1  # a replay would be one of other numbers

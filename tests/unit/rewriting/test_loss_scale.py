@@ -23,15 +23,13 @@ from gradrewrite.passes import (
 )
 
 from helpers import mostly_slow
+from models.small import Lambda
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x))).square().mean()
+def make_net() -> Lambda:
+    return Lambda(
+        lambda net, x: net.two(torch.tanh(net.one(x))).square().mean(), one=nn.Linear(4, 8), two=nn.Linear(8, 2)
+    )
 
 
 def soften(g: Tensor) -> Tensor:
@@ -54,7 +52,7 @@ POLICIES: dict[str, Any] = {
 @pytest.mark.parametrize("name", mostly_slow(POLICIES, 2))
 def test_scaled_and_unscaled_runs_agree(name: str) -> None:
     torch.manual_seed(0)
-    plain, x = Net().double(), torch.randn(3, 4, dtype=torch.float64)
+    plain, x = make_net().double(), torch.randn(3, 4, dtype=torch.float64)
     scale = torch.tensor(1.0)
     wanted = gr.transform(copy.deepcopy(plain), POLICIES[name])
     scaled = gr.transform(copy.deepcopy(plain), POLICIES[name], loss_scale=scale)
@@ -74,16 +72,10 @@ def test_scaled_and_unscaled_runs_agree(name: str) -> None:
 @pytest.mark.parametrize("factor", [65536.0, 3.0])
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float16, torch.bfloat16, torch.float32]))
 def test_below_the_bound_not_a_bit_changes(action: Any, factor: float, dtype: torch.dtype) -> None:
-    class Probe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(64, dtype=dtype))
-
-        def forward(self, error: Tensor) -> Tensor:
-            return (self.w * error).sum()
 
     scale = torch.tensor(factor)
-    model = gr.transform(Probe(), gr.on("gradient:w", action), loss_scale=scale)
+    net = Lambda(lambda net, error: (net.w * error).sum(), w=nn.Parameter(torch.zeros(64, dtype=dtype)))
+    model = gr.transform(net, gr.on("gradient:w", action), loss_scale=scale)
     error = torch.randn(64).to(dtype)
     model(error).backward()
     assert model.w.grad is not None
@@ -92,7 +84,7 @@ def test_below_the_bound_not_a_bit_changes(action: Any, factor: float, dtype: to
 
 def test_a_grad_scaler_is_followed_without_recompilation() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=2.0, growth_interval=1)
-    model = gr.transform(Net(), gr.on("gradient:*", ClipByGlobalNorm(1e-3)), loss_scale=scaler)
+    model = gr.transform(make_net(), gr.on("gradient:*", ClipByGlobalNorm(1e-3)), loss_scale=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x = torch.ones(3, 4)
     model(x).backward()  # the scaler has not been used: no scale yet
@@ -112,7 +104,7 @@ def test_a_grad_scaler_is_followed_without_recompilation() -> None:
 
 def test_disabled_scaler_scales_by_one() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    model = gr.transform(Net(), gr.on("error:one", Observe("norm")), loss_scale=scaler)
+    model = gr.transform(make_net(), gr.on("error:one", Observe("norm")), loss_scale=scaler)
     plain = gr.transform(model.original, gr.on("error:one", Observe("norm")))
     for m in (model, plain):
         scaler.scale(m(torch.ones(3, 4))).backward()
@@ -121,7 +113,7 @@ def test_disabled_scaler_scales_by_one() -> None:
 
 def test_kept_tensors_and_checks_are_as_they_were() -> None:
     scale = torch.tensor(1024.0)
-    model = gr.transform(Net(), gr.on("error:two", [Keep(), CheckFinite("record")]), loss_scale=scale)
+    model = gr.transform(make_net(), gr.on("error:two", [Keep(), CheckFinite("record")]), loss_scale=scale)
     plain = gr.transform(model.original, gr.on("error:two", Keep()))
     (model(torch.ones(3, 4)) * scale).backward()
     plain(torch.ones(3, 4)).backward()
@@ -133,15 +125,15 @@ def test_kept_tensors_and_checks_are_as_they_were() -> None:
 @pytest.mark.pure
 def test_what_is_no_scale() -> None:
     with pytest.raises(TypeError, match="GradScaler or a tensor, got float"):
-        gr.transform(Net(), [], loss_scale=2.0)
+        gr.transform(make_net(), [], loss_scale=2.0)
     with pytest.raises(ValueError, match="one real element"):
-        gr.transform(Net(), [], loss_scale=torch.ones(2))
+        gr.transform(make_net(), [], loss_scale=torch.ones(2))
 
 
 @pytest.mark.inductor
 def test_compiled() -> None:
     torch.manual_seed(0)
-    plain, x, scale = Net(), torch.randn(3, 4), torch.tensor(8.0)
+    plain, x, scale = make_net(), torch.randn(3, 4), torch.tensor(8.0)
     policy = [POLICIES[n] for n in ("value", "norm", "function", "observe", "global")]
     models = [gr.transform(copy.deepcopy(plain), policy, loss_scale=scale) for _ in range(2)]
     models[1].compile()

@@ -25,6 +25,7 @@ from gradrewrite.viz._fonts import displayable
 from gradrewrite.viz._panels import Baseline, panels_of
 
 from models.clips import step_of
+from models.small import Lambda
 
 NAN, INF = math.nan, math.inf
 
@@ -46,18 +47,13 @@ def test_steps_that_are_not_finite_are_marked_in_all_panels() -> None:
     assert figure.get_suptitle() == "steps 0 to 11; not finite (red): 3"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gr.tap(self.second(self.first(x).tanh()).square().mean(), "loss")
-
-
 @pytest.mark.slow
 def test_a_real_run_equals_eager_training(tmp_path: Path) -> None:
-    plain = Net()
+    plain = Lambda(
+        lambda net, x: gr.tap(net.second(net.first(x).tanh()).square().mean(), "loss"),
+        first=nn.Linear(3, 3),
+        second=nn.Linear(3, 1),
+    )
     watch = gr.on("gradient:*", [CheckFinite("skip"), ClipByGlobalNorm(0.5)])
     model = gr.transform(copy.deepcopy(plain), watch)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.0), model)

@@ -20,6 +20,7 @@ from gradrewrite.viz import _metric_colors, _theme
 
 from helpers import mostly_slow
 from models.graphs import Three, three_layers
+from models.small import Lambda
 
 
 @pytest.mark.long
@@ -55,15 +56,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.draw(graph).render(tmp_path / "missing" / "x")
 
 
-class RootOfZero(nn.Module):
+def root_of_zero() -> Lambda:
     """The backward of a square root of zero is not finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.lin(x) * 0.0).sqrt().sum()
+    return Lambda(lambda net, x: (net.lin(x) * 0.0).sqrt().sum(), lin=nn.Linear(4, 4))
 
 
 def trained(policy: gr.Policy, factors: list[float]) -> tuple[gr.RewrittenModule, _graph_view.GraphView]:
@@ -297,7 +292,7 @@ def test_a_monitor_without_records_colors_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_root_cause_of_the_first_failure_is_known() -> None:
-    model = gr.transform(RootOfZero(), gr.on("error:*/*", CheckFinite("record")))
+    model = gr.transform(root_of_zero(), gr.on("error:*/*", CheckFinite("record")))
     x = torch.ones(2, 4)
     model(x).backward()
     graph = model.trace(x)
@@ -322,7 +317,7 @@ def test_reprs_are_short_and_html_is_the_page() -> None:
 
 @pytest.mark.slow
 def test_the_op_at_fault_is_marked_in_every_view() -> None:
-    model = gr.transform(RootOfZero(), gr.on("error:*/*", CheckFinite("record")))
+    model = gr.transform(root_of_zero(), gr.on("error:*/*", CheckFinite("record")))
     model(torch.ones(2, 4)).backward()
     graph = model.trace(torch.ones(2, 4))
     for view in ("ladder", "overview"):

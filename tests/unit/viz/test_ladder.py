@@ -233,7 +233,7 @@ def test_shortened_labels_stay_distinct() -> None:
     assert _fonts.fit_all([("short", 90.0, 12.0)]) == ["short"]
 
 
-@pytest.mark.nightly
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_large_graphs_take_seconds(tmp_path: Path) -> None:
     for clips, fewest, limits in ((False, 3500, (2.0, 5.0, 3.0)), (True, 9_500, (5.0, 10.0, 6.0))):

@@ -16,6 +16,7 @@ from gradrewrite import viz
 from gradrewrite.passes import CheckFinite, ClipByNorm
 
 from models.clips import step_of
+from models.small import Lambda
 
 RECORDS = {"norm@error:layers.1": 4.0, "bound@error:layers.1": 1.0, "norm@error:layers.0": 0.5, "loss@run": 2.0}
 STEPS = [step_of(n, RECORDS) for n in range(30)]
@@ -180,15 +181,9 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 
 
 def test_a_monitor_that_can_replay_names_the_op() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(2, 2)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(x).sub(self.first(x)).sqrt().sum()
-
-    model = gr.transform(Root(), [gr.on("gradient:*", [CheckFinite("record"), ClipByNorm(1.0)])])
+    net = Lambda(lambda net, x: net.first(x).sub(net.first(x)).sqrt().sum(), first=nn.Linear(2, 2))
+    model = gr.transform(net, [gr.on("gradient:*", [CheckFinite("record"), ClipByNorm(1.0)])])
     model(torch.ones(2, 2)).backward()
 
     report = viz.report(model.monitor)
