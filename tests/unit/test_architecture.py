@@ -68,7 +68,7 @@ def test_needed_facts_are_documented() -> None:
     section = (ROOT / "docs" / "design.md").read_text().split("\n## Facts about torch\n")[1].split("\n## ")[0]
     documented = set(re.findall(r"^\| (.*) \| `(\w+)` \|$", section, re.MULTILINE))
 
-    assert len(needed) > 15
+    assert ("AOTAutograd's cache can be switched off, for on a hit no pass runs", "aot_autograd") in needed
     assert needed == documented
 
 
@@ -115,7 +115,7 @@ def test_paths_in_contributing_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     paths = {path for path in re.findall(r"`([\w/.]+/[\w.]*)`", text) if not path.startswith(".../")}
 
-    assert len(paths) > 20
+    assert "ir/reports.py" in paths
     assert not {p for p in paths if not (ROOT / p).exists() and not (ROOT / "gradrewrite" / p).exists()}
 
 

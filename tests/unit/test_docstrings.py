@@ -42,7 +42,7 @@ def test_first_lines_have_no_relative_clauses() -> None:
     found = sorted((one for one in lines if has_relative_clause(one[2])), key=lambda one: -len(one[2].split()))
     worst = "\n".join(f"{path}:{number}: {line}" for path, number, line in found[:20])
 
-    assert len(lines) > 800
+    assert (Path("passes/_clip_by_value.py"), 1, "Clipping element by element.") in lines
     assert len(found) <= LIMIT, (
         f"{len(found)} first lines of docstrings have a relative clause, at most {LIMIT}:\n{worst}"
     )

@@ -98,7 +98,7 @@ def test_compiled_records_are_those_of_op_by_op(dtype: torch.dtype) -> None:
         model(torch.randn(64, 16, dtype=dtype)).backward()
         found.append(model.monitor.latest())
     names = [name for name in found[0] if name.startswith(("factor", "share", "norm_share"))]
-    assert len(names) > 10
+    assert {"factor@group:default", "share@error:one"} <= set(names), names
     for name in names:
         assert found[1][name] == pytest.approx(
             found[0][name], rel=1e-5 if dtype != torch.bfloat16 else 0.05, abs=1e-3

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-import gradrewrite
 import gradrewrite.passes as P
 from gradrewrite.errors import PolicyError
 from gradrewrite.policy.rules import Answered
@@ -134,12 +131,6 @@ def test_two_actions_in_one_group() -> None:
         _plan([P.ClipByGlobalNorm(1.0)], [P.ClipByGlobalNorm(2.0)])
 
 
-def test_one_module_asks_for_variants() -> None:
-    """A new kind of action is one case of ``lower_action``; nobody else looks for its protocol."""
-    assert _modules_with(r"\.specialize\(") == {"rewriting/lowering.py"}
-    assert _modules_with(r"isinstance\([^)]*\b(SpecializingAction|ParameterScaling)\b") == {"rewriting/lowering.py"}
-
-
 class _Reversed:
     kinds: frozenset[Kind] = frozenset(("gradient",))
     has_units = False
@@ -160,12 +151,3 @@ def _plan(*answers: list[Any], positions: dict[int, int] | None = None) -> Inser
         (point, [Answered((known.get(id(action), 0),), action, "*") for action in own])
         for point, own in zip(points, answers, strict=True)
     )
-
-
-def _modules_with(pattern: str) -> set[str]:
-    package = Path(gradrewrite.__file__).parent
-    return {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if re.search(pattern, path.read_text(encoding="utf-8"))
-    }
