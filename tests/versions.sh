@@ -5,6 +5,7 @@
 #   tests/versions.sh 2.15.0 2.13.0@3.12      these versions of torch, with "@" on this Python; without it on 3.11
 #   tests/versions.sh --prepare 2.15.0        make the environments, run no tests
 #   tests/versions.sh 2.15.0 -- -m upstream   arguments for pytest after "--"; without any the default suite
+#   tests/versions.sh --long 2.15.0           one file of ranks, one of Inductor, and a sample of tests/conformance
 #
 # GRADREWRITE_VENVS is the folder of the environments (default: ~/.cache/gradrewrite/venvs); they are kept and reused.
 # The interpreters are python3.10 to python3.13 on the PATH. CPU builds of torch are taken from PyTorch's index where it can
@@ -19,9 +20,15 @@ cpu_index=https://download.pytorch.org/whl/cpu
 versions=()
 arguments=()
 prepare_only=false
+long=(-m "not cuda and not launches" tests/integration/distributed/test_training.py
+  tests/integration/inductor/test_inductor.py tests/conformance)
 while [ $# -gt 0 ]; do
   case $1 in
     --prepare) prepare_only=true ;;
+    --long)
+      arguments=("${long[@]}")
+      export OMP_NUM_THREADS=1 GRADREWRITE_SAMPLE="${GRADREWRITE_SAMPLE:-$(($(git rev-list --count HEAD) / 50))}"
+      ;;
     --) shift && arguments=("$@") && break ;;
     -*) echo "unknown option: $1" >&2 && exit 2 ;;
     *) versions+=("$1") ;;

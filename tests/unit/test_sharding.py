@@ -49,7 +49,7 @@ def workers(number: int) -> Sequence[str]:
     return ("-n", str(number), "--dist=loadgroup") if number else ("-n0",)
 
 
-@pytest.mark.pure
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 2])
 def test_shards_are_all_tests_and_groups_stay_together(number: int, tmp_path: Path) -> None:
     found = []
@@ -64,7 +64,7 @@ def test_shards_are_all_tests_and_groups_stay_together(number: int, tmp_path: Pa
     assert [sum(name.startswith("test_grouped") for name in own) for own in found].count(0) == 2
 
 
-@pytest.mark.pure
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_run_goes_on_with_what_has_not_passed(number: int, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_what_has_not_passed(number: int, tmp_path: Path) -> 
     assert "27 deselected" in run(tmp_path, "--record", str(record))
 
 
-@pytest.mark.pure
+@pytest.mark.long
 @pytest.mark.parametrize("shard", ["0/3", "4/3", "1", "a/b"])
 def test_a_shard_that_is_none(shard: str, tmp_path: Path) -> None:
     (tmp_path / "test_shards.py").write_text(FILE)
