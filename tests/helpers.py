@@ -98,9 +98,9 @@ def _hook(fn: TensorFunction) -> Callable[[nn.Module, Any, Any], None]:
 class Probe(nn.Module):
     """Its error at ``h`` is exactly the argument."""
 
-    def __init__(self, size: int = 2) -> None:
+    def __init__(self, size: int | Sequence[int] = 2, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(size))
+        self.w = nn.Parameter(torch.zeros(size, dtype=dtype))
 
     def forward(self, error: Tensor) -> Tensor:
         return (gr.tap(self.w * 1, "h") * error).sum()

@@ -10,20 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.small import Lambda
+
 Make = Callable[[], nn.Module]
-
-
-class Lambda(nn.Module):
-    """A module around a function, with the submodules and parameters that it reads."""
-
-    def __init__(self, function: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 class SeveralLosses(nn.Module):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gradrewrite as gr
+
 
 class Lambda(nn.Module):
     """A module around a function of itself and an input, with the submodules and tensors that it reads."""
@@ -85,8 +87,23 @@ class Gradients(nn.Module):
     def __init__(self, **parameters: Tensor) -> None:
         super().__init__()
         for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
+            self.register_parameter(name, nn.Parameter(value.clone()))
 
     def forward(self, *gradients: Tensor) -> Tensor:
         pairs = zip(self.parameters(), gradients, strict=True)
         return torch.stack([(p * gradient).sum() for p, gradient in pairs]).sum()
+
+
+class Sines(nn.Module):
+    """Sines of sines of a parameter, each of which is a site."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.count = count
+        self.w = nn.Parameter(torch.linspace(-1, 1, size))
+
+    def forward(self) -> Tensor:
+        x = self.w
+        for number in range(self.count):
+            x = gr.tap(torch.sin(x * 1.1), f"h{number}")
+        return x.sum()

@@ -19,22 +19,11 @@ from gradrewrite.rewriting.action_tracing import ActionTracer
 from gradrewrite.rewriting.lowering import lower_action
 from gradrewrite.sites import Site
 
-from helpers import mostly_slow
+from helpers import Probe, mostly_slow
 from models.small import Lambda
 
 INF, NAN = math.inf, math.nan
 SITE = Site("error", "h")
-
-
-class Probe(nn.Module):
-    """Its error at ``/tap`` is exactly the second input, its gradient of ``w`` too."""
-
-    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(size, dtype=dtype))
-
-    def forward(self, error: Tensor) -> Tensor:
-        return (gr.tap(self.w * 1, "h") * error).sum()
 
 
 def through(action: Any, error: Tensor, pattern: str = "error:h") -> Tensor:
@@ -219,19 +208,15 @@ def test_empty_and_scalar_gradients() -> None:
 
 
 def test_complex_gradients() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    def make_net() -> Lambda:
+        return Lambda(lambda net, x: (net.w * x).real.sum(), w=nn.Parameter(torch.zeros(1, dtype=torch.complex64)))
 
-        def forward(self) -> Tensor:
-            return (self.w * torch.tensor([3 + 4j])).real.sum()
-
-    model = gr.transform(Net(), gr.on("gradient:w", ClipByNorm(1.0)))
-    model().backward()
+    x = torch.tensor([3 + 4j])
+    model = gr.transform(make_net(), gr.on("gradient:w", ClipByNorm(1.0)))
+    model(x).backward()
     torch.testing.assert_close(model.w.grad.abs(), torch.ones(1))
     with pytest.raises(TypeError, match=r"gradient:w.*ClipByNorm"):
-        gr.transform(Net(), gr.on("gradient:w", ClipByValue(1.0)))()
+        gr.transform(make_net(), gr.on("gradient:w", ClipByValue(1.0)))(x)
 
 
 def test_simple_actions() -> None:

@@ -118,16 +118,12 @@ def test_loss_outside_the_model_that_is_nan(policy: gr.Policy) -> None:
 @POLICIES
 @pytest.mark.parametrize("pool", [F.avg_pool2d, F.max_pool2d])
 def test_pooling_at_the_border_is_no_alarm(policy: gr.Policy, pool: Callable[..., Tensor]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.out = nn.Conv2d(1, 2, 3), nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = pool(self.conv(x), 2, stride=3, padding=1, ceil_mode=True)
-            return self.out(h.flatten(1)).sum()
-
-    model = gr.transform(Net(), policy)
+    net = Lambda(
+        lambda net, x: net.out(pool(net.conv(x), 2, stride=3, padding=1, ceil_mode=True).flatten(1)).sum(),
+        conv=nn.Conv2d(1, 2, 3),
+        out=nn.Linear(8, 1),
+    )
+    model = gr.transform(net, policy)
     model(torch.randn(2, 1, 6, 6)).backward()
 
     assert not any(value for name, value in model.monitor.latest().items() if name.startswith("non"))

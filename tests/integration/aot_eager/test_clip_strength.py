@@ -9,43 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe, Scale
 
 from helpers import Probe
+from models.small import Gradients
 
 NAN, INF = math.nan, math.inf
 SHARE = "norm_share@gradient:"
 
 
-class Errors(nn.Module):
-    """The error at ``h`` is exactly the argument."""
-
-    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(shape, dtype=dtype))
-
-    def forward(self, error: Tensor) -> Tensor:
-        return (gr.tap(self.w * 1, "h") * error).sum()
-
-
-class Gradients(nn.Module):
-    """The gradients of ``a``, ``b`` and ``c`` are exactly the arguments."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        for name, size in zip("abc", sizes, strict=False):
-            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
-
-    def forward(self, *gradients: Tensor) -> Tensor:
-        parts = [(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True)]
-        return torch.stack(parts).sum()
+def gradients(*sizes: int) -> Gradients:
+    return Gradients(**{name: torch.zeros(size) for name, size in zip("abc", sizes, strict=False)})
 
 
 def records(error: Tensor, *actions: Any) -> dict[str, float]:
-    model = gr.transform(Errors(*error.shape, dtype=error.dtype), lambda s: actions if str(s) == "error:h" else None)
+    model = gr.transform(Probe(error.shape, error.dtype), lambda s: actions if str(s) == "error:h" else None)
     model(error).backward()
     return {name.removesuffix("@error:h"): v for name, v in model.monitor.latest().items()}
 
@@ -148,7 +129,7 @@ def test_name_that_a_user_took() -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
 def test_global_clip(norm_type: float) -> None:
     a, b, c = (torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (4, 9, 2))
-    model = gr.transform(Gradients(4, 9, 2), gr.on("gradient:*", ClipByGlobalNorm(0.5, norm_type=norm_type, log=True)))
+    model = gr.transform(gradients(4, 9, 2), gr.on("gradient:*", ClipByGlobalNorm(0.5, norm_type=norm_type, log=True)))
     model(a, b, c).backward()
     latest = model.monitor.latest()
     norms = [float(g.double().norm(norm_type)) for g in (a, b, c)]
@@ -173,20 +154,20 @@ def test_global_clip(norm_type: float) -> None:
     ],
 )
 def test_share_of_a_member_is_safe(a: float, b: float, want: tuple[float, float]) -> None:
-    model = gr.transform(Gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, log=True)))
+    model = gr.transform(gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, log=True)))
     model(torch.tensor([a]), torch.tensor([b])).backward()
     latest = model.monitor.latest()
     assert (latest[f"{SHARE}a"], latest[f"{SHARE}b"]) == pytest.approx(want)
 
 
 def test_members_at_the_largest_norm_share_it() -> None:
-    model = gr.transform(Gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, norm_type=INF, log=True)))
+    model = gr.transform(gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, norm_type=INF, log=True)))
     model(torch.tensor([2.0]), torch.tensor([-2.0])).backward()
     assert model.monitor.latest()[f"{SHARE}a"] == 0.5
 
 
 def test_global_clip_without_log_has_no_shares() -> None:
-    model = gr.transform(Gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0)))
+    model = gr.transform(gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0)))
     model(torch.tensor([3.0]), torch.tensor([4.0])).backward()
     assert model.monitor.latest() == {
         "total_norm@group:default": 5.0,
@@ -196,7 +177,7 @@ def test_global_clip_without_log_has_no_shares() -> None:
 
 
 def test_global_clip_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = gr.transform(Gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, log=True)))
+    model = gr.transform(gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, log=True)))
     with caplog.at_level(logging.INFO, "gradrewrite"):
         for size in (1.0, 0.1, NAN):
             model.zero_grad()
@@ -211,17 +192,17 @@ def test_global_clip_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("observed", [False, True])
 def test_global_clip_at_steps(fused: bool, observed: bool, caplog: pytest.LogCaptureFixture) -> None:
     """With what is measured beside the norm of one member, members are measured in another order."""
-    gradients = [torch.full((n,), float(n)) for n in (1, 2, 3)]
-    net = Gradients(1, 2, 3)
+    given = [torch.full((n,), float(n)) for n in (1, 2, 3)]
+    net = gradients(1, 2, 3)
     policy = [gr.on("step:*", ClipByGlobalNorm(0.5, log=True))]
     policy += [gr.on("step:b", Observe("max_abs"))] if observed else []
     model = gr.transform(net, policy)
     optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.0, fused=fused), model)
     with caplog.at_level(logging.INFO, "gradrewrite"):
-        model(*gradients).backward()
+        model(*given).backward()
         optimizer.step()
         latest = model.monitor.latest()
-    squares = [float(g.square().sum()) for g in gradients]
+    squares = [float(g.square().sum()) for g in given]
 
     assert latest["factor@step:group:default"] == pytest.approx(0.5 / math.sqrt(sum(squares)))
     for name, square in zip("abc", squares, strict=True):
@@ -230,7 +211,7 @@ def test_global_clip_at_steps(fused: bool, observed: bool, caplog: pytest.LogCap
 
 
 def test_clips_at_steps() -> None:
-    net = Gradients(2)
+    net = gradients(2)
     model = gr.transform(net, gr.on("step:*", [ClipByNorm(1.0), ClipByValue(0.7, log=True)]))
     optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.0), model)
     model(torch.tensor([3.0, 4.0])).backward()

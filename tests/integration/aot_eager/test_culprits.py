@@ -20,6 +20,7 @@ from gradrewrite.viz import report
 
 from helpers import mostly_slow
 from models.culprits import ROWS, Poison, Task, example_norms, task_of
+from models.small import Lambda
 
 POISONS: tuple[Poison, ...] = ("scaled label", "repeated token", "finite outlier")
 SPIKES = gr.on("step:*", SkipSpikes(6.0, window=8))
@@ -255,16 +256,13 @@ def test_check_finite(value: float) -> None:
 
 
 def test_batch_norm_mixes_examples() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.norm, self.b = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.norm(self.a(x)))
+    def make_net() -> Lambda:
+        return Lambda(
+            lambda net, x: net.b(net.norm(net.a(x))), a=nn.Linear(5, 8), norm=nn.BatchNorm1d(8), b=nn.Linear(8, 3)
+        )
 
     task = task_of("scaled label")
-    run = Run(Task(Net, task.batch, task.loss, 1), num_micro=2)
+    run = Run(Task(make_net, task.batch, task.loss, 1), num_micro=2)
     run.until_spike(1, 3)
     found = run.model.monitor.culprits()
 

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm
 
+from models.small import Gradients
+
 DECODER = ClipByGlobalNorm(4.0, group="decoder")
 ALL = ClipByGlobalNorm(10.0, group="all")
-
-
-class Pair(nn.Module):
-    """Its gradients are exactly the arguments; the site of ``encoder`` comes first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.encoder * a + self.decoder * b
 
 
 def in_one_callback(site: gr.Site) -> object:
@@ -47,7 +37,8 @@ BY_ALL = 10.0 / (3.0**2 + 100.0**2) ** 0.5  # the factor of the clip of all, if 
     ],
 )
 def test_groups_act_in_the_order_of_the_policy_list(policy: gr.Policy, wanted: tuple[float, float]) -> None:
-    model = gr.transform(Pair(), policy)
+    # The site of the encoder comes first.
+    model = gr.transform(Gradients(encoder=torch.zeros(()), decoder=torch.zeros(())), policy)
     model(torch.tensor(3.0), torch.tensor(100.0)).backward()
 
     assert (float(model.encoder.grad), float(model.decoder.grad)) == pytest.approx(wanted, rel=1e-6)

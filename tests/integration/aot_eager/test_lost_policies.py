@@ -15,20 +15,9 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, Scale
 
 from helpers import gradient, mostly_slow
-from models.small import Lambda
+from models.small import Broken, Lambda
 
 DOUBLE = gr.on("gradient:*", Scale(2.0))
-
-
-class Breaking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x)
-        torch._dynamo.graph_break()
-        return self.two(h.tanh())
 
 
 class Skipping(nn.Module):
@@ -45,10 +34,10 @@ class Skipping(nn.Module):
 
 
 def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
-    model = gr.transform(Breaking(), DOUBLE)
+    model = gr.transform(Broken(), DOUBLE)
 
     with pytest.raises(
-        gr.GraphBreakError, match=r"(?s)test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
+        gr.GraphBreakError, match=r"(?s)small.py:\d+ \"torch._dynamo.graph_break\(\)\".*fullgraph=False"
     ):
         model(x)
     with pytest.raises(gr.GraphBreakError, match="explain"):
@@ -56,11 +45,11 @@ def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
 
 
 def test_graph_break_is_listed_and_warned_about_once(x: Tensor) -> None:
-    plain = Breaking()
+    plain = Broken()
     wanted = gradient(plain, x)
     model = gr.transform(plain, DOUBLE, fullgraph=False)
 
-    with pytest.warns(gr.RewriteWarning, match=r"test_lost_policies.py:\d+ \"torch._dynamo.graph_break\(\)\""):
+    with pytest.warns(gr.RewriteWarning, match=r"small.py:\d+ \"torch._dynamo.graph_break\(\)\""):
         got = gradient(model, x)
     torch.testing.assert_close(got, 2 * wanted)
     with warnings.catch_warnings():
@@ -173,7 +162,7 @@ def test_two_runs_before_one_backward_warn(plain: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.long
 def test_part_of_the_gradients_warns(x: Tensor) -> None:
-    model = gr.transform(Breaking(), GLOBAL, fullgraph=False)
+    model = gr.transform(Broken(), GLOBAL, fullgraph=False)
     with pytest.warns(gr.RewriteWarning) as caught:
         gradient(model, x)
     assert sum("each part by itself" in str(w.message) for w in caught) == 1
@@ -185,7 +174,7 @@ def test_part_of_the_gradients_warns(x: Tensor) -> None:
 
 @pytest.mark.slow
 def test_transforms_of_a_breaking_model_keep_their_policies(x: Tensor) -> None:
-    plain = Breaking()
+    plain = Broken()
     wanted = gradient(plain, x)
 
     for n in range(1, 13):
@@ -206,7 +195,7 @@ def quietly(run: Callable[[], Tensor]) -> Tensor:
 @pytest.mark.parametrize("fullgraph", mostly_slow([True, False]))
 @pytest.mark.parametrize("mode", mostly_slow([torch.no_grad, torch.inference_mode]))
 def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], Any], fullgraph: bool) -> None:
-    plain = Breaking()
+    plain = Broken()
     model = gr.transform(plain, DOUBLE, fullgraph=fullgraph)
 
     for rows in (5, 3, 5):
@@ -222,7 +211,7 @@ def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], A
 
 
 def test_graph_break_of_a_frozen_model_is_nothing(x: Tensor) -> None:
-    plain = Breaking().requires_grad_(False)
+    plain = Broken().requires_grad_(False)
     model = gr.transform(plain, DOUBLE)
 
     assert torch.equal(quietly(lambda: model(x)), plain(x))
@@ -232,7 +221,7 @@ def test_graph_break_of_a_frozen_model_is_nothing(x: Tensor) -> None:
 
 @pytest.mark.long
 def test_update_bn_of_a_breaking_model(x: Tensor) -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Breaking())
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Broken())
     other = copy.deepcopy(plain)
     model = gr.transform(plain, DOUBLE)
     torch.optim.swa_utils.update_bn([x, x + 1], other)
@@ -242,7 +231,7 @@ def test_update_bn_of_a_breaking_model(x: Tensor) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-class PassingOn(Breaking):
+class PassingOn(Broken):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return x, super().forward(x)
 
@@ -256,7 +245,7 @@ def test_graph_break_of_a_model_that_returns_its_input(x: Tensor) -> None:
     assert returned is given
 
 
-class SwitchingOn(Breaking):
+class SwitchingOn(Broken):
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             return super().forward(x)
@@ -303,7 +292,7 @@ def test_recompile_limit_without_backward_is_nothing() -> None:
 
 @pytest.mark.slow
 def test_late_hook_is_honoured_without_backward(x: Tensor) -> None:
-    plain = Breaking()
+    plain = Broken()
     model = gr.transform(plain, DOUBLE)
     with torch.no_grad():
         model(x)

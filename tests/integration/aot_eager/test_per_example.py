@@ -15,6 +15,7 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipPerExample, Keep, Observe
 
 from models.per_example import MODELS, example_gradients, make
+from models.small import Lambda
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}
 
@@ -104,20 +105,11 @@ def test_the_length_may_be_symbolic() -> None:
     assert len(rewritten.explain().graphs) == 1
 
 
-class Summed(torch.nn.Module):
-    """A loss that is the sum over examples, with the batch in dimension 1 of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.transpose(0, 1)).square().sum()
-
-
 def test_loss_reduction_and_batch_dim() -> None:
     torch.manual_seed(0)
-    model, x = Summed(), torch.randn(5, 4, 3, dtype=torch.float64)
+    # A loss that is the sum over examples, with the batch in dimension 1 of its inputs.
+    model = Lambda(lambda net, x: net.layer(x.transpose(0, 1)).square().sum(), layer=torch.nn.Linear(3, 2).double())
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
     options: dict[str, Any] = {"loss_reduction": "sum", "batch_dim": 1}
     statistics = Observe("norm", "example_norm_mean", "example_norm_max", "noise_scale", **options)
     actions = [statistics, Keep("second_moment", **options), ClipPerExample(3.0, **options)]
@@ -179,6 +171,11 @@ def _product(node: torch.fx.Node) -> str:
     return "convolution" if is_convolution and node.args[-1][1] else ""
 
 
+def sum_of(net: torch.nn.Module) -> Lambda:
+    """A net whose loss is the sum of what another one returns."""
+    return Lambda(lambda outer, x: outer.net(x).sum(), net=net)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "what"), [("conv 2-D", "convolution"), ("linear 3-D", "product"), ("recurrent", "product")]
@@ -197,26 +194,14 @@ def test_a_clipped_sum_of_terms(size: int, number: int) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3, bias=False), torch.nn.Flatten(0)).double()
     x = torch.randn(5, 4, size, size, dtype=torch.float64)
     policy = gr.on("gradient:*", ClipPerExample(0.1, loss_reduction="sum"))
-    assert products_of(Sum(model), policy, x)["convolution"] == number
+    assert products_of(sum_of(model), policy, x)["convolution"] == number
     terms = {
         name: torch.stack([torch.autograd.grad(model(row.unsqueeze(0)).sum(), p)[0] for row in x])
         for name, p in model.named_parameters()
     }
-    gr.transform(Sum(model), policy)(x).backward()
+    gr.transform(sum_of(model), policy)(x).backward()
     for name, wanted in clipped(terms, 0.1, "sum").items():
         torch.testing.assert_close(model.get_parameter(name).grad, wanted, **EXACT)
-
-
-class Sum(torch.nn.Module):
-    """The sum of what a net returns."""
-
-    def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The sum, a scalar."""
-        return self.net(x).sum()
 
 
 @pytest.mark.long
@@ -333,7 +318,7 @@ def test_noise_goes_on_after_a_checkpoint() -> None:
 def test_no_examples_give_the_noise_alone(dynamic: bool | None) -> None:
     """A batch that was drawn empty is one step of private training as any other, if the loss is a sum."""
     torch.manual_seed(3)
-    model = Sum(torch.nn.Linear(40, 50)).double()
+    model = sum_of(torch.nn.Linear(40, 50)).double()
     options: dict[str, Any] = {"loss_reduction": "sum"}
     statistics = Observe("example_norm_mean", "example_norm_max", "noise_scale", **options)
     kept = [Keep("example_norms", **options), Keep("second_moment", **options)]

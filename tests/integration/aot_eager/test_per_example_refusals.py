@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import ClipByValue, ClipPerExample, Keep
 
+from models.small import Broken
+
 X, Y = torch.randn(4, 3), torch.randint(0, 5, (4,))
 
 
@@ -128,19 +130,8 @@ def test_no_examples_have_no_mean() -> None:
         model(X[:0], Y[:0])
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(h)
-
-
 def test_a_part_of_the_model_is_refused() -> None:
-    model = gr.transform(Broken(), gr.on("gradient:*", ClipPerExample(1.0)), fullgraph=False)
+    model = gr.transform(Broken(3, 3, 3), gr.on("gradient:*", ClipPerExample(1.0)), fullgraph=False)
     with pytest.raises(gr.PolicyError, match=r"needs the whole model in one graph, .* \(a graph break, or regions\)"):
         model(X)
 

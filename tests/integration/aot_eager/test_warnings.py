@@ -19,19 +19,10 @@ from gradrewrite._utils.warnings import warn
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Scale
 
+from models.small import Broken
+
 DOUBLE = gr.on("gradient:*", Scale(2.0))
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
-
-
-class Breaking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x)
-        torch._dynamo.graph_break()
-        return self.two(h.tanh())
 
 
 def warned_lines(run: Callable[[], object]) -> list[str]:
@@ -46,7 +37,7 @@ def warned_lines(run: Callable[[], object]) -> list[str]:
 
 @pytest.mark.long
 def test_forward(x: Tensor) -> None:
-    model = gr.transform(Breaking(), DOUBLE, fullgraph=False)
+    model = gr.transform(Broken(), DOUBLE, fullgraph=False)
 
     def run() -> None:
         model(x)  # the call

@@ -17,6 +17,7 @@ import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 from helpers import gradient, gradients_of
+from models.small import Layers
 from ranks import join, outcomes_of, run_parts
 
 MAX_NORM, BOUND = 0.05, 0.01
@@ -31,20 +32,9 @@ BUCKET = 0.0001  # megabytes: less than one layer, so that DDPOptimizer would sp
 Outcome = Any
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-
-def make() -> Net:
+def make() -> Layers:
     torch.manual_seed(0)
-    return Net()
+    return Layers(4, 8)
 
 
 def batch(rank: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, Keep, Observe
 
-from models.small import TwoLayers
+from models.optimizers import OPTIMIZERS, USUAL
+from models.small import Gradients, TwoLayers
 from ranks import outcomes_of, run_parts
 
 STATISTICS = ("norm", "max_abs", "mean_abs", "min", "zeros", "kurtosis", "exponents", "fingerprint", "nonfinite")
@@ -25,11 +26,6 @@ POLICY = [
     gr.on("state:one.weight.*", Keep()),
     gr.on("gradient:*", Observe("norm")),
 ]
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-}
 
 
 class Collectives(TorchDispatchMode):
@@ -72,25 +68,13 @@ def _full(tensor: Tensor) -> Tensor:
 
 def figures(rank: int) -> Any:
     return {
-        name: (train(name, is_sharded=True, rank=rank, ranks=2), train(name, is_sharded=False)) for name in OPTIMIZERS
+        name: (train(name, is_sharded=True, rank=rank, ranks=2), train(name, is_sharded=False)) for name in USUAL[:3]
     }
 
 
 def sampled(rank: int) -> Any:
     monitor = gr.Monitor(sample=2)
     return train("adamw", is_sharded=True, rank=rank, ranks=2, monitor=monitor)
-
-
-class Bag(nn.Module):
-    """Parameters with gradients of a test."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain * x
 
 
 def layouts(rank: int) -> Any:
@@ -117,7 +101,7 @@ def layouts(rank: int) -> Any:
             for n, v in values.items()
         }
         model = gr.transform(
-            Bag(own), [gr.on("param:*", Observe(*STATISTICS)), gr.on("state:*", CheckFinite("record"))]
+            Gradients(**own), [gr.on("param:*", Observe(*STATISTICS)), gr.on("state:*", CheckFinite("record"))]
         )
         optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), model, update_ratios=True)
         for p in model.parameters():
@@ -141,7 +125,7 @@ def without_bits(row: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in row.items() if not k.startswith("fingerprint")}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", USUAL[:3])
 def test_figures_of_fsdp_are_those_of_one_process(of_two: list[dict[str, Any]], name: str) -> None:
     for outcomes in of_two:
         (rows, found, kept), (wanted, nothing, wanted_kept) = outcomes["figures"][name]

@@ -16,6 +16,7 @@ import gradrewrite as gr
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
 
+from models.small import Block
 from ranks import outcomes_of, run_parts
 
 SIZE, STEPS = 8, 20
@@ -33,20 +34,11 @@ GUARDED = [
 BAD_STEP = 7
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.fc, self.out = nn.LayerNorm(SIZE), nn.Linear(SIZE, 17), nn.Linear(17, SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.fc(self.norm(x)).tanh())
-
-
 class Net(nn.Module):
     def __init__(self, *, is_checkpointed: bool = False) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(SIZE, 17) for _ in range(3))
         self.is_checkpointed = is_checkpointed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,23 +24,12 @@ from gradrewrite.passes import (
     ZClip,
 )
 
+from models.small import Gradients
 from ranks import outcomes_of, run_parts
 
 pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
 
 SHAPES = {"a": (5, 4), "b": (7,), "c": (6, 6), "d": (3, 8), "e": (2, 2), "f": (1, 3), "g": (4,)}
-
-
-class Bag(nn.Module):
-    """Parameters, of which the forward uses one."""
-
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.g * x
 
 
 def values(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -73,7 +62,9 @@ def full(tensor: Tensor) -> Tensor:
 
 def step(policy: Any, gradients: dict[str, Tensor], where: Any, **settings: Any) -> tuple[Any, ...]:
     """One step with these gradients: parameters, records, and the number of all-reduces."""
-    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0, gradients["a"].dtype).items()}), policy)
+    model = gr.transform(
+        Gradients(**{n: spread(v, where[n]) for n, v in values(0, gradients["a"].dtype).items()}), policy
+    )
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model, **settings)
     for name, p in model.named_parameters():
         p.grad = spread(gradients[name], where[name])
@@ -143,7 +134,7 @@ def one_collective(rank: int) -> Any:
     """All meshes but one have the same ranks."""
     where = {**layouts(), "e": None}
     policy = gr.on("step:*", [ClipByGlobalNorm(1.0), CheckFinite("skip")])
-    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), policy)
+    model = gr.transform(Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), policy)
     graph = model.trace_step(torch.optim.SGD(model.parameters(), lr=1.0))
     shapes = {site.name: site.shape for site in graph.sites}
     return step(policy, values(1), where)[3].found, graph.code.count("_c10d_functional.all_reduce"), shapes
@@ -163,7 +154,7 @@ def bad_on_one(rank: int) -> Any:
     where = layouts()
     gradients = values(1)
     model = gr.transform(
-        Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", CheckFinite("skip"))
+        Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", CheckFinite("skip"))
     )
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=1.0), model)
     for name, p in model.named_parameters():
@@ -179,7 +170,7 @@ def partial(rank: int) -> Any:
     where = layouts()
     mesh = where["a"][0]
     policy = gr.on("step:*", ClipByGlobalNorm(0.5))
-    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), policy)
+    model = gr.transform(Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), policy)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
     for name, p in model.named_parameters():
         p.grad = spread(values(1)[name], where[name])
@@ -192,7 +183,7 @@ def missing_on_one(rank: int) -> Any:
     """Rank 3 has no gradients at all, rank 0 lacks one; the others' are clipped by the norm of all that there is."""
     where = layouts()
     policy = gr.on("step:*", [Observe("min", "max_abs"), ClipByGlobalNorm(0.5)])
-    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), policy)
+    model = gr.transform(Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), policy)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
     for name, p in model.named_parameters():
         gradient = spread(values(1)[name], where[name])
@@ -208,7 +199,7 @@ def missing_members(rank: int) -> Any:
     found = {}
     for name, log in (("a", True), ("e", False)):
         policy = gr.on("step:*", ClipByGlobalNorm(0.5, log=log))
-        model = gr.transform(Bag({n: spread(v.float(), where[n]) for n, v in values(0).items()}), policy)
+        model = gr.transform(Gradients(**{n: spread(v.float(), where[n]) for n, v in values(0).items()}), policy)
         optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
         for member in (name, "f"):
             gradient = spread(values(1)[member].float(), where[member])
@@ -223,7 +214,7 @@ def unfrozen(rank: int) -> Any:
     """A gradient that rank 0 never has is one of the group from the second step on."""
     where = layouts()
     model = gr.transform(
-        Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", ClipByGlobalNorm(0.5))
+        Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", ClipByGlobalNorm(0.5))
     )
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
     totals = []
@@ -243,7 +234,7 @@ def smaller_group(rank: int) -> Any:
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     where = layouts()
     model = gr.transform(
-        Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", CheckFinite("skip"))
+        Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:*", CheckFinite("skip"))
     )
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model, process_group=groups[rank % 2])
     model.a.grad = spread(values(1)["a"], where["a"])
@@ -282,7 +273,9 @@ def fused(rank: int) -> Any:
     for way in (where, dict.fromkeys(where)):
         parts = {n: spread(values(0)[n], way[n]) for n in way}
         parts["g"] = values(0)["g"]
-        model = gr.transform(Bag({n: t.float() for n, t in parts.items()}), gr.on("step:*", ClipByGlobalNorm(0.5)))
+        model = gr.transform(
+            Gradients(**{n: t.float() for n, t in parts.items()}), gr.on("step:*", ClipByGlobalNorm(0.5))
+        )
         own = [p for n, p in model.named_parameters() if n != "g"]
         optimizer = gr.guard(torch.optim.AdamW(own, lr=0.1, fused=True), model)
         for name in way:
@@ -294,7 +287,7 @@ def fused(rank: int) -> Any:
 
 def mixed_in_a_group(rank: int) -> Any:
     where = layouts()
-    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), [])
+    model = gr.transform(Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), [])
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), model)
     optimizer.step()
 
@@ -331,7 +324,7 @@ def refused(rank: int) -> Any:
 
 def kept(rank: int) -> Any:
     where = layouts()
-    model = gr.transform(Bag({n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:a", Keep()))
+    model = gr.transform(Gradients(**{n: spread(v, where[n]) for n, v in values(0).items()}), gr.on("step:a", Keep()))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
     model.a.grad = spread(values(1)["a"], where["a"])
     optimizer.step()
@@ -345,7 +338,7 @@ def with_states(rank: int) -> Any:
     for where in (layouts(), dict.fromkeys(SHAPES)):
         given = values(0).items()
         policy = gr.on("step:*", ZClip(0.5, warmup=2))
-        model = gr.transform(Bag({n: spread(v, where[n]) for n, v in given}), policy)
+        model = gr.transform(Gradients(**{n: spread(v, where[n]) for n, v in given}), policy)
         optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for number in range(5):
             for name, p in model.named_parameters():

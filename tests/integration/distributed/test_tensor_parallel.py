@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 import gradrewrite as gr
 from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Observe
 
+from models.small import Block
 from ranks import outcomes_of, run_parts
 
 pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
@@ -33,18 +34,9 @@ STATISTICS = (
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln, self.fc, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.tanh(self.fc(self.ln(x))))
-
-
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).double()
+    return nn.Sequential(*(Block(WIDTH, 2 * WIDTH) for _ in range(BLOCKS))).double()
 
 
 def inputs(step: int) -> Tensor:
@@ -59,19 +51,19 @@ POLICY = [
     gr.on("error:0.fc", [Observe(*STATISTICS), ClipByNorm(1e-3)]),
     gr.on("error:*/tanh", ClipByValue(1e-4, log=True)),
     gr.on("error:0.out", [ClipByNorm(1e-3, log=True), Observe("norm")]),
-    gr.on("error:1.ln", [ClipByValue(1e-4), Observe(*STATISTICS)]),
+    gr.on("error:1.norm", [ClipByValue(1e-4), Observe(*STATISTICS)]),
     gr.on("error:1.fc", to_small_norm),
     gr.on("activation:*.fc", Observe(*STATISTICS)),
     gr.on("activation:1.out", Observe(*STATISTICS)),
     gr.on("gradient:*.weight", [Observe(*STATISTICS), ClipByNorm(0.1)]),
-    gr.on("gradient:1.ln.*", ClipByValue(1e-4)),
+    gr.on("gradient:1.norm.*", ClipByValue(1e-4)),
     gr.on("gradient:*", ClipByGlobalNorm(0.01)),
 ]
 # Where a layer returns the plain part of this process, only elementwise actions are those of the whole.
 PLAIN_POLICY = [
     gr.on("error:*.fc", ClipByValue(1e-4)),
     gr.on("error:0.out", [ClipByNorm(1e-3), Observe("norm")]),
-    gr.on("error:1.ln", ClipByNorm(1e-3)),
+    gr.on("error:1.norm", ClipByNorm(1e-3)),
     gr.on("gradient:*.weight", [Observe(*STATISTICS), ClipByNorm(0.1)]),
     gr.on("gradient:*", ClipByGlobalNorm(0.01)),
 ]
@@ -83,7 +75,7 @@ SMALL_POLICY = [
 COLLECTIVE = re.compile(r"all_gather|all_reduce|reduce_scatter|all_to_all")
 MEGATRON: Mapping[str, Any] = {"fc": ColwiseParallel(), "out": RowwiseParallel()}
 SEQUENCE: Mapping[str, Any] = {
-    "ln": SequenceParallel(),
+    "norm": SequenceParallel(),
     "fc": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     "out": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
 }

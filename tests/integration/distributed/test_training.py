@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
+from models.small import Layers
 from ranks import outcomes_of, run_parts
 
 LARGE = 512
@@ -34,20 +35,9 @@ POLICY = [
 ]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-
-def make() -> Net:
+def make() -> Layers:
     torch.manual_seed(0)
-    return Net().double()
+    return Layers(3, 7).double()
 
 
 def batch(step: int, rank: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,32 +14,16 @@ import gradrewrite as gr
 from gradrewrite.passes import CheckFinite
 
 from helpers import mostly_slow
+from models.optimizers import OPTIMIZERS
+from models.small import Lambda
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).square().mean()
+def make_net() -> Lambda:
+    return Lambda(lambda net, x: net.fc(x).square().mean(), fc=nn.Linear(3, 2))
 
 
 SKIP = gr.on("gradient:*", CheckFinite("skip"))
 GOOD, BAD = torch.ones(2, 3), torch.full((2, 3), math.nan)
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "sgd fused momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
-    "adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
-    "adamw fused amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, fused=True),
-    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -61,7 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: Tensor) -
 @pytest.mark.parametrize("inputs", [(GOOD, BAD, GOOD), (BAD, GOOD, BAD, BAD, GOOD)], ids=["later", "first"])
 def test_bad_steps_leave_no_trace(name: str, inputs: tuple[Tensor, ...]) -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = make_net()
     guarded = gr.transform(copy.deepcopy(plain), SKIP)
     optimizer = gr.guard(OPTIMIZERS[name](guarded.parameters()), guarded)
     train(guarded, optimizer, *inputs)
@@ -75,7 +58,7 @@ def test_bad_steps_leave_no_trace(name: str, inputs: tuple[Tensor, ...]) -> None
 
 
 def test_state_is_untouched_bit_by_bit_in_the_bad_step() -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), fused=True), model)
     train(model, optimizer, GOOD, GOOD)
     before = state_of(model, optimizer)
@@ -88,7 +71,7 @@ def test_state_is_untouched_bit_by_bit_in_the_bad_step() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_one_bad_micro_batch_spoils_the_step(fused: bool, bad: int) -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model)
     before = model.fc.weight.clone()
     optimizer.zero_grad()
@@ -104,7 +87,7 @@ def test_one_bad_micro_batch_spoils_the_step(fused: bool, bad: int) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_gradients_that_are_thrown_away_spoil_nothing(fused: bool, set_to_none: bool) -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model)
     before = model.fc.weight.clone()
     model(BAD).backward()
@@ -124,7 +107,7 @@ def test_gradients_that_are_thrown_away_spoil_nothing(fused: bool, set_to_none: 
 @pytest.mark.parametrize("fused", [False, True])
 def test_together_with_a_grad_scaler(fused: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    plain = Net()
+    plain = make_net()
     model = gr.transform(copy.deepcopy(plain), SKIP, loss_scale=scaler)
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), model)
     other = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=fused)
@@ -150,7 +133,7 @@ def test_verdict_is_ours_where_the_scaler_sees_nothing() -> None:
     from gradrewrite.passes import NanToNum
 
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    model = gr.transform(Net(), gr.on("gradient:*", [CheckFinite("skip"), NanToNum()]), loss_scale=scaler)
+    model = gr.transform(make_net(), gr.on("gradient:*", [CheckFinite("skip"), NanToNum()]), loss_scale=scaler)
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), fused=True), model)
     before = model.fc.weight.clone()
     scaler.scale(model(BAD)).backward()
@@ -161,7 +144,7 @@ def test_verdict_is_ours_where_the_scaler_sees_nothing() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_too_many_skips_in_a_row_raise(fused: bool) -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), fused=fused), model, max_consecutive_skips=3)
     train(model, optimizer, BAD, BAD, GOOD, BAD, BAD)
     with pytest.raises(gr.NonFiniteError, match="3 updates in a row were skipped") as caught:
@@ -171,7 +154,7 @@ def test_too_many_skips_in_a_row_raise(fused: bool) -> None:
 
 
 def test_too_many_skips_name_the_micro_batch_that_failed() -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, max_consecutive_skips=1)
     for x in (BAD, GOOD):
         model(x).backward()
@@ -182,7 +165,7 @@ def test_too_many_skips_name_the_micro_batch_that_failed() -> None:
 
 @pytest.mark.slow
 def test_every_hundredth_skip_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, max_consecutive_skips=1000)
     with caplog.at_level(logging.WARNING, "gradrewrite"):
         train(model, optimizer, *[BAD] * 201)
@@ -195,7 +178,7 @@ def test_every_hundredth_skip_is_reported(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_closures_run_once_and_schedulers_work() -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1.0), model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     calls = []
@@ -218,7 +201,7 @@ def test_closures_run_once_and_schedulers_work() -> None:
 
 
 def test_guard_before_and_after_a_scheduler() -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert gr.guard(optimizer, model.monitor) is optimizer
@@ -230,7 +213,7 @@ def test_guard_before_and_after_a_scheduler() -> None:
 
 @pytest.mark.long
 def test_two_optimizers_of_one_model() -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     one, two = (gr.guard(torch.optim.SGD([p], lr=0.1), model) for p in model.parameters())
     before = [p.clone() for p in model.parameters()]
     model(BAD).backward()
@@ -241,10 +224,10 @@ def test_two_optimizers_of_one_model() -> None:
 
 @pytest.mark.pure
 def test_bad_arguments() -> None:
-    model = gr.transform(Net(), SKIP)
+    model = gr.transform(make_net(), SKIP)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, got Net"):
-        gr.guard(Net(), model)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, got Lambda"):
+        gr.guard(make_net(), model)  # type: ignore[type-var]
     with pytest.raises(TypeError, match="has no monitor"):
         gr.guard(optimizer, nn.Linear(1, 1))
     with pytest.raises(ValueError, match="max_consecutive_skips"):

@@ -26,14 +26,9 @@ from gradrewrite.passes import (
 from gradrewrite.sites import Kind, Site
 
 from helpers import mostly_slow
-from models.small import TwoLayers
+from models.optimizers import OPTIMIZERS, USUAL
+from models.small import Lambda, TwoLayers
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-}
 FIGURES: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda t: t.norm(),
     "max_abs": lambda t: t.abs().max(),
@@ -72,7 +67,7 @@ def observed(records: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in records.items() if k.partition("@")[2].startswith(kinds) and not k.startswith("mean@")}
 
 
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, 3))
+@pytest.mark.parametrize("name", mostly_slow(USUAL, 3))
 def test_figures_are_those_of_plain_torch(name: str) -> None:
     model = rewritten([PARAMS, STATES])
     plain = copy.deepcopy(model.original)
@@ -201,16 +196,10 @@ def test_other_actions_are_refused(case: str, kind: str) -> None:
 
 
 def test_complex_parameters_have_no_order() -> None:
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.w * x).abs().sum()
 
     for statistic, error in (("norm", None), ("min", gr.UnsupportedGradientError)):
-        model = gr.transform(One(), gr.on("param:*", Observe(statistic)))
+        net = Lambda(lambda net, x: (net.w * x).abs().sum(), w=nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+        model = gr.transform(net, gr.on("param:*", Observe(statistic)))
         optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.0), model)
         model(torch.ones(2)).backward()
         if error is None:

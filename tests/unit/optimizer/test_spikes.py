@@ -7,13 +7,12 @@ import logging
 import math
 import pickle
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradrewrite as gr
@@ -22,36 +21,21 @@ from gradrewrite.optimizer.spikes import Judge, Judging, Losses, remember
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, DecayWeights, Observe, SkipSpikes
 from gradrewrite.policy.state_store import StateStore
 
-from models.small import TwoLayers
+from models.optimizers import OPTIMIZERS, USUAL
+from models.small import Lambda, TwoLayers
 from models.spikes import Reference, trace
 
 INF, NAN = math.inf, math.nan
 NORM, SPIKE, LIMIT = (f"{name}@step:group:default" for name in ("total_norm", "spike", "spike_limit"))
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-}
-
-
-class One(nn.Module):
-    """A parameter whose gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
 
 
 class Run:
     """A model of one parameter, fed with one figure a step: its gradient's norm, or its loss."""
 
     def __init__(self, action: Any, optimize: Any = OPTIMIZERS["sgd"], **guard: Any) -> None:
-        self.model = gr.transform(One(), gr.on("step:*", action))
+        # A parameter whose gradient is the input.
+        net = Lambda(lambda net, x: net.weight * x, weight=nn.Parameter(torch.zeros((), dtype=torch.float64)))
+        self.model = gr.transform(net, gr.on("step:*", action))
         self.optimizer = gr.guard(optimize(self.model.parameters()), self.model, **guard)
         self.monitor = self.model.monitor
 
@@ -164,7 +148,7 @@ def test_the_norm_is_that_before_the_clip(first: bool, fused: bool, sharing: str
     assert model.trace_step(optimizer).code.count("ops.gradrewrite.measure.default(") == 1  # one read of the gradients
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("of", ["total_norm", "loss"])
 def test_a_skipped_step_leaves_everything_as_it_was(name: str, of: Any) -> None:
     """Parameters, moments, step counters and the window, bit for bit, beside a clip and a decay."""
@@ -412,7 +396,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("of", ["total_norm", "loss"])
 def test_the_host_reads_one_verdict_or_none(name: str, of: Any) -> None:
     run = Run([SkipSpikes(3.0, window=4, of=of), ClipByGlobalNorm(1.0)], OPTIMIZERS[name])

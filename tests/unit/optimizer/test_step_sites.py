@@ -33,17 +33,8 @@ from gradrewrite.passes import (
 )
 
 from helpers import mostly_slow
-from models.small import TwoLayers
-
-Optimize = Callable[[Any], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Optimize] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-}
+from models.optimizers import OPTIMIZERS, USUAL
+from models.small import Lambda, TwoLayers
 
 
 def pair(policy: gr.Policy, dtype: torch.dtype = torch.float64) -> tuple[TwoLayers, Any]:
@@ -85,7 +76,9 @@ def test_step_sites_match_only_patterns_of_their_kind() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "bound"), mostly_slow([(n, b) for b in (0.05, 1e3) for n in OPTIMIZERS], 2))
+@pytest.mark.parametrize(
+    ("name", "bound"), mostly_slow([(n, b) for b in (0.05, 1e3) for n in (*USUAL, "adagrad fused")], 2)
+)
 def test_accumulated_micro_batches_equal_one_large_batch(name: str, bound: float) -> None:
     """Three micro-batches, the last one shorter, each weighted by its share."""
     plain, model = pair(gr.on("step:*", ClipByGlobalNorm(bound)))
@@ -402,15 +395,8 @@ def test_missing_gradients_are_left_out() -> None:
 def test_sets_of_gradients_that_are_kept_are_bounded() -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(20))
 
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([layer(x) for layer in self.layers]).sum()
-
-    model = gr.transform(Sum(), gr.on("step:*", Observe("norm")))
+    net = Lambda(lambda net, x: torch.stack([layer(x) for layer in net.layers]).sum(), layers=layers)
+    model = gr.transform(net, gr.on("step:*", Observe("norm")))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for present in range(20):
         for number, p in enumerate(model.parameters()):
@@ -420,22 +406,18 @@ def test_sets_of_gradients_that_are_kept_are_bounded() -> None:
 
 
 def test_sparse_gradients() -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 2, sparse=True)
-            self.head = nn.Linear(2, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.table(x)).sum()
+    def words() -> Lambda:
+        return Lambda(
+            lambda net, x: net.head(net.table(x)).sum(), table=nn.Embedding(5, 2, sparse=True), head=nn.Linear(2, 1)
+        )
 
     x = torch.tensor([1, 3])
-    model = gr.transform(Words(), gr.on("step:*", ClipByGlobalNorm(1.0)))
+    model = gr.transform(words(), gr.on("step:*", ClipByGlobalNorm(1.0)))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(x).backward()
     with pytest.raises(TypeError, match=r"step:table\.weight: the gradient is torch\.sparse_coo"):
         optimizer.step()
-    model = gr.transform(Words(), gr.on("step:head.*", Zero()))
+    model = gr.transform(words(), gr.on("step:head.*", Zero()))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     before = copy.deepcopy(model.state_dict())
     model(x).backward()

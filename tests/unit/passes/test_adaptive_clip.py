@@ -7,25 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradrewrite as gr
 from gradrewrite.passes import AdaptiveClip
 
+from models.small import Gradients
+
 INF, NAN = math.inf, math.nan
 SHAPES = {"linear": (5, 7), "conv": (4, 3, 2, 2), "bias": (6,), "gain": (), "one": (1, 9), "empty": (0, 3)}
-
-
-class Bag(nn.Module):
-    """Parameters, each with the input of its name for a gradient."""
-
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value.clone()))
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
 
 
 def made(seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> dict[str, Tensor]:
@@ -56,7 +46,7 @@ def step(model: gr.RewrittenModule, gradients: dict[str, Tensor], kind: str) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if kind == "step":
         gr.guard(optimizer, model)
-    model(gradients).backward()
+    model(*gradients.values()).backward()
     optimizer.step()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -71,7 +61,7 @@ def test_units_are_clipped_by_the_norms_of_the_parameter(kind: str, dtype: torch
     parameters["linear"][1] = 0.0  # its bound is that of eps
     gradients["linear"][2] = 0.0
     gradients["linear"][3] *= 1e-3
-    model = gr.transform(Bag(parameters), gr.on(f"{kind}:*", AdaptiveClip(0.1, eps=0.01)))
+    model = gr.transform(Gradients(**parameters), gr.on(f"{kind}:*", AdaptiveClip(0.1, eps=0.01)))
     found = step(model, gradients, kind)
     records = model.monitor.latest()
     for name in set(SHAPES) - {"empty"}:
@@ -93,7 +83,7 @@ def test_units_that_are_not_finite_stay_as_they_are(dtype: torch.dtype) -> None:
     parameters, gradients = made(0, dtype), made(1, dtype)
     gradients["linear"][0, 0], gradients["linear"][1, 0] = NAN, -INF
     parameters["linear"][2, 0], parameters["linear"][3, 0] = INF, NAN
-    model = gr.transform(Bag(parameters), gr.on("gradient:linear", AdaptiveClip(0.1)))
+    model = gr.transform(Gradients(**parameters), gr.on("gradient:linear", AdaptiveClip(0.1)))
     found = step(model, gradients, "gradient")["linear"]
     wanted, *_ = by_hand(gradients["linear"][4:], parameters["linear"][4:], 0.1, 1e-3)
     assert torch.equal(found[:4].nan_to_num(7.0), gradients["linear"][:4].nan_to_num(7.0))
@@ -107,7 +97,8 @@ def test_norms_neither_overflow_nor_vanish(unit: float) -> None:
     parameters, gradients = made(0, torch.float32), made(1, torch.float32)
     given = {name: g * unit for name, g in gradients.items()}
     model = gr.transform(
-        Bag({name: p * unit for name, p in parameters.items()}), gr.on("gradient:conv", AdaptiveClip(0.1, eps=1e-38))
+        Gradients(**{name: p * unit for name, p in parameters.items()}),
+        gr.on("gradient:conv", AdaptiveClip(0.1, eps=1e-38)),
     )
     found = step(model, given, "gradient")["conv"].double() / unit
     wanted, *_ = by_hand(gradients["conv"], parameters["conv"], 0.1, 1e-38)
@@ -118,7 +109,7 @@ def test_norms_neither_overflow_nor_vanish(unit: float) -> None:
 def test_the_bound_may_be_a_tensor() -> None:
     clipping = torch.tensor(1e9)
     gradients = made(1)
-    model = gr.transform(Bag(made(0)), gr.on("gradient:*", AdaptiveClip(clipping)))
+    model = gr.transform(Gradients(**made(0)), gr.on("gradient:*", AdaptiveClip(clipping)))
     assert torch.equal(step(model, gradients, "gradient")["conv"], gradients["conv"])
     clipping.fill_(0.1)
     model.zero_grad()
@@ -145,7 +136,7 @@ def test_settings_are_checked(settings: Any, error: type[Exception], text: str) 
 @pytest.mark.inductor
 def test_inductor() -> None:
     parameters, gradients = made(0, torch.float32), made(1, torch.float32)
-    model = gr.transform(Bag(parameters), gr.on("gradient:*", AdaptiveClip(0.1)))
+    model = gr.transform(Gradients(**parameters), gr.on("gradient:*", AdaptiveClip(0.1)))
     model.compile()
     for name, found in step(model, gradients, "gradient").items():
         if found.numel():

@@ -15,6 +15,7 @@ from gradrewrite.passes import CheckFinite, Observe
 from gradrewrite.rewriting import rewrite
 
 from helpers import mostly_slow
+from models.small import Sines
 
 KNOWN = ("max_abs", "mean_abs", "norm", "min", "max", "nan", "inf", "nonfinite", "zeros")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -92,28 +93,16 @@ def test_records_of_observe(kind: str, name: str) -> None:
 def test_many_sites_are_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU statistics are always opaque, elsewhere from ``rewrite.MANY`` sites on; the figures are the same."""
 
-    class Chain(nn.Module):
-        def __init__(self, count: int) -> None:
-            super().__init__()
-            self.count = count
-            self.w = nn.Parameter(torch.linspace(-1, 1, 8))
-
-        def forward(self) -> Tensor:
-            x = self.w
-            for number in range(self.count):
-                x = gr.tap(torch.sin(x * 1.1), f"h{number}")
-            return x.sum()
-
     figures = []
     for patterns in (["error:h*", "activation:h*"], ["error:h0", "activation:h0"]):
-        model = gr.transform(Chain(40), [gr.on(p, Observe("max_abs", "norm", "zeros")) for p in patterns])
+        model = gr.transform(Sines(40, 8), [gr.on(p, Observe("max_abs", "norm", "zeros")) for p in patterns])
         model().backward()
         figures.append(model.monitor.latest())
         assert "aten.amax" not in str(model.trace())
     monkeypatch.setattr(rewrite, "MEASURED_APART", frozenset())
     for count in (2, 40):
         policy = gr.on("error:h*", Observe("max_abs")), gr.on("activation:h*", Observe("max_abs"))
-        assert ("aten.amax" in str(gr.transform(Chain(count), list(policy)).trace())) == (count == 2)
+        assert ("aten.amax" in str(gr.transform(Sines(count, 8), list(policy)).trace())) == (count == 2)
     assert {name: figures[0][name] for name in figures[1]} == pytest.approx(figures[1], rel=1e-6)
 
 

@@ -14,16 +14,8 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm, ClipByValue, Keep, Observe
 from gradrewrite.rewriting import rewrite
 
-
-class Probe(nn.Module):
-    """Its error at ``h`` is exactly the argument."""
-
-    def __init__(self, size: int = 3, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(size, dtype=dtype))
-
-    def forward(self, error: Tensor) -> Tensor:
-        return (gr.tap(self.w * 1, "h") * error).sum()
+from helpers import Probe
+from models.small import Broken
 
 
 def watch(g: Tensor) -> Tensor:
@@ -34,7 +26,7 @@ def watch(g: Tensor) -> Tensor:
 
 
 def test_tensor_function_records() -> None:
-    model = gr.transform(Probe(), gr.on("error:h", watch))
+    model = gr.transform(Probe(3), gr.on("error:h", watch))
     assert model.monitor.latest() == {}
     for scale in (1.0, 10.0):
         model(torch.tensor([1.0, 3.0, 2.0]) * scale).backward()
@@ -130,7 +122,7 @@ def test_record_outside_a_rewrite_does_nothing() -> None:
 
 def test_two_policies_may_share_a_monitor() -> None:
     monitor = gr.Monitor()
-    one, two = (gr.transform(Probe(), gr.on("error:h", watch), monitor=monitor) for _ in range(2))
+    one, two = (gr.transform(Probe(3), gr.on("error:h", watch), monitor=monitor) for _ in range(2))
     one(torch.ones(3)).backward()
     two(torch.ones(3) * 2).backward()
 
@@ -139,7 +131,7 @@ def test_two_policies_may_share_a_monitor() -> None:
 
 
 def test_evaluation_in_between_changes_no_record() -> None:
-    model = gr.transform(Probe(), gr.on("error:h", watch))
+    model = gr.transform(Probe(3), gr.on("error:h", watch))
     model(torch.ones(3)).backward()
     with torch.no_grad():
         model(torch.ones(3) * 5)
@@ -149,17 +141,7 @@ def test_evaluation_in_between_changes_no_record() -> None:
 
 @pytest.mark.long
 def test_a_row_is_one_backward_of_several_graphs() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.one(x)
-            torch._dynamo.graph_break()
-            return self.two(h)
-
-    model = gr.transform(Net(), gr.on("gradient:*", ClipByNorm(math.inf)), fullgraph=False)
+    model = gr.transform(Broken(2, 2, 2), gr.on("gradient:*", ClipByNorm(math.inf)), fullgraph=False)
     with pytest.warns(gr.RewriteWarning):
         model(torch.ones(1, 2)).sum().backward()
 
@@ -170,7 +152,7 @@ def test_a_row_is_one_backward_of_several_graphs() -> None:
 
 
 def test_backward_that_fails_leaves_the_monitor_usable() -> None:
-    model = gr.transform(Probe(), gr.on("error:h", watch))
+    model = gr.transform(Probe(3), gr.on("error:h", watch))
     x = torch.ones(3)
 
     def fail(_: Tensor) -> None:
@@ -186,7 +168,7 @@ def test_backward_that_fails_leaves_the_monitor_usable() -> None:
 
 def test_log_line_of_an_error_clip(caplog: pytest.LogCaptureFixture) -> None:
     error = torch.tensor([150.3211, -6.0, 3.0])
-    model = gr.transform(Probe(), gr.on("error:h", ClipByValue(10.0, log=True)))
+    model = gr.transform(Probe(3), gr.on("error:h", ClipByValue(10.0, log=True)))
     with caplog.at_level(logging.INFO, "gradrewrite"):
         model(error).backward()
         model(torch.ones(3)).backward()
@@ -219,7 +201,7 @@ def test_log_line_of_a_gradient_clip_and_of_calls(caplog: pytest.LogCaptureFixtu
 
 def test_clip_that_changes_no_element_does_not_log(caplog: pytest.LogCaptureFixture) -> None:
     policy = gr.on("error:h", [ClipByValue(10.0, log=True), ClipByNorm(20.0, log=True)])
-    model = gr.transform(Probe(), policy)
+    model = gr.transform(Probe(3), policy)
     with caplog.at_level(logging.INFO, "gradrewrite"):
         model(torch.tensor([10.0, math.nan, -10.0])).backward()
         model(torch.zeros(3)).backward()
@@ -228,7 +210,7 @@ def test_clip_that_changes_no_element_does_not_log(caplog: pytest.LogCaptureFixt
 
 
 def test_kept_tensors_are_those_of_the_last_backward() -> None:
-    model = gr.transform(Probe(), gr.on("error:h", Keep()))
+    model = gr.transform(Probe(3), gr.on("error:h", Keep()))
     for scale in (1.0, 2.0):
         model(torch.ones(3) * scale).backward()
     (site,) = model.monitor.kept()
@@ -238,7 +220,7 @@ def test_kept_tensors_are_those_of_the_last_backward() -> None:
 
 
 def test_no_host_synchronisation_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = gr.transform(Probe(), [gr.on("error:h", watch), gr.on("gradient:w", ClipByNorm(1.0))])
+    model = gr.transform(Probe(3), [gr.on("error:h", watch), gr.on("gradient:w", ClipByNorm(1.0))])
     model(torch.ones(3)).backward()
 
     def refuse(*_: object) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import AutoClip, ClipByGlobalNorm, ClipByNorm, ZClip
 
+from models.small import Layers
+
 
 def example(value: float, rows: int = 1) -> Tensor:
     return torch.full((rows, 3), value, dtype=torch.float64)
@@ -245,17 +247,7 @@ def test_units_are_those_of_the_unscaled_loss() -> None:
 
 
 def test_regions_of_equal_structure_have_states_of_their_own() -> None:
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model = gr.transform(Blocks().double(), gr.on("gradient:*.bias", counting(gr.State())), regions="layers.*")
+    model = gr.transform(Layers(3, 3).double(), gr.on("gradient:*.bias", counting(gr.State())), regions="layers.*")
     for _ in range(2):
         model(example(1.0)).sum().backward()
     assert {k: float(v) for k, v in states_of(model).items()} == {f"gradient:layers.{n}.bias/0": 2.0 for n in range(3)}

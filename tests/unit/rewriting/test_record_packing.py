@@ -13,20 +13,9 @@ import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
 from gradrewrite.rewriting import record_packing
 
+from models.small import Sines
+
 EVERYWHERE = [gr.on("*", [Observe("norm", "zeros"), CheckFinite("record")])]
-
-
-class Chain(nn.Module):
-    def __init__(self, count: int = 6) -> None:
-        super().__init__()
-        self.count = count
-        self.w = nn.Parameter(torch.linspace(-1, 1, 100))
-
-    def forward(self) -> Tensor:
-        x = self.w
-        for number in range(self.count):
-            x = gr.tap(torch.sin(x * 1.1), f"h{number}")
-        return x.sum()
 
 
 def targets(graph: gr.JointGraph) -> Counter[str]:
@@ -38,10 +27,10 @@ def targets(graph: gr.JointGraph) -> Counter[str]:
 def test_a_batch_has_as_many_bytes_as_it_may_have(size: int, operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 values and a gradient of 400 bytes; those of the last batches are measured where records are packed."""
     policy = [gr.on("*", Observe("norm", "zeros"))]
-    wanted = gr.transform(Chain(), policy)
+    wanted = gr.transform(Sines(6, 100), policy)
     wanted().backward()
     monkeypatch.setattr(record_packing, "BATCH", size)
-    model = gr.transform(Chain(), policy)
+    model = gr.transform(Sines(6, 100), policy)
     graph = model.trace()
     model().backward()
 
@@ -54,7 +43,7 @@ def test_a_batch_has_as_many_bytes_as_it_may_have(size: int, operations: int, mo
 
 def test_records_come_in_the_order_of_the_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_packing, "BATCH", 800)
-    model = gr.transform(Chain(3), gr.on("*", Observe("norm")))
+    model = gr.transform(Sines(3, 100), gr.on("*", Observe("norm")))
     model().backward()
     sites = [site for site in map(str, model.explain().graphs[0].sites) if not site.endswith(("/sin", "/mul"))]
     wanted = [site for site in sites if f"norm@{site}" in model.monitor.latest()]
@@ -103,7 +92,7 @@ def test_what_an_input_was_before_the_forward_writes_to_it() -> None:
 
 def test_only_last_measurements_are_put_off() -> None:
     """The value that a clip reads and the value that it makes are measured apart."""
-    model = gr.transform(Chain(1), gr.on("error:h0", [Observe("norm"), ClipByNorm(0.5), Observe("norm")]))
+    model = gr.transform(Sines(1, 100), gr.on("error:h0", [Observe("norm"), ClipByNorm(0.5), Observe("norm")]))
     model().backward()
     latest = model.monitor.latest()
 
