@@ -2,8 +2,8 @@
 
 ``.ci/run`` sets ``GRADREWRITE_SAMPLE`` to a number that changes every fifty commits. A test with the mark ``sample(n)``
 runs where ``(crc32(id) + number) % n == 0``; tests that share a fixture of their file are drawn together, by the name
-of the file. Others have the ``n`` of their marker, and of the cases of a parametrized test the nearest one always runs.
-Without the variable, or with ``all``, everything runs.
+of the file. Others have the ``n`` of their marker; besides, the nearest of the cases of a test function runs at every
+number, of a slow one at one in three. Without the variable, or with ``all``, everything runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from dataclasses import dataclass
 import pytest
 
 VARIABLE = "GRADREWRITE_SAMPLE"
-# Of several markers the first counts. None is larger than PERIOD: so many consecutive numbers draw every test.
-SHARES: Mapping[str, int] = {"cuda": 4, "launches": 4, "slow": 12, "distributed": 8, "long": 6}
+# One in how many numbers draws a test, and some case of its function; of several markers the first counts. None is
+# larger than PERIOD: so many consecutive numbers draw every test.
+SHARES: Mapping[str, tuple[int, int]] = {
+    "cuda": (4, 1), "launches": (4, 1), "slow": (12, 3), "distributed": (8, 1), "long": (6, 1),
+}  # fmt: skip
 PERIOD = 12
 
 
@@ -28,13 +31,13 @@ class Case:
     Attributes:
         id: Its pytest id.
         share: One in how many numbers draws it.
-        keeps_one: Whether some case of its function is drawn for every number.
+        keeps: One in how many numbers draws some case of its function; None if its cases are drawn alone.
         group: The name by which it is drawn with others; empty if it is drawn by its id.
     """
 
     id: str
     share: int
-    keeps_one: bool
+    keeps: int | None = None
     group: str = ""
 
     @property
@@ -44,7 +47,15 @@ class Case:
 
     def distance(self, number: int) -> int:
         """How far the number is from one that draws it; 0 draws it."""
-        return (zlib.crc32((self.group or self.id).encode()) + number) % self.share
+        return _distance(self.group or self.id, number, self.share)
+
+    def keeps_one(self, number: int) -> bool:
+        """Whether the number draws some case of its function."""
+        return self.keeps is not None and _distance(self.function, number, self.keeps) == 0
+
+
+def _distance(text: str, number: int, share: int) -> int:
+    return (zlib.crc32(text.encode()) + number) % share
 
 
 CASES = pytest.StashKey[list[Case]]()  # of all collected tests that some number draws
@@ -58,12 +69,12 @@ def case_of(item: pytest.Item) -> Case:
     """
     mark = item.get_closest_marker("sample")
     if mark is None:
-        share = next((share for name, share in SHARES.items() if item.get_closest_marker(name)), 1)
-        return Case(item.nodeid, share, keeps_one=True)
+        share, keeps = next((shares for name, shares in SHARES.items() if item.get_closest_marker(name)), (1, 1))
+        return Case(item.nodeid, share, keeps)
     if len(mark.args) != 1 or mark.args[0] not in range(1, PERIOD + 1):
         raise pytest.UsageError(f"{item.nodeid}: sample takes a number from 1 to {PERIOD}, got {mark.args}")
     group = item.get_closest_marker("xdist_group")
-    return Case(item.nodeid, mark.args[0], keeps_one=False, group="" if group is None else group.args[0])
+    return Case(item.nodeid, mark.args[0], group="" if group is None else group.args[0])
 
 
 def drawn(cases: Iterable[Case], number: int) -> set[str]:
@@ -73,7 +84,7 @@ def drawn(cases: Iterable[Case], number: int) -> set[str]:
     for case in cases:
         if case.distance(number) == 0:
             ids.add(case.id)
-        if case.keeps_one:
+        if case.keeps_one(number):
             nearest[case.function] = min(nearest.get(case.function, case), case, key=lambda c: c.distance(number))
     return ids | {case.id for case in nearest.values()}
 

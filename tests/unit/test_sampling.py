@@ -23,14 +23,14 @@ def test_a_case_is_drawn_where_its_checksum_and_the_number_are_divided(
     ids = [f"f[{name}]" for name in names]
     wanted = {name for name in ids if (zlib.crc32(name.encode()) + number) % share == 0}
 
-    assert drawn((Case(name, share, keeps_one=False) for name in ids), number) == wanted
+    assert drawn((Case(name, share) for name in ids), number) == wanted
 
 
 @pytest.mark.pure
 @given(NAMES, SHARES, NUMBERS)
 def test_some_case_of_a_function_is_always_drawn(names: list[str], share: int, number: int) -> None:
-    cases = [Case(f"f[{name}]", share, keeps_one=True) for name in names]
-    exact = drawn([Case(case.id, share, keeps_one=False) for case in cases], number)
+    cases = [Case(f"f[{name}]", share, keeps=1) for name in names]
+    exact = drawn([Case(case.id, share) for case in cases], number)
     found = drawn(cases, number)
 
     assert exact == found if exact else len(found) == 1
@@ -39,14 +39,24 @@ def test_some_case_of_a_function_is_always_drawn(names: list[str], share: int, n
 @pytest.mark.pure
 @given(NAMES, SHARES, NUMBERS)
 def test_a_group_is_drawn_as_one(names: list[str], share: int, number: int) -> None:
-    cases = [Case(f"f[{name}]", share, keeps_one=False, group="a file") for name in names]
+    cases = [Case(f"f[{name}]", share, group="a file") for name in names]
 
     assert len(drawn(cases, number)) in (0, len(names))
 
 
 @pytest.mark.pure
+@given(NAMES, NUMBERS)
+def test_some_case_of_a_slow_function_is_drawn_for_one_in_three(names: list[str], number: int) -> None:
+    cases = [Case(f"f[{name}]", 12, keeps=3) for name in names]
+    exact = drawn([Case(case.id, 12) for case in cases], number)
+    kept = (zlib.crc32(b"f") + number) % 3 == 0
+
+    assert drawn(cases, number) == exact if exact or not kept else len(drawn(cases, number)) == 1
+
+
+@pytest.mark.pure
 def test_a_test_without_cases_always_runs() -> None:
-    assert all(drawn([Case("f", 12, keeps_one=True)], number) == {"f"} for number in range(12))
+    assert all(drawn([Case("f", 12, keeps=1)], number) == {"f"} for number in range(12))
 
 
 @pytest.mark.long
