@@ -153,6 +153,7 @@ class Examples:
 
     def _rewritten(self, bound: float) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor | None]]:
         model = self.with_loss()
+        model.zero_grad()  # a suite may hand over one module several times
         actions = [Keep("example_norms"), Keep("second_moment"), ClipPerExample(bound)]
         rewritten = gr.transform(model, gr.on("gradient:*", actions), dynamic=False)
         try:
