@@ -56,7 +56,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return ("not slow" in expression and collection_path.is_relative_to(TESTS / "conformance")) or None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist adds the groups of tests to their ids
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the markers of the folder, and leave out what is not drawn.
 
@@ -82,7 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_with_shared_fixtures(item: pytest.Item) -> None:
-    """Keep tests that share a fixture of their file on one worker, so that it is made once."""
+    """Make tests that share a fixture of their file one group, which samples and shards draw as one.
+
+    Runs distribute whole files (``--dist=loadfile``): pytest-xdist 3.8 finds no groups under pytest 9.2.
+    """
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
     if any(found.scope == "module" for definitions in fixtures.values() for found in definitions):
         item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))

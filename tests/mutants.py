@@ -281,7 +281,7 @@ def judge(mutant: Mutant, *, whole: bool = False) -> Verdict:
         copy_with(mutant, folder)
         paths = [str(TESTS)] if whole else tests_of(mutant)
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not cuda and not launches and not browser"]
-        options += ["-n", str(os.cpu_count()), "--dist=loadgroup"] if whole else ["-n0"]
+        options += ["-n", str(os.cpu_count())] if whole else ["-n0"]
         environment = {
             "GRADREWRITE_SAMPLE": "0", **os.environ, "PYTHONPATH": name, "HYPOTHESIS_PROFILE": "ci",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),

@@ -12,7 +12,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HYPOTHESIS_PROFILE=nightly GRADRE
 failed=0
 run() { # arguments of pytest; a shard without tests is no failure
   local code=0
-  pytest --dist=loadgroup "$@" || code=$?
+  pytest "$@" || code=$?
   [ "$code" = 0 ] || [ "$code" = 5 ] || failed=1
 }
 run -m "not cuda and not launches" "$@"

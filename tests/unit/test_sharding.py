@@ -46,7 +46,7 @@ def outcomes(path: Path) -> list[tuple[str, str]]:
 
 
 def workers(number: int) -> Sequence[str]:
-    return ("-n", str(number), "--dist=loadgroup") if number else ("-n0",)
+    return ("-n", str(number)) if number else ("-n0",)
 
 
 @pytest.mark.long

@@ -18,17 +18,36 @@ import gradrewrite as gr
 from gradrewrite import passes
 
 from helpers import ROOT
-from models.small import Block, Layers
 from ranks import outcomes_of, run_parts
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.DOTALL)
 NAMES = (init_device_mesh, fully_shard, Shard, ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module)
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.fc, self.out = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.fc(self.ln(x))))
+
+
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(4, 8)])
+        self.blocks = nn.ModuleList([Block()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -48,7 +67,7 @@ def names(rank: int, model: nn.Module) -> dict[str, Any]:
 def run(rank: int, code: str, model: nn.Module | None = None, called: str = "model") -> dict[str, Any]:
     """Run a block, and a backward of what it made."""
     torch.manual_seed(0)
-    known = names(rank, model or Layers(2, 4))
+    known = names(rank, model or Layers())
     exec(code.replace('torch.distributed.init_process_group("gloo")', ""), known)
     torch.manual_seed(0 if "mesh" in known else rank)
     x = torch.randn(2, 4, 4)
@@ -66,7 +85,7 @@ def agreement(rank: int) -> float:
 
 def reduction(rank: int) -> float:
     torch.manual_seed(rank)
-    model = gr.transform(Layers(2, 4), gr.on("error:layers.*", passes.Observe("max_abs")))
+    model = gr.transform(Layers(), gr.on("error:layers.*", passes.Observe("max_abs")))
     model(torch.randn(2, 4)).sum().backward()
     known = names(rank, model)
     exec(BLOCKS[1], known)
