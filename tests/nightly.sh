@@ -2,7 +2,7 @@
 # Every test, those that .ci/run draws too, in the environment of .ci/run (or another one with the same packages).
 #
 #   tests/nightly.sh                                    all of it
-#   tests/nightly.sh --shard 3/20 --record FILE         a twentieth; FILE has the outcomes, and a run goes on where it stopped
+#   tests/nightly.sh --shard=3/20 --record=FILE         a twentieth; FILE has the outcomes, and a run goes on where it stopped
 #   tests/nightly.sh tests/conformance                  further arguments go to pytest
 #
 # With --shard or --record the tests for a simulated GPU are in it too, in processes of their own.

@@ -1,9 +1,10 @@
 """A whole run in shards, each of which goes on where it was stopped: the plugin of ``tests/nightly.sh``.
 
-    pytest --shard 2/9 --record results.jsonl
+    pytest --shard=2/9 --record=results.jsonl
 
 ``--record`` appends a line for each test that ends: its id, outcome and seconds. Tests that have passed, or were
-skipped, in this file are left out.
+skipped, in this file are left out. The values need the ``=``: before this plugin is loaded, pytest takes a file behind
+an unknown option for one of tests.
 """
 
 from __future__ import annotations

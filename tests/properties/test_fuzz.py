@@ -140,7 +140,7 @@ def _op_by_op(program: Program, policy: Any) -> None:
     check(program, policy, compiled=False)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_op_by_op() -> None:
     COUNTS.clear()
@@ -150,7 +150,7 @@ def test_op_by_op() -> None:
     assert COUNTS["with an action at an error"] >= 80
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.inductor
 @given(program=programs(), policy=policies)
 @settings(FEW, max_examples=20, derandomize=True)

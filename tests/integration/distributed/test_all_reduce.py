@@ -24,6 +24,8 @@ from gradrewrite.viz import draw
 
 from ranks import outcomes_of, run_parts
 
+pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+
 WIDTH, LAYERS, ROWS, STEPS, RANKS = 16, 4, 6, 20, 2
 MAX_NORM = 0.05
 SMALL = 0.003  # megabytes of a bucket: about one layer of float64

@@ -506,6 +506,7 @@ def test_states_are_saved_with_checkpoints(tmp_path: Path) -> None:
     assert callbacks[2].state_dict()["step"] == 10
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("own", [False, True])
 def test_states_are_those_of_the_checkpoint_that_is_resumed(own: bool, tmp_path: Path) -> None:
     """Not those of the run whose checkpoints of equal number are in ``output_dir``."""

@@ -313,7 +313,7 @@ def test_warnings_come_on_a_hit_too() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_parts_of_a_model_and_symbolic_sizes() -> None:
     class Broken(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def test_the_first_bits_and_nothing_beyond_a_tolerance(
     assert (within.num_steps, within.num_sites) == (STEPS, found.num_sites)
 
 
+@pytest.mark.sample(12)
 def test_records_of_the_values_are_those_of_kept_tensors(outcomes: dict[str, Outcome]) -> None:
     for outcome in outcomes.values():
         for site, tensor in outcome.kept.items():
