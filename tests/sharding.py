@@ -54,7 +54,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Leave out tests of other shards, and those that are done, of what other plugins leave."""
     for item in items:
-        item.user_properties.append(("id", item.nodeid))  # xdist adds the group of a test to it
+        item.user_properties.append(("id", item.nodeid))  # as it is here: pytest-xdist may add a group to it
     yield
     index, number = _shard(config.getoption("shard"))
     passed = config.stash[PASSED]
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: list[pytest.Item] = []
     for item in items:
         name = _id(item)
-        group = item.get_closest_marker("xdist_group")  # stays together
+        group = item.get_closest_marker("xdist_group")  # whose tests stay in one shard
         is_ours = zlib.crc32((name if group is None else str(group.args[0])).encode()) % number == index
         (kept if is_ours and name not in passed else left).append(item)
     config.hook.pytest_deselected(items=left)
