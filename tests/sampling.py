@@ -2,8 +2,9 @@
 
 ``.ci/run`` sets ``GRADREWRITE_SAMPLE`` to a number that changes every fifty commits. A test with the mark ``sample(n)``
 runs where ``(crc32(id) + number) % n == 0``; tests that share a fixture of their file are drawn together, by the name
-of the file. Others have the ``n`` of their marker; besides, the nearest of the cases of a test function runs at every
-number, of a slow one at one in three. Without the variable, or with ``all``, everything runs.
+of the file. Others have the ``n`` of their marker; besides, the nearest of the cases of a test function runs: at every
+number, or, of those that take longer, at one in two or four. Tests that compile nothing always run. Without the
+variable, or with ``all``, everything runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VARIABLE = "GRADREWRITE_SAMPLE"
 # One in how many numbers draws a test, and some case of its function; of several markers the first counts. None is
 # larger than PERIOD: so many consecutive numbers draw every test.
 SHARES: Mapping[str, tuple[int, int]] = {
-    "cuda": (4, 1), "launches": (4, 1), "slow": (12, 3), "distributed": (8, 1), "long": (6, 1),
+    "cuda": (8, 2), "launches": (8, 2), "slow": (12, 4), "distributed": (12, 2), "long": (12, 2), "aot_eager": (4, 1),
 }  # fmt: skip
 PERIOD = 12
 

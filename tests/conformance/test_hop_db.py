@@ -38,7 +38,7 @@ def check(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 def test_clips_and_checks(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

@@ -61,7 +61,7 @@ def check(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CASES)
 def test_clips_and_the_empty_policy(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

@@ -107,7 +107,7 @@ def check(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_a_loop_or_refused(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

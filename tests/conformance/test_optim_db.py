@@ -145,7 +145,7 @@ def check(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CASES)
 def test_guarded_steps(name: str) -> None:
     check_outcome(SUITE, name, lambda: check(name))

@@ -479,7 +479,7 @@ def test_names_with_markup_do_nothing(browser: Any, tmp_path: Path) -> None:
     opened.close()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_a_large_graph_is_usable(browser: Any, tmp_path: Path) -> None:
     path = viz.draw(recurrence(1000)).render(tmp_path / "p", "html")

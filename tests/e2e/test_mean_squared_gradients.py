@@ -51,7 +51,7 @@ def test_opacus_agrees() -> None:
     torch.testing.assert_close(moments("Opacus", 5), by_hand(5), **EXACT)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled_code_agrees() -> None:

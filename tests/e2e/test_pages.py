@@ -100,7 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("page", RUN)

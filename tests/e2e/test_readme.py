@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
     return [text for found, text in BLOCKS.findall((ROOT / "README.md").read_text()) if found == language]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     (code,), (shown,) = blocks("python"), blocks("text")

@@ -97,7 +97,7 @@ def test_bptt_equals_a_loop_by_hand(way: str, tmp_path: Path) -> None:
         assert all(math.isnan(rate) for rate in rates.values())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 def test_translation_equals_a_loop_by_hand() -> None:
     seeds = 2

@@ -31,7 +31,7 @@ def test_the_page_has_the_code() -> None:
     assert len(BLOCKS) == 5
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_the_first_block_compiled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def check_same(got: str, wanted: str) -> None:
     assert figures == pytest.approx([float(figure) for figure in NUMBER.findall(theirs)], rel=TOLERANCE)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.inductor
 @each_notebook

@@ -158,7 +158,7 @@ def test_what_breaks_the_graph_breaks_it_in_torch_compile_alone(a: Architecture)
         gr.transform(model, [])(**inputs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.inductor
 @pytest.mark.usefixtures("_transformers")
 def test_compiled_errors_and_gradients_are_those_of_eager_hooks() -> None:

@@ -24,7 +24,7 @@ from gradrewrite.viz import draw
 
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 WIDTH, LAYERS, ROWS, STEPS, RANKS = 16, 4, 6, 20, 2
 MAX_NORM = 0.05

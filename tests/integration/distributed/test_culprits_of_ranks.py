@@ -18,7 +18,7 @@ from gradrewrite.passes import AllReduce, CheckFinite, Observe, SkipSpikes
 from models.culprits import ROWS, Poison, task_of
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 POISONS: tuple[Poison, ...] = ("scaled label", "repeated token", "finite outlier")
 SPIKES = gr.on("step:*", SkipSpikes(6.0, window=8))

@@ -62,7 +62,7 @@ def with_fsdp(rank: int) -> Any:
     return *parameters_and_moments(model, optimizer), norms, model.monitor.skipped
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.sample(6)]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, SkipSpi
 from models.spikes import Reference
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 SIGMA, WINDOW, STEPS, MICRO = 2.0, 6, 16, 2
 SPIKES = (7, 8, 12)  # steps with a large loss, on rank 1 alone

@@ -27,7 +27,7 @@ from gradrewrite.passes import (
 from models.small import Gradients
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 SHAPES = {"a": (5, 4), "b": (7,), "c": (6, 6), "d": (3, 8), "e": (2, 2), "f": (1, 3), "g": (4,)}
 

@@ -25,7 +25,7 @@ from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, ClipByN
 from models.small import Block
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 WIDTH, BLOCKS, ROWS, LENGTH, STEPS, RANKS = 8, 2, 3, 4, 20, 2
 STATISTICS = (

@@ -27,7 +27,7 @@ from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Obser
 from models.small import Layers
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 LARGE = 512
 STEPS, BAD = 20, 7  # the last rank alone has a batch that is not finite in this step

@@ -19,7 +19,7 @@ from gradrewrite.passes import AllReduce, CheckFinite, ClipByNorm, Observe
 
 from ranks import outcomes_of, run_parts
 
-pytestmark = pytest.mark.sample(3)  # ranks that start and train take a minute
+pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 RANKS, PARTS, ROWS = 4, 8, 3
 STATISTICS = (

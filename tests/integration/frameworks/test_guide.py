@@ -21,7 +21,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
 def test_script(framework: str, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_strategy_that_redirects_forward(tmp_path: Path) -> None:
     assert len(callback.monitor.history("norm@error:net.1")) == 20
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.inductor
 def test_compiled(tmp_path: Path) -> None:
     own = fit(tmp_path, gradient_clip_val=BOUND)
@@ -184,7 +184,7 @@ class LanguageModel(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.inductor
 def test_causal_language_model_with_checks_compiled(tmp_path: Path) -> None:
     loader = DataLoader(TensorDataset(torch.randint(50, (20, 8), generator=torch.Generator().manual_seed(0))), 4)

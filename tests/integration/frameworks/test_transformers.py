@@ -169,7 +169,7 @@ def test_fused_adamw_at_the_default_rate(tmp_path: Path) -> None:
     assert difference(ours.model, own.model) < 1e-5
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_compiled_with_checks(name: str, tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_folder_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
     assert len(callback.monitor.history("loss@run")) == 3
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_diagnose_observes_only(name: str, tmp_path: Path) -> None:
     own = train(name, tmp_path / "own", max_grad_norm=1.0)
@@ -435,7 +435,7 @@ def test_other_names_of_policies_are_refused() -> None:
         RewriteCallback("diagnosis")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_training_twice(tmp_path: Path) -> None:
     callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(BOUND)), compile=False)
     own = train("bert", tmp_path, max_grad_norm=BOUND, times=2)
@@ -447,7 +447,7 @@ def test_training_twice(tmp_path: Path) -> None:
     assert not any(map(math.isnan, norms))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_checkpoints_resume_and_best_model(tmp_path: Path) -> None:
     settings = {
         "save_strategy": "steps",
@@ -506,7 +506,7 @@ def test_states_are_saved_with_checkpoints(tmp_path: Path) -> None:
     assert callbacks[2].state_dict()["step"] == 10
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("own", [False, True])
 def test_states_are_those_of_the_checkpoint_that_is_resumed(own: bool, tmp_path: Path) -> None:
     """Not those of the run whose checkpoints of equal number are in ``output_dir``."""

@@ -41,7 +41,7 @@ def run(factor: str, cache: Path) -> tuple[float, int]:
     return value, hits
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_processes_share_caches_but_no_policies(tmp_path: Path) -> None:
     values = {}
     for factor in ("3", "none", "5", "empty", "3", "none"):

@@ -152,7 +152,7 @@ def test_another_output_than_the_losses_is_refused_out_of_the_cache_too() -> Non
             (one + two + features.sum()).backward()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_every_policy_gets_its_own_code() -> None:
     policies = [
         *POLICIES.values(),
@@ -313,7 +313,7 @@ def test_warnings_come_on_a_hit_too() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 def test_parts_of_a_model_and_symbolic_sizes() -> None:
     class Broken(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def cost(name: str) -> Cost:
     return Cost(kernels, bytes_accessed, peak_bytes(step, "cpu"), edits, gradients)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_an_empty_policy_costs_nothing(cost_of: Callable[[str], Cost]) -> None:
     plain, empty = cost_of("plain"), cost_of("empty")
 
@@ -65,7 +65,7 @@ def test_an_empty_policy_costs_nothing(cost_of: Callable[[str], Cost]) -> None:
     assert all(torch.equal(empty.gradients[name], plain.gradients[name]) for name in plain.gradients)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_clips_cost_no_more_than_hooks_by_hand(cost_of: Callable[[str], Cost]) -> None:
     hand, clips = cost_of("by hand"), cost_of("clips")
 

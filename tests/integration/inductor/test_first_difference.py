@@ -54,7 +54,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: run(folder / f"{name}.jsonl", dtype, compiles=compiles) for name, (dtype, compiles) in ways.items()}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("other", "tolerance"), [("inductor", 1e-4), ("bfloat16", 0.05)])
 def test_the_first_bits_and_nothing_beyond_a_tolerance(
     other: str, tolerance: float, outcomes: dict[str, Outcome]

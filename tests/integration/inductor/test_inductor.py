@@ -78,7 +78,7 @@ ACTIONS: list[Any] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_compiled_equals_op_by_op_for_every_action() -> None:
     plain, x = Chain(len(ACTIONS)), torch.randn(3, 4)
     policy = [gr.on(f"error:h{n}", action) for n, action in enumerate(ACTIONS)]

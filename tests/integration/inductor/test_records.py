@@ -50,7 +50,7 @@ def test_records_are_those_of_op_by_op(many: int, monkeypatch: pytest.MonkeyPatc
         assert ("aten.amax" in models[1].trace(x).code) == bool(many)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_gradients_are_not_changed_by_what_is_observed() -> None:
     torch.set_num_threads(1)
     plain, inputs = Gpt(layers=1), batch()
@@ -65,7 +65,7 @@ def test_gradients_are_not_changed_by_what_is_observed() -> None:
         torch.testing.assert_close(grads[1][name], wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 def test_check_of_gradients_adds_no_kernel() -> None:
     plain, inputs = Gpt(layers=1), batch()
     counts = []

@@ -37,7 +37,7 @@ def code_of(step: Callable[[], Any]) -> str:
     return re.sub(r"cpp_fused_\w+", "kernel", "\n".join(lines))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("clips", [CLIPS, []], ids=["clips", "nothing else"])

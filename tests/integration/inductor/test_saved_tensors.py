@@ -44,7 +44,7 @@ def gpt() -> tuple[nn.Module, tuple[Tensor, ...], Any]:
     return model, inputs, step(unchanged, inputs)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
 def test_compiled_gpt(gpt: tuple[nn.Module, tuple[Tensor, ...], Any], form: Any) -> None:
     plain, inputs, (wanted_loss, plain_bytes, plain_gradients) = gpt

@@ -70,7 +70,7 @@ def test_steps_between_are_weighed_too() -> None:
     assert seen == [(True, True), (False, True)] * 2
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_training_equals_eager() -> None:
     """Weights change from step to step, and one compilation serves all."""
     plain, x = make("two transformer layers")

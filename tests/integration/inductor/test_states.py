@@ -47,7 +47,7 @@ def train(model: Any, optimizer: Any, steps: range) -> list[dict[str, float]]:
     return records
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_equal_to_op_by_op_and_resumed_bit_for_bit() -> None:
     plain, model = made(compiled=False), made(compiled=True)
     wanted, got = train(*plain, range(10)), train(*model, range(10))

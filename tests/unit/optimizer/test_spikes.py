@@ -75,7 +75,7 @@ def test_decisions_equal_the_definition_over_ten_thousand_steps(sigma: float, wi
     assert sorted(found["here/SkipSpikes.window"].tolist()) == sorted(reference.accepted)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.long
 @pytest.mark.parametrize("of", ["total_norm", "loss"])
 def test_decisions_of_a_guarded_optimizer_equal_the_definition(of: Any) -> None:
