@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gradrewrite._compat import factors
 from gradrewrite._compat.fake_tensors import FakeTensor, fake_mode_of
 from gradrewrite._compat.versions import needed_for
 
@@ -46,7 +47,10 @@ def trace_parts(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
 
 
 def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``."""
+    """Trace ``fn`` on fake tensors into decomposed, functional ATen nodes; real tensors become ``get_attr``.
+
+    Factors (``alpha``, ``beta``, ``value``) become products.
+    """
     with needed_for("Inductor's decompositions can be asked for"):
         from torch._inductor.decomposition import select_decomp_table
 
@@ -56,7 +60,8 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
         for t in inputs:
             known = _another(t) if id(t) in different else t
             different[id(known)] = known
-        return make_fx(functional, decomposition_table=select_decomp_table())(*different.values())
+        table = {**select_decomp_table(), **factors.DECOMPOSITIONS}
+        return make_fx(functional, decomposition_table=table)(*different.values())
 
 
 @contextlib.contextmanager
