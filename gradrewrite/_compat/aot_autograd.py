@@ -22,6 +22,7 @@ with needed_for("the inputs and outputs of a joint graph carry descriptors of wh
     from torch._functorch._aot_autograd.descriptors import (
         BackwardTokenAOTOutput,
         GradAOTOutput,
+        InputMutationAOTOutput,
         PhiloxUpdatedBackwardOffsetAOTOutput,
         PlainAOTInput,
         PlainAOTOutput,
@@ -31,6 +32,8 @@ with needed_for("the inputs and outputs of a joint graph carry descriptors of wh
     )
 with needed_for("the partitioner that Inductor uses can be called around a joint graph"):
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+with needed_for("torch lists the donated buffers of a backward while it is compiled"):
+    from torch._guards import TracingContext
 with needed_for("a graph can take its inputs in one list and free them early"):
     from torch.fx.graph import _BoxedCodeGen
 
@@ -149,6 +152,15 @@ def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node, desc in pairs if isinstance(desc, PlainAOTOutput) and isinstance(node, fx.Node)]
 
 
+def written_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Return the placeholders whose tensors the forward writes: inside of the graph, or after it has run."""
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = {node.args[0] for node in copies}
+    after = [desc.mutated_input for desc in _output_descriptors(graph) if isinstance(desc, InputMutationAOTOutput)]
+    placeholders = graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node in written or node.meta.get("desc") in after]
+
+
 def num_forward_outputs(graph: fx.Graph) -> int:
     """Return the number of outputs of a joint graph that its forward returns."""
     descs = _output_descriptors(graph)
@@ -183,6 +195,19 @@ def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """Turn AOTAutograd's cache off around a compilation; on a hit of that cache no pass runs."""
     return cast(contextlib.AbstractContextManager[None], functorch_config.patch(enable_autograd_cache=False))
+
+
+def take_donated() -> tuple[int, ...]:
+    """Return the positions of the donated inputs of the backward that was just compiled.
+
+    Torch's own list is emptied: where it is not, ``backward(retain_graph=True)`` raises.
+    """
+    context = TracingContext.try_get()
+    listed = context.fw_metadata.bw_donated_idxs if context is not None and context.fw_metadata is not None else None
+    donated = tuple(listed or ())
+    if listed:
+        listed.clear()  # one list object, in the metadata of plain tensors and of subclasses
+    return donated
 
 
 def box(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -274,8 +299,13 @@ def compile_rewritten(gm: fx.GraphModule, inputs: Sequence[Any], hooks: Compilat
         return box(graph)
 
     forward = functools.partial(hooks.compile_forward, _run_eagerly)
-    backward = functools.partial(hooks.compile_backward, _run_eagerly)
+    backward = functools.partial(hooks.compile_backward, _run_backward_eagerly)
     return _compile(gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition)
+
+
+def _run_backward_eagerly(gm: fx.GraphModule, _: Sequence[Any]) -> Runnable:
+    take_donated()  # it overwrites none of its inputs
+    return box(gm)
 
 
 def _run_eagerly(gm: fx.GraphModule, _: Sequence[Any]) -> Runnable:

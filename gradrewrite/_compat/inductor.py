@@ -8,9 +8,15 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from gradrewrite._compat.aot_autograd import CodeStore, CompilationHooks, min_cut_partition, no_autograd_cache
+from gradrewrite._compat.aot_autograd import (
+    CodeStore,
+    CompilationHooks,
+    min_cut_partition,
+    no_autograd_cache,
+    take_donated,
+)
 from gradrewrite._compat.combined_kernels import combined_kernels, mark
-from gradrewrite._compat.donated_buffers import preserve_donated, take_donated
+from gradrewrite._compat.donated_buffers import preserve_donated
 from gradrewrite._compat.versions import needed_for
 
 

@@ -215,6 +215,28 @@ def insert_saved_copy(node: fx.Node) -> fx.Node:
     return copied
 
 
+def read_before_writing(placeholder: fx.Node) -> list[fx.Node]:
+    """Let all nodes read a copy of an input that the graph writes; return it, or nothing if no node reads the input."""
+    graph, is_copy = placeholder.graph, torch.ops.aten.copy_.default
+    readers = [user for user in placeholder.users if user.op != "output" and user.target is not is_copy]
+    if not readers:
+        return []
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        copied = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+    for user in readers:
+        user.replace_input_with(placeholder, copied)
+    _describe(copied, "is_forward")
+    return [copied]
+
+
+def read_directly(graph: fx.Graph, names: Collection[str]) -> None:
+    """Take out those of these copies that the graph does not return; the inverse of ``read_before_writing``."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        if node.name in names and graph.output_node() not in node.users:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
 def release(graph: fx.Graph) -> int:
     """Turn held nodes into the last outputs, and return their number."""
     holders = graph.find_nodes(op="call_function", target=ops.hold)

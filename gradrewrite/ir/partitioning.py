@@ -23,8 +23,12 @@ def partition(
     """Partition a joint graph by a partitioner of torch, with held nodes as outputs.
 
     Else the partitioner may compute in the backward what the forward has to, even from an output of the model,
-    which the caller may change in place.
+    which the caller may change in place. What the backward needs of an input that the forward writes is saved as it was
+    read: torch's partitioners compute it again from what was written (pytorch 2.11 to 2.15, all of its backends).
     """
+    written = aot_autograd.written_inputs(gm.graph)
+    readings = [copied for node in written for copied in editing.read_before_writing(node)]
+    aot_autograd.always_save(readings)
     early = editing.nodes_for_forward(gm.graph)
     count = editing.release(gm.graph)
     if early:
@@ -33,6 +37,8 @@ def partition(
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs + len(early), **kwargs)
     if early:
         editing.drop_outputs(forward.graph, num_fwd_outputs, len(early))
+    if early or readings:
+        editing.read_directly(forward.graph, {node.name for node in readings})
         forward.recompile()
     if count:
         editing.hold_last(backward.graph, count)  # recompiled when it is compiled
@@ -45,9 +51,10 @@ def saved_names(gm: fx.GraphModule, further: Sequence[str] = ()) -> tuple[str, .
     ``further`` are nodes of the backward that will be returned, too.
     """
     trial = editing.copy_of(gm)
+    marked = {node.name: node for node in trial.graph.nodes}
+    editing.add_outputs(trial.graph, [marked[name] for name in further])  # markers, too, where two sites are one tensor
     editing.erase_markers(trial.graph)
     nodes = {node.name: node for node in trial.graph.nodes}
-    editing.add_outputs(trial.graph, [nodes[name] for name in further])
     count = aot_autograd.num_forward_outputs(trial.graph)
     forward, _ = partition(trial, (), inner=aot_autograd.min_cut_partition, num_fwd_outputs=count)
     saved = editing.outputs_of(forward.graph.output_node())[count:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -28,6 +29,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gradrewrite._compat import aot_autograd, autograd, dynamo, dynamo_cache, dynamo_returns, inductor, make_fx
 from gradrewrite.ir import ops
+
+from models.buffers import Net as BufferNet
+from models.buffers import RunningMean
 
 
 def dynamo_graph(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
@@ -508,3 +512,24 @@ def test_equal_nodes_of_a_joint_graph_are_one_when_it_is_cut() -> None:
     joint = joint_graph(lambda x: (x.sin() * x.sin()).exp() * x.sin(), x)
 
     assert len(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)) == 1
+
+
+@pytest.mark.inductor
+def test_53_a_sum_with_a_matrix_product_drops_its_factor() -> None:
+    """Why ``_compat/factors.py`` writes factors out as products."""
+    x, w, p = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    found = torch.compile(lambda x, w, p: (x @ w).add(p, alpha=0.25))(x, w, p)
+
+    torch.testing.assert_close(found, x @ w + p)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_60_a_written_buffer_is_read_again_in_the_backward(backend: str) -> None:
+    """Why ``ir/partitioning.py`` saves what was read."""
+    plain = BufferNet(RunningMean)
+    model, x = copy.deepcopy(plain), torch.randn(8, 4)
+    plain(x).backward()
+    torch.compile(model, backend=backend)(x).backward()
+
+    wanted = plain.first.linear.weight.grad
+    assert (model.first.linear.weight.grad - wanted).abs().max() > 0.05 * wanted.abs().max()

@@ -713,6 +713,39 @@ def test_losses_are_weighed_of_restored_values() -> None:
         assert float((got[name] - g).norm() / g.norm()) < 0.05, name
 
 
+class Residual(nn.Module):
+    """A block whose output and that of a layer have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.one(x)
+        return h + self.two(h.tanh())
+
+
+class ResidualLosses(TwoLosses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(Residual(), Residual())
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+@pytest.mark.parametrize("form", [Store("bfloat16"), Recompute()])
+@pytest.mark.parametrize("action", [Observe("norm"), CheckFinite(), ClipByValue(0.01)])
+def test_two_error_sites_with_one_gradient(action: Any, form: Any, is_weighed: bool) -> None:
+    plain, x = ResidualLosses().double(), rows()
+    policy = [gr.on("error:*", action)] + ([gr.on("error:trunk", WeighLosses(MGDA()))] if is_weighed else [])
+    both, alone = (gr.transform(copy.deepcopy(plain), p) for p in ([*policy, gr.on("saved:*", form)], policy))
+    got, wanted = (gradients(model, x, loss=lambda o: o[0] + o[1]) for model in (both, alone))
+
+    near = 1e-12 if isinstance(form, Recompute) else 0.05
+    for name, g in wanted.items():
+        assert float((got[name] - g).norm()) <= near * float(g.norm()), name
+    assert both.monitor.latest().keys() == alone.monitor.latest().keys()
+
+
 @pytest.mark.parametrize("form", mostly_slow(FORMS))
 def test_stored_error_is_that_of_the_form(form: Form) -> None:
     plain, x = chain(2), rows()
