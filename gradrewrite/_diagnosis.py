@@ -26,7 +26,7 @@ from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
 from gradrewrite.diagnostics.run_log import last_run
-from gradrewrite.errors import NonFiniteError, RewriteWarning, TraceError
+from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import RewrittenModule, shown, transform
 from gradrewrite.monitoring.monitor import Monitor
@@ -220,6 +220,13 @@ def _stream(batches: Iterable[Any], steps: int) -> Iterator[Any]:
         raise ValueError("gr.diagnose: there is no batch; give an iterable of batches")
 
 
+def _kept(batches: Iterable[Any], seen: list[Any]) -> Iterator[Any]:
+    """Yield batches, and keep them in a list."""
+    for batch in batches:
+        seen.append(batch)
+        yield batch
+
+
 @dataclass
 class _Trainer:
     """Trains copies of one model from the same start."""
@@ -234,9 +241,22 @@ class _Trainer:
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
     ) -> tuple[Monitor, list[float], Evidence]:
-        """Train one copy with a policy; stop at the first step that is not finite."""
+        """Train one copy with a policy; stop at the first step that is not finite.
+
+        Where the model is not one graph, another copy trains from the start, in parts.
+        """
+        seen: list[Any] = []
+        stream = iter(batches)
+        try:
+            return self._train(_kept(stream, seen), policy, stage, fullgraph=True)
+        except (GraphBreakError, NotRewrittenError):
+            return self._train(itertools.chain(seen, stream), policy, stage, fullgraph=False)
+
+    def _train(
+        self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
+    ) -> tuple[Monitor, list[float], Evidence]:
         model, optimizer = self._copies()
-        rewritten = transform(model, policy, fullgraph=False, monitor=Monitor(self.steps))
+        rewritten = transform(model, policy, fullgraph=fullgraph, monitor=Monitor(self.steps))
         state = state_of(rewritten)
         assert state is not None
         if policy is observe:

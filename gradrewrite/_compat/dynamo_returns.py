@@ -12,7 +12,7 @@ from gradrewrite._compat import dynamo
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("Dynamo represents what the traced program computes by variables"):
-    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables import LazyVariableTracker, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 with needed_for("Dynamo traces a call of a module by a method, inside of an entry of the stack of modules"):
     from torch._dynamo.variables import nn_module as traced_modules
@@ -88,6 +88,8 @@ def _tensors_of(value: Any, tx: Any) -> list[Any]:
         if isinstance(item, (list, tuple, dict)):
             for inner in item.values() if isinstance(item, dict) else item:
                 visit(inner)
+        elif isinstance(item, LazyVariableTracker) and not item.is_realized():
+            return  # not read yet; to look into it would add an input to a graph that is finished
         elif isinstance(item, VariableTracker):
             item = item.unwrap()
             if isinstance(item, TensorVariable):
