@@ -163,6 +163,12 @@ class GraphCompilation:
         """Whether Inductor may store the code: no action assumes something of data-dependent sizes."""
         return self.result is None or not self.result.assumes
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether calls are replayed though nothing is checked here: a skip, or a failed check in another graph."""
+        is_part = not self.is_whole or self.region is not None
+        return self.session.may_skip or (is_part and self.session.has_checks)
+
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
         """Return a joint graph with its probes' values, inputs and layouts."""
         number = 0 if self.region is None else self.region.number
@@ -179,12 +185,12 @@ class GraphCompilation:
         config, graphs, num_nodes = self.session.config, self.session.graphs, len(graph.nodes)
         if graphs.wants(num_nodes):
             shown, result = rewrite_and_compare(
-                self.marked(graph), config, self.asked, self.measured, is_replayed=self.session.may_skip
+                self.marked(graph), config, self.asked, self.measured, is_replayed=self.is_replayed
             )
             graphs.keep(shown, num_nodes)
         else:
             result = rewrite_joint_graph(
-                self.marked(graph), config, self.asked, self.measured, is_replayed=self.session.may_skip
+                self.marked(graph), config, self.asked, self.measured, is_replayed=self.is_replayed
             )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
@@ -267,6 +273,7 @@ class GraphCompilation:
         assert self.result is not None
         self.session.sampling.note(self.result.answers)
         self.session.note_skips(edit.action for edit in self.result.edits)
+        self.session.has_checks |= bool(self.result.outputs.checks)
         self.session.graphs.note(self._graph_report())
         self.session.rules.note_forms(self.result.saved)
         self._note_warnings(self.result)
@@ -355,7 +362,7 @@ class GraphCompilation:
 
         def run(args: list[Any]) -> Any:
             forwards = uses.of_forward().forwards
-            if forwards is None or not (is_checked or session.may_skip):
+            if forwards is None or not (is_checked or self.is_replayed):
                 return compiled(args)
             begun = forwards.begin(args, session.recorder.begin_forward())
             outputs = compiled(args)
@@ -442,7 +449,7 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
     outputs = None if compilation.outputs is None else sorted(compilation.outputs)
     further = compilation.is_last, sorted(compilation.returned), outputs, engine.overwrites_outputs, compilation.region
-    return find_key(*given, *further, compilation.measured, compilation.session.may_skip)
+    return find_key(*given, *further, compilation.measured, compilation.is_replayed)
 
 
 def _warn_of_nested_regions(session: Session, gm: fx.GraphModule) -> None:

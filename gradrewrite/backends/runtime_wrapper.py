@@ -45,7 +45,8 @@ class RewrittenBackward:
         if outputs.groups and use.accumulation.is_accumulating():
             self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
         is_kept = session.may_skip and bool(session.recorder.guards)
-        snapshot = use.forwards.snapshot(args) if use.forwards is not None and (outputs.checks or is_kept) else None
+        is_checked = bool(outputs.checks) or session.has_checks  # in this graph, or in another one of the step
+        snapshot = use.forwards.snapshot(args) if use.forwards is not None and (is_checked or is_kept) else None
         if is_kept:
             session.recorder.keep(backward, snapshot)
         session.config.states.note_backward(backward)
@@ -53,7 +54,8 @@ class RewrittenBackward:
             session.config.loss_scale.update()
         args.extend(self.live)
         results = self.compiled(args)
-        if not self.num_outputs and not session.sampling.is_in_use:
+        checked = snapshot if is_checked else None
+        if not self.num_outputs and not session.sampling.is_in_use and checked is None:
             return results
         number = len(results) - self.num_outputs
         results, auxiliary = results[:number], results[number:]
@@ -63,7 +65,6 @@ class RewrittenBackward:
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
             tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
-        checked = snapshot if outputs.checks else None
         again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])

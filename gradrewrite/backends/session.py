@@ -45,6 +45,7 @@ class Session:
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
+        self.has_checks = False  # whether something is checked in a graph
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
         self._has_regions = outside is not None

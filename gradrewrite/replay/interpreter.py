@@ -231,7 +231,8 @@ class _Replay(fx.Interpreter):
 
     def _describe_given(self, node: fx.Node) -> str:
         if node.name in self._replay_graph.tangents:
-            return "the gradient that came from outside the model (the loss) was not finite already"
+            outside = "outside the model (the loss)" if self._replay_graph.is_whole else "behind this part of the model"
+            return f"the gradient that came from {outside} was not finite already"
         known = self._replay_graph.inputs.get(node.name)
         if known is None:
             return "a value that came into the graph was not finite already"

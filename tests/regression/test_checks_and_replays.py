@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.monitoring.monitor import recorder_of
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, NanToNum, Observe
 
 from helpers import failure
@@ -319,3 +320,51 @@ def test_locate_writes_no_gradient() -> None:
     assert gr.locate(nn.Linear(2, 2), x, loss_fn=lambda out: (out * w).sum()) is None
     assert x.grad is None
     assert w.grad is None
+
+
+class Parts(nn.Module):
+    """The backward of the second part makes NaN; the head is a third one."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Module(), nn.Linear(4, 1)
+        self.second = Lambda(lambda m, x: (m.inner(x) * 0).sqrt(), inner=nn.Linear(4, 4))
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        h = self.second(h)
+        if self.broken:
+            torch._dynamo.graph_break()
+        loss: Tensor = self.head(h).sum()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:the tracer skipped a region:gradrewrite.RewriteWarning")
+@pytest.mark.parametrize("checked", ["error:first", "gradient:first.*"])
+@pytest.mark.parametrize("options", [{"regions": ["first", "second"]}, {"fullgraph": False}])
+def test_a_fault_is_found_in_a_part_without_checks(checked: str, options: dict[str, Any]) -> None:
+    model = gr.transform(Parts(broken="fullgraph" in options), gr.on(checked, CheckFinite()), **options)
+    for _ in range(2):
+        err = failure(lambda: model(torch.randn(2, 4)).backward())
+        assert err.op == "second/sqrt"
+        assert err.site.module == "second"
+        assert "(m.inner(x) * 0).sqrt()" in err.source
+        assert err.cause == ""
+
+
+def test_a_fault_behind_all_regions_is_said_to_come_from_there() -> None:
+    model = gr.transform(Parts(), gr.on("error:first", CheckFinite()), regions="first")
+    err = failure(model(torch.randn(2, 4)).backward)
+
+    assert err.op == ""
+    assert err.cause == "the gradient that came from behind this part of the model was not finite already"
+
+
+def test_parts_of_a_model_without_checks_keep_nothing() -> None:
+    model = gr.transform(Parts(), gr.on("error:first", Observe("norm")), regions=["first", "second"])
+    model(torch.randn(2, 4)).backward()
+
+    assert all(graph.snapshot is None for step in recorder_of(model.monitor).records for graph in step.graphs)
