@@ -16,6 +16,7 @@ from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 
 _COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
+_BOUNDS = ("bound", "limit")  # records of clips; an infinite one clips nothing
 _MOST_ROWS = 40  # of a table in a notebook
 
 
@@ -29,7 +30,7 @@ class Summary:
     median: float
     largest: float  # its largest value
     steps: int  # in how many steps it was reported
-    nonfinite: int  # in how many of them it was NaN or infinite
+    nonfinite: int  # in how many of them it was NaN or infinite; an infinite bound of a clip is none of them
     text: str = ""  # in the place of the values, for what has no order
 
     def cells(self) -> tuple[str, ...]:
@@ -121,16 +122,16 @@ def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
 
 
 def _summary(address: str, values: list[float], text: str) -> Summary:
-    finite = [v for v in values if math.isfinite(v)]
     known = [v for v in values if not math.isnan(v)]
+    expected = known if address.partition("@")[0] in _BOUNDS else [v for v in values if math.isfinite(v)]
     return Summary(
         address,
         last=values[-1],
         smallest=min(known, default=math.nan),
-        median=statistics.median(finite) if finite else math.nan,
+        median=statistics.median(expected) if expected else math.nan,
         largest=max(known, default=math.nan),
         steps=len(values),
-        nonfinite=len(values) - len(finite),
+        nonfinite=len(values) - len(expected),
         text=text,
     )
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite.passes import Keep, Observe
+from gradrewrite.passes import ClipByNorm, Keep, Observe
 
 from helpers import Probe, run_probe
 from models.small import Lambda
@@ -75,6 +76,20 @@ def test_table_sums_up() -> None:
     assert SEEN in str(table)
     assert "4 of 4 steps" in str(table)
     assert str(gr.Monitor().table())
+
+
+@pytest.mark.parametrize("bounds", [[math.inf], [math.inf, 0.5, math.inf], [0.5, math.nan, 1.0]])
+def test_an_infinite_bound_is_a_value(bounds: list[float]) -> None:
+    bound = torch.tensor(bounds[0])
+    model = gr.transform(nn.Linear(2, 1), gr.on("gradient:weight", ClipByNorm(bound)))
+    for value in bounds:
+        bound.fill_(value)
+        model(torch.ones(1, 2)).sum().backward()
+    row = next(row for row in model.monitor.table().rows if row.address == "bound@gradient:weight")
+
+    known = [value for value in bounds if not math.isnan(value)]
+    assert row.median == statistics.median(known)
+    assert row.nonfinite == len(bounds) - len(known)
 
 
 @pytest.mark.pure
