@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from typing_extensions import assert_never
 
-from gradrewrite._compat import aot_autograd, fake_tensors, inductor
+from gradrewrite._compat import aot_autograd, fake_tensors, inductor, nn_modules
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import PolicyError, TraceError
@@ -230,7 +229,9 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
 
 def _writes_buffers(model: nn.Module, step: _Step) -> bool:
     """Whether a step has written other buffers than those of batch normalization, which its backward does not read."""
-    normalized = {id(b) for module in model.modules() if isinstance(module, _BatchNorm) for b in module.buffers()}
+    normalized = {
+        id(b) for module in model.modules() if nn_modules.updates_statistics(module) for b in module.buffers()
+    }
     written = (b for n, b in model.named_buffers() if not _are_equal(b, step.buffers[f"buffer {n}"]))
     return any(id(b) not in normalized for b in written)
 

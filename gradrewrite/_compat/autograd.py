@@ -74,6 +74,12 @@ def _nodes_behind(begin: Iterable[Any], ends: Iterable[Any]) -> Iterator[Any]:
         todo += [following for following, _ in node.next_functions]
 
 
+def is_half_autocast() -> bool:
+    """Whether autocast computes in float16, so that a GradScaler is likely."""
+    kinds = ("cpu", "cuda")
+    return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16 for kind in kinds)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running ends, after gradients are accumulated."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

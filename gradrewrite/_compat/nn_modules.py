@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("the modules that update running statistics have one base class"):
+    from torch.nn.modules.batchnorm import _NormBase
+
 
 def keep_lstms_differentiable(gm: fx.GraphModule) -> None:
     """Trace the LSTMs of a Dynamo graph as differentiable ops.
@@ -82,3 +87,8 @@ def shown_while_tracing(modules: Sequence[nn.Module], show: Callable[[Any], Any]
     finally:
         for hooks in changed:
             del hooks[_OURS_WHILE_TRACING]
+
+
+def updates_statistics(module: nn.Module | None) -> bool:
+    """Whether a module writes running statistics in its forward, by a kernel that leaves their versions as they are."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats

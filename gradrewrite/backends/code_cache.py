@@ -57,6 +57,7 @@ class CachedRewrite:
     refused_outputs: frozenset[int]
     notes: tuple[str, ...]
     candidates: tuple[Site, ...]
+    written_at: tuple[int, ...]  # positions of buffers that the forward writes, among its inputs
 
 
 class CacheKey:

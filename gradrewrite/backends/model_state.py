@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,25 @@ class ModelState:
 
     def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an entry point. The hooks of ``fully_shard`` cannot be traced, and run around the forward's graph."""
+        with self._buffers_watched():
+            return self._call_any(model, method, args, kwargs)
+
+    @contextlib.contextmanager
+    def _buffers_watched(self) -> Iterator[None]:
+        """Note the buffers that are written or replaced outside of graphs, where an update may be skipped."""
+        session = self.session
+        session.buffers.may_be_scaled |= autograd.is_half_autocast()
+        if not (session.keeps_buffers and torch.is_grad_enabled()):
+            yield
+            return
+        in_parts = self.regions is not None or not session.config.fullgraph
+        seen = session.buffers.before_call(self.original, in_parts=in_parts)
+        try:
+            yield
+        finally:
+            session.buffers.after_call(seen)
+
+    def _call_any(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.regions is not None:
             return self._call_regions(self.regions, model, method, args, kwargs)
         is_sharded = method == "forward" and data_parallel.is_sharded(model)

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from gradrewrite._compat import dynamo, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.warnings import warn
+from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
 from gradrewrite.ir.record_key import RecordKey
@@ -70,7 +71,9 @@ def guard(
     group are multiplied in place before the step; so they are where the optimizer's ``step`` is overridden or it has
     step pre-hooks, which may read ``.grad``.
 
-    A skipped step leaves parameters and optimizer state untouched. A fused optimizer (``fused=True``) decides on the
+    A skipped step leaves parameters and optimizer state untouched, and restores the buffers that the forwards since the
+    last update have written (running statistics, counters): where an update may be skipped, each is copied before it is
+    first written. A fused optimizer (``fused=True``) decides on the
     device, through ``found_inf``, and nothing waits; any other costs one host read a step. A failed micro-batch spoils
     the whole step, whatever came after it; ``optimizer.zero_grad`` clears it. A GradScaler's own ``found_inf`` and
     ``grad_scale`` hold beside it; an update that it does not ask for counts as skipped too. Learning rates become
@@ -362,6 +365,7 @@ class Guard:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict and their losses with them."""
+        self._restore_unless_finite(optimizer)
         self._verdict.drop(optimizer)
         self._losses.drop()
         for attachment in self.attached:
@@ -418,6 +422,10 @@ class Guard:
         self._changes = None
         self._follow_all()
         self.settle()
+        is_scaled = "found_inf" in optimizer.__dict__ or scaler is not None or optimizers.scaler_in_use() is not None
+        for written in self._written_buffers:
+            written.is_pending = False
+            written.may_be_scaled |= is_scaled
         self._warn_of_scaler()
         if scaler is not None and self._step_sites is not None and self._step_sites.may_act:
             optimizers.unscale_once(scaler, optimizer)
@@ -500,13 +508,38 @@ class Guard:
         if bad is not None and not _decides_on_device(optimizer):
             if bool(bad):
                 optimizers.note_step(optimizer)
+                self._restore_buffers(None)
                 return None
         elif bad is not None:
             skipped = bad if skipped is None else torch.maximum(bad, skipped.to(bad.device).reshape(()))
         with optimizers.attributes_set(optimizer, {} if skipped is None else {"found_inf": skipped}):
             result = update()
         _scale_parameters(outcome, skipped)
+        if skipped is not None:
+            self._restore_buffers(skipped)
         return result
+
+    def _restore_buffers(self, skipped: Tensor | None) -> None:
+        """Restore what the forwards of a skipped update wrote to buffers; see ``WrittenBuffers.restore``."""
+        for written in self._written_buffers:
+            written.restore(skipped)
+
+    @property
+    def _written_buffers(self) -> list[WrittenBuffers]:
+        return [target.session.buffers for target in self.targets if target.session is not None]
+
+    def _restore_unless_finite(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore buffers where a GradScaler has not asked an optimizer for an update: it calls no fused one then."""
+        pending = [w for w in self._written_buffers if w.is_pending]
+        if not any(w.may_be_scaled for w in pending):
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        plain = [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
+        if plain:
+            norm = optimizers.foreach_norm(plain, torch.float32).sum()
+            self._restore_buffers((~norm.isfinite()).float())
+        for written in pending:
+            written.is_pending = False
 
     def _warn_of_scaler(self) -> None:
         """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""

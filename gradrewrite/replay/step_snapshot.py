@@ -176,8 +176,10 @@ class PendingForwards:
         """Whether a forward graph is given just the inputs of the joint graph."""
         return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
 
-    def begin(self, args: Sequence[Any], ids: Any = None) -> _Begun:
-        """Note the inputs of a call before it; copy the written ones."""
+    def begin(
+        self, args: Sequence[Any], ids: Any = None, copies: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> _Begun:
+        """Note the inputs of a call before it; copy the written ones, but for those with ``copies`` by position."""
         with self._lock:
             if self._calls:
                 self._calls = [call for call in self._calls if not call.is_over(self._saved)][1 - _MAX_PENDING :]
@@ -192,7 +194,7 @@ class PendingForwards:
             versions = [_version(a) for a in args]
         values = [_without_history(a) if r is None else r for r, a in zip(refs, args, strict=True)]
         for n in self._updated:
-            values[n], versions[n] = args[n].detach().clone(), 0
+            values[n], versions[n] = copies[n] if n in copies else args[n].detach().clone(), 0
         return values, versions, RandomState.now(args) if self.replay_graph.is_random else None, ids
 
     def _note_inputs(self, args: Sequence[Any]) -> list[weakref.ref[Any] | None]:
