@@ -136,6 +136,11 @@ def _summary(address: str, values: list[float], text: str) -> Summary:
     )
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names as text, with the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def nearest(pattern: str, known: Sequence[str], count: int = 5) -> list[str]:
     """The names most like a pattern, the best first."""
     head, colon, rest = pattern.partition(":")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
+from gradrewrite._utils.formatting import listed
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, find_key, hash_of_answers
-from gradrewrite.backends.compiled_graphs import listed
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.graph_uses import GraphUses, grouped
@@ -156,6 +156,8 @@ class GraphCompilation:
     result: RewriteResult | None = None  # None before the rewrite, and for a graph without gradients
     forwards: PendingForwards | None = None  # None where nothing is checked
     asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
+    written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
+    written_at: tuple[int, ...] = ()  # their positions among the inputs of the forward
     store: _StoredCompilation | None = None  # None where AOTAutograd's cache is not used
 
     @property
@@ -194,6 +196,7 @@ class GraphCompilation:
             )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
+        self.written = self._written_buffers(graph)
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
         if result.replay_graph is not None:
             if self.engine.draws_from_seeds and result.replay_graph.is_random:
@@ -201,6 +204,12 @@ class GraphCompilation:
             self.forwards = PendingForwards(result.replay_graph)
             self.result = replace(result, replay_graph=None)  # it lives as long as it can be used
         self.report()
+
+    def _written_buffers(self, graph: fx.Graph) -> frozenset[str]:
+        given = aot_autograd.plain_inputs(graph)
+        written = (node for node in aot_autograd.written_inputs(graph) if node in given)
+        roles = ((node, self.inputs.get(given[node])) for node in written)
+        return frozenset(node.name for node, known in roles if known is not None and known.role == "buffer")
 
     def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
         """Return the disk cache's entry of the rewrite; None if it depends on this process."""
@@ -238,6 +247,7 @@ class GraphCompilation:
             refused_outputs=result.refused_outputs,
             notes=result.notes,
             candidates=result.candidates,
+            written_at=self.written_at,
         )
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
@@ -262,6 +272,7 @@ class GraphCompilation:
             notes=cached.notes,
             candidates=cached.candidates,
         )
+        self.written_at = cached.written_at
         if cached.replay_graph is not None:
             from gradrewrite._compat import autograd_cache
 
@@ -349,22 +360,25 @@ class GraphCompilation:
         """Compile the forward; where something is checked, note the inputs of each call."""
         if self.forwards is not None and not self.forwards.fits(gm):
             self.forwards = None  # torch gave the forward inputs of its own: what fails is said by the checks alone
+        inputs_of = gm.graph.find_nodes(op="placeholder")
+        self.written_at = tuple(number for number, node in enumerate(inputs_of) if node.name in self.written)
         names = names_of_outputs(gm)
         if self.store is not None:
             self.store.forward_names = tuple(names)
         return self.wrap_forward(compile_graph(gm, inputs), names)
 
     def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
-        """Let a compiled forward record the inputs of each call, if they are needed."""
-        if self.result is None or (self.forwards is None and self.region is None):
+        """Let a compiled forward record the inputs of each call, and copy the buffers it writes, if they are needed."""
+        if self.result is None or (self.forwards is None and self.region is None and not self.written_at):
             return compiled
-        uses, session, is_checked = self.uses, self.session, bool(self.result.outputs.checks)
+        uses, session, is_checked, written = self.uses, self.session, bool(self.result.outputs.checks), self.written_at
 
         def run(args: list[Any]) -> Any:
+            copies = session.buffers.copy({n: args[n] for n in written}) if written and session.keeps_buffers else {}
             forwards = uses.of_forward().forwards
             if forwards is None or not (is_checked or self.is_replayed):
                 return compiled(args)
-            begun = forwards.begin(args, session.recorder.begin_forward())
+            begun = forwards.begin(args, session.recorder.begin_forward(), copies)
             outputs = compiled(args)
             forwards.end(begun, names, outputs)
             return outputs

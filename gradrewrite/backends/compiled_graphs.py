@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed
 
 from gradrewrite._compat.data_parallel import DataParallelism
+from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.ir.joint_graph import JointGraph
@@ -155,8 +156,3 @@ class CompiledGraphs:
         self._recorder.note_data_parallel(around.module)
         edits = (edit for graph in self._reports for edit in graph.edits)
         refuse_in_data_parallelism(edits, around.name, around.size)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first names as text, with the number of the others."""
-    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import PendingWarnings
-from gradrewrite.backends.compiled_graphs import MANY, CompiledGraphs, listed
+from gradrewrite.backends.compiled_graphs import MANY, CompiledGraphs
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
+from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.rules import Answered, callbacks_of, rule_skips
@@ -45,6 +47,7 @@ class Session:
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
+        self.buffers = WrittenBuffers(recorder)
         self.has_checks = False  # whether something is checked in a graph
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
@@ -62,6 +65,12 @@ class Session:
     def may_skip(self) -> bool:
         """Whether updates may be skipped, and steps are kept."""
         return self._skips or (self._has_silent_callbacks and bool(self.recorder.guards))
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether buffers are copied before they are written, for an update that may be skipped."""
+        may_skip = self.may_skip or self.buffers.may_be_scaled or self.config.loss_scale is not None
+        return may_skip and bool(self.recorder.guards)
 
     def note_skips(self, actions: Iterable[Any]) -> None:
         """Take note of actions in a graph, or at a step site."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
+from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import ClipRecords, SiteOp
@@ -264,8 +265,7 @@ def rule_of(site: str, action: str, bound: float, further: str = "") -> str:
 
 def listed(sites: Sequence[str]) -> str:
     """The first sites, and the number of others."""
-    more = f" and {len(sites) - LISTED} more" if len(sites) > LISTED else ""
-    return ", ".join(sites[:LISTED]) + more
+    return formatting.listed(sites, LISTED)
 
 
 def listed_values(sites: Sequence[tuple[str, float]]) -> str:

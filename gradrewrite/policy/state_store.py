@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors, make_fx
+from gradrewrite._utils.formatting import listed
+from gradrewrite._utils.warnings import warn
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.noise import NoiseSource
 from gradrewrite.policy.schedules import Schedule
@@ -42,6 +44,7 @@ class StateScope:
         self._keys: dict[StateKind, str] = {}  # which also keeps them alive, so that none takes another's identity
         self.updates: dict[str, tuple[Tensor, Tensor]] = {}  # by the traced action: tensors and new values, by key
         self.is_used = False
+        self._written: set[StateKind] = set()  # states that were set, in any trace
 
     def begin(self) -> None:
         """Clear the updates before an action is traced, or traced again."""
@@ -57,8 +60,14 @@ class StateScope:
     def set(self, state: StateKind, device: torch.device, new: Tensor) -> None:
         """Note the new value of a state."""
         self.is_used = True
+        self._written.add(state)
         key = self._key(state)
         self.updates[key] = self.store.tensor(key, state, device), new
+
+    def check(self) -> None:
+        """Raise PolicyError for a state that is only read here, and set elsewhere: these are two."""
+        for state in self._keys:
+            self.store.note_use(state, self._where, is_written=state in self._written)
 
     def noise_source(self, name: str, own: NoiseSource) -> NoiseSource:
         """Return the source that an action draws from here: the first one of this name, or its own."""
@@ -84,6 +93,8 @@ class StateStore:
         self._noise: dict[str, NoiseSource] = {}
         self._adds_noise = True
         self._loaded: dict[str, Tensor] = {}  # until an action asks for it
+        self._missing: list[str] | None = None  # states that what was loaded lacks; None where nothing is to be told
+        self._uses: dict[StateKind, dict[str, bool]] = {}  # whether a state is set there, by site or group
         self._schedules: dict[tuple[Schedule, torch.device], _Scheduled] = {}
         self._first_step = 0
         self._steps: dict[int, int] = {}  # by the identity of the guard
@@ -118,11 +129,27 @@ class StateStore:
             )
         if key in self._tensors and known is not None and known.device == device:
             return known
+        if known is None and self._missing is not None:
+            self._missing.append(key)
         with fake_tensors.outside_of_transforms() if make_fx.is_tracing() else contextlib.nullcontext():
             made = state.make(device) if known is None else known.to(device, copy=True)
         self._tensors[key], self._first[key] = made, state.init
         self._loaded.pop(key, None)
         return made
+
+    def note_use(self, state: StateKind, where: str, *, is_written: bool) -> None:
+        """Note that an action at a site or of a group has a state; see ``StateScope.check``."""
+        uses = self._uses.setdefault(state, {})
+        uses[where] = uses.get(where, False) or is_written
+        written = next((at for at, is_set in uses.items() if is_set), None)
+        read = next((at for at, is_set in uses.items() if not is_set), None)
+        if written is not None and read is not None:
+            raise PolicyError(
+                f"{read}: a gr.State{f' {state.name!r}' if state.name else ''} is read here and set at {written}: "
+                f"each site has a state of its own, so that the one here would stay {state.init!r} for ever. Read and "
+                "set it at one site, or let both functions close over a tensor that the training loop writes",
+                code="state",
+            )
 
     def noise_source(self, key: str, own: NoiseSource) -> NoiseSource:
         """Return the noise source under a key, with its loaded state.
@@ -164,6 +191,8 @@ class StateStore:
         """A graph runs the backward of this number: the first of a backward brings schedules up to date."""
         if number != self._backward or number == -1:
             self.begin_step()
+            if self._backwards and not self._steps:
+                self._tell_of_others()
             self._backward = number
             self._backwards += 1
 
@@ -186,6 +215,21 @@ class StateStore:
         if guard not in self._steps:  # the model was rewritten since, with the same monitor
             self.add_guard(guard)
         self._steps[guard] += 1
+        if self._backwards:
+            self._tell_of_others()
+
+    def _tell_of_others(self) -> None:
+        """Warn once, after a whole step, where what was loaded was saved by another policy."""
+        missing, left = self._missing, list(self._loaded)
+        self._missing = None
+        if missing is None or not (missing or left):
+            return
+        texts = [f"it lacks {listed(missing)}, which began anew"] if missing else []
+        texts += [f"no action has used its {listed(left)}"] if left else []
+        warn(
+            f"gr.load_state_dict: what was loaded is of another policy: {'; '.join(texts)}. Load it into a model with "
+            "the policy that it was saved with"
+        )
 
     def begin_step(self) -> None:
         """Bring schedules up to date: a backward begins, or the actions at step sites run."""
@@ -231,6 +275,7 @@ class StateStore:
                     tensor.fill_(self._first[key])
         new = {key: tensor for key, tensor in state["states"].items() if key not in self._tensors}
         self._loaded = {key: tensor.detach().clone() for key, tensor in new.items()}
+        self._missing = [key for key in self._tensors if key not in state["states"]]
         for key, source in self._noise.items():
             self._load_noise(key, source)
 

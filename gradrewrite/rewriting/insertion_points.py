@@ -15,6 +15,7 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.values import shape_of
+from gradrewrite.rewriting.record_nodes import LossOf
 from gradrewrite.sites import Site
 
 
@@ -35,6 +36,7 @@ class InsertionPoint:
     is_part: bool = False  # the value is a plain part of a global tensor
     replicas: int = 1  # how many ranks have the same value
     loss: int | None = None  # number of the loss that the value is the gradient of; None of all
+    records_of: LossOf | None = None  # whose number its records have: that of this loss, or of the only one here
 
     def __post_init__(self) -> None:
         """Note the ranks of a DTensor: the global one is measured."""

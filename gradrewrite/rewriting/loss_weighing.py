@@ -22,6 +22,7 @@ from gradrewrite.rewriting.lowering import (
     WeighExamples,
     WeighLosses,
 )
+from gradrewrite.rewriting.record_nodes import LossOf
 
 ByLoss = Mapping[int, InsertionPoint]
 
@@ -132,14 +133,22 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
             )
     for point in plan.single:
         _refresh(point)
+    number = losses.losses.number
     members = {
-        point: {k: _point_of(point, k, node) for k, node in own.items()}
+        point: {k: _point_of(point, LossOf(k, number), node) for k, node in own.items()}
         for point, own in zip(targets, rows, strict=True)
         if len(own) > 1
     }
+    alone = {
+        point: replace(point, records_of=LossOf(k, number))
+        for point, own in zip(targets, rows, strict=True)
+        for k in own
+        if len(own) == 1
+    }
     split = {
         point: {
-            k: _point_of(point, k, marker.all_input_nodes[0], marker) for k, marker in markers[point.marker].items()
+            k: _point_of(point, LossOf(k, number), marker.all_input_nodes[0], marker)
+            for k, marker in markers[point.marker].items()
         }
         for point in plan.single
         if point.marker is not None and point.marker in markers
@@ -148,10 +157,10 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
     late: dict[InsertionPoint, Sequence[Insertion]] = {}
     for point, own in plan.single.items():
         early = own
-        if point in members:
-            number = plan.before_weighing[point]
-            early, late[point] = own[:number], own[number:]
-        single.update(_by_loss(early, members.get(point, split.get(point, {0: point}))))
+        if point in members or point in alone:
+            position = plan.before_weighing[point]
+            early, late[point] = own[:position], own[position:]
+        single.update(_by_loss(early, members.get(point, split.get(point, {0: alone.get(point, point)}))))
     weighings = [Weighing(group, {p: members[p] for p in group.points if p in members}) for group in groups]
     notes = [
         f"{_named(w.group)}: no gradient here is shared by losses, and nothing is weighed"
@@ -190,6 +199,6 @@ def _refresh(point: InsertionPoint) -> None:
         point.node = editing.outputs_of(point.before)[point.output]
 
 
-def _point_of(point: InsertionPoint, loss: int, node: fx.Node, marker: fx.Node | None = None) -> InsertionPoint:
+def _point_of(point: InsertionPoint, of: LossOf, node: fx.Node, marker: fx.Node | None = None) -> InsertionPoint:
     before = point.before if marker is None else marker
-    return replace(point, node=node, before=before, marker=marker, output=None, loss=loss)
+    return replace(point, node=node, before=before, marker=marker, output=None, loss=of.number, records_of=of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 from typing_extensions import assert_never
@@ -26,18 +27,38 @@ class RecordNode:
     statistics: tuple[str, ...] = ()
 
 
+class LossOf(NamedTuple):
+    """The loss that a record is of."""
+
+    number: int
+    count: int  # how many losses there are
+
+
 class RecordNumbering:
     """The keys of the records of a graph; the only place that numbers occurrences."""
 
     def __init__(self) -> None:
         self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
+        self._losses: dict[tuple[str, str], int] = {}  # how many losses have numbers, by name and place
         self.counts: set[RecordKey] = set()  # of elements
 
-    def new(self, names: Iterable[str], where: str, *, occurrence: int = 1) -> list[RecordKey]:
-        """Make the keys of new records: each with this occurrence if it is free, else with the first that is."""
+    def new(
+        self, names: Iterable[str], where: str, *, occurrence: int = 1, loss: LossOf | None = None
+    ) -> list[RecordKey]:
+        """Make the keys of new records: each with this occurrence if it is free, else with the first that is.
+
+        Records of the gradients of single losses have the numbers of these: of three losses the second has 2, 5, 8.
+        What comes behind them at one place has none of the numbers of losses, used or not.
+        """
         found = []
         for name in names:
-            wanted = ((_key(name, n, where), n) for n in itertools.chain([occurrence], itertools.count(1)))
+            if loss is not None:
+                self._losses[name, where] = loss.count
+                numbers: Iterable[int] = itertools.count(loss.number + 1, loss.count)
+            else:
+                numbers = itertools.chain([occurrence], itertools.count(1))
+                numbers = filter(self._losses.get((name, where), 0).__lt__, numbers)
+            wanted = ((_key(name, n, where), n) for n in numbers)
             key, number = next((k, n) for k, n in wanted if k not in self._number)
             self._number[key] = number
             found.append(key)
@@ -46,13 +67,13 @@ class RecordNumbering:
         return found
 
     def of_action(
-        self, reports: Sequence[Figures[Leaf]], where: str, members: Sequence[str] = ()
+        self, reports: Sequence[Figures[Leaf]], where: str, members: Sequence[str] = (), loss: LossOf | None = None
     ) -> list[tuple[Figures[RecordKey], RecordKey | None]]:
         """Make the keys of the reports of one action, each with the key of the factor of a clip.
 
         A bound has the occurrence of the norm of its clip, a limit that of ``clipped``, and a factor that of the norm.
         Of the records of a tensor function ``bound`` has the occurrence of the first other one, ``limit`` of the last.
-        ``members`` are the sites of a group.
+        ``members`` are the sites of a group, ``loss`` is that of the gradient.
         """
         placed: dict[int, tuple[Figures[RecordKey], RecordKey | None]] = {}
         sites = iter(members)
@@ -62,7 +83,7 @@ class RecordNumbering:
             if name in BOUNDS:
                 position = 0 if _is_bound(report) and name == "bound" else -1
                 return self.new([name], where, occurrence=numbers[position] if numbers else 1)[0]
-            (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where)
+            (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where, loss=loss)
             if name != SHARE_OF_MEMBER:
                 numbers.append(self._number[found])
             return found

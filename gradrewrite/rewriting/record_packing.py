@@ -45,7 +45,7 @@ from gradrewrite.rewriting.lowering import (
     ScaleGroup,
     WeighExamples,
 )
-from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
+from gradrewrite.rewriting.record_nodes import LossOf, RecordNode, RecordNumbering
 from gradrewrite.sites import IN_FORWARD, Site
 
 # Bytes that are measured by one operation on the CPU. It keeps tensors alive for longer than the graph would, and reads
@@ -84,10 +84,12 @@ class RecordPacking:
         outputs: Sequence[fx.Node],
         members: Sequence[Site] = (),
         replicas: int = 1,
+        loss: LossOf | None = None,
     ) -> tuple[list[RecordKey], list[Check[RecordKey]]]:
         """Take the reports of a traced action; return the keys of its records, at ``where``, and its finite checks.
 
-        ``site`` is that of the insertion, or the first of a group, ``members`` are the sites of a group.
+        ``site`` is that of the insertion, or the first of a group, ``members`` are the sites of a group. ``loss`` is
+        that of the gradient, where it is not that of all.
         """
         figures: list[Figures[Leaf]] = []
         for report in reports:
@@ -108,7 +110,7 @@ class RecordPacking:
                     assert_never(report)
         if figures and where == str(site):
             self.note_op(site)
-        placed = self.numbering.of_action(figures, where, list(map(str, members)))
+        placed = self.numbering.of_action(figures, where, list(map(str, members)), loss)
         keys = self._place(figures, [keyed for keyed, _ in placed])
         checks = [keyed for keyed, _ in placed if isinstance(keyed, Check)]
         for keyed, factor in placed:

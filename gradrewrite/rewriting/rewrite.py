@@ -31,7 +31,7 @@ from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck, MeasuredTensor
 from gradrewrite.ir.replay_graph import ReplayGraph
-from gradrewrite.ir.reports import Check
+from gradrewrite.ir.reports import Check, Kept
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import num_bytes, shape_of
@@ -325,15 +325,15 @@ class Rewriter:
                     self.edits.append(Edit(point.site, action, ()))
                     continue
                 case Omitted(names):
-                    self.packing.numbering.new(names, str(point.site))
+                    self.packing.numbering.new(names, str(point.site), loss=point.records_of)
                     continue
                 case Average():
                     raise AssertionError("averages come in buckets")
                 case _:
                     assert_never(insertion)
-            keys, checks = self.packing.add(
-                insertion, str(point.site), point.site, traced.reports, extras, replicas=point.replicas
-            )
+            _check_kept(point, insertion, traced)
+            given = insertion, str(point.site), point.site, traced.reports, extras
+            keys, checks = self.packing.add(*given, replicas=point.replicas, loss=point.records_of)
             made = [node for source in (self.examples, self.losses) if source is not None for node in source.take_new()]
             self.edits.append(Edit(point.site, insertion.action, tuple(n.name for n in (*made, *new)), tuple(keys)))
             for check in checks:
@@ -385,7 +385,7 @@ class Rewriter:
     def _measure(self, point: InsertionPoint, measurement: Measure) -> None:
         if not measurement.statistics:
             return
-        keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site)))
+        keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site), loss=point.records_of))
         self.packing.note_measured(measurement, keys, point.site, point.replicas)
         statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind in IN_FORWARD
         skips = measurement.fails == "skip"
@@ -718,6 +718,16 @@ class Rewriter:
             plain={position: node.name for position, node in plain.items()},
             updated=frozenset(node.name for node in _updated_inputs(self.graph, plain.values())),
             is_whole=marked.is_whole and marked.is_last,
+        )
+
+
+def _check_kept(point: InsertionPoint, insertion: Replace | Measure, traced: TracedAction) -> None:
+    """Raise PolicyError for tensors that are to be kept of each of several losses: one site has one."""
+    if point.loss is not None and any(isinstance(report, Kept) for report in traced.reports):
+        raise PolicyError(
+            f"{point.site}: {describe(insertion.action)} is asked for the gradient of each loss, and a site keeps one "
+            "tensor. List it behind WeighLosses, where it keeps the weighted sum; Observe has figures of each loss",
+            code="losses",
         )
 
 

@@ -14,10 +14,12 @@ import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.ir.graph_view import read_graph
 from gradrewrite.passes import (
+    MGDA,
     CheckFinite,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipPerExample,
+    Keep,
     Observe,
     Scale,
     UPGrad,
@@ -744,3 +746,53 @@ def test_regions_are_refused() -> None:
     model = gr.transform(Net().double(), gr.on("gradient:one.*", WEIGH), regions=["one", "two"])
     with pytest.raises(gr.PolicyError, match="needs the backward of all losses in one graph"):
         total(model(net()[1])).backward()
+
+
+class Branches(nn.Module):
+    """Three losses, of which a branch is reached by the first and the last, and each head by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.trunk(x).tanh()
+        b = self.branch(h).tanh()
+        return tuple(head(t).square().mean() for head, t in zip(self.heads, (b, h, b), strict=True))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_records_have_the_numbers_of_the_losses(sampled: bool) -> None:
+    plain, x = Branches().double(), torch.randn(5, 3, dtype=torch.float64)
+    observe = Observe("max_abs", every=2) if sampled else Observe("max_abs")
+    seen = [observe, WeighLosses(MGDA()), observe]
+    model = gr.transform(copy.deepcopy(plain), gr.on("gradient:*", seen))
+    wanted: dict[str, float] = {}
+    parameters = dict(plain.named_parameters())
+    for k, loss in enumerate(plain(x)):
+        found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+        suffix = f".{k + 1}" if k else ""
+        wanted |= {
+            f"max_abs{suffix}@gradient:{name}": float(g.abs().max())
+            for name, g in zip(parameters, found, strict=True)
+            if g is not None
+        }
+    torch.stack(model(x)).sum().backward()
+    records = {key: value for key, value in model.monitor.latest().items() if key.startswith("max_abs")}
+    of_sums = {f"max_abs.4@gradient:{name}": float(p.grad.abs().max()) for name, p in model.named_parameters()}
+
+    assert records == pytest.approx(wanted | of_sums)
+
+
+@pytest.mark.parametrize("site", ["gradient:trunk.weight", "error:/tanh"])
+def test_keep_in_front_of_several_losses_is_refused(site: str) -> None:
+    policy = [gr.on(site, Keep()), gr.on("gradient:trunk.*", WeighLosses(MGDA()))]
+    model = gr.transform(Branches(), policy)
+    with pytest.raises(gr.PolicyError, match=rf"{site}: Keep\(\) is asked for the gradient of each loss"):
+        model(torch.randn(5, 3))
+
+    behind = gr.transform(Branches(), gr.on("gradient:trunk.weight", [WeighLosses(MGDA()), Keep()]))
+    torch.stack(behind(torch.randn(5, 3))).sum().backward()
+    ((_, kept),) = behind.monitor.kept().items()
+    torch.testing.assert_close(kept, behind.trunk.weight.grad)

@@ -470,3 +470,67 @@ def test_two_groups_of_one_name_are_refused() -> None:
     model = gr.transform(nn.Linear(3, 1), policy)
     with pytest.raises(gr.PolicyError, match=r"the groups 1 and '1' are two, .* one name, group:1; give one"):
         model(example(1.0).float())
+
+
+@pytest.mark.parametrize("reader", ["gradient:1.weight", "error:0", "step:1.weight"])
+def test_a_state_that_is_set_at_another_site_is_refused(reader: str) -> None:
+    scale = gr.State(name="scale")
+
+    def follow(g: Tensor) -> Tensor:
+        scale.set(g.abs().amax())
+        return g
+
+    for policy in (
+        [gr.on("gradient:0.weight", follow), gr.on(reader, lambda g: g * scale)],
+        [gr.on(reader, lambda g: g * scale), gr.on("gradient:0.weight", follow)],
+    ):
+        model = gr.transform(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), policy)
+        optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        with pytest.raises(gr.PolicyError, match=f"{reader}: a gr.State 'scale' is read here and set at gradient:0"):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+
+def following(site: str) -> gr.RewrittenModule:
+    mean = gr.State(name="mean")
+
+    def follow(g: Tensor) -> Tensor:
+        mean.set((mean + g.abs().amax()) / 2)
+        return g * mean
+
+    return gr.transform(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), gr.on(site, follow))
+
+
+def steps(model: gr.RewrittenModule, *, guarded: bool = False) -> None:
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model) if guarded else None
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("other", ["gradient:1.weight", "step:0.weight"])
+def test_the_state_of_another_policy_is_told(other: str, used: bool, guarded: bool) -> None:
+    first = following("gradient:0.weight")
+    steps(first)
+    model = following(other)
+    guarded = guarded or other.startswith("step")
+    if used:
+        steps(model, guarded=guarded)
+    gr.load_state_dict(model, gr.state_dict(first))
+    lacks, left = f"it lacks {other}/mean, which began anew", "no action has used its gradient:0.weight/mean"
+    with pytest.warns(gr.RewriteWarning, match=f"of another policy: {lacks}; {left}"):
+        steps(model, guarded=guarded)
+    steps(model, guarded=guarded)  # once
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_the_state_of_the_same_policy_is_not_told(used: bool) -> None:
+    for site in ("gradient:0.weight", "step:0.weight"):
+        first, model = following(site), following(site)
+        for one in (first, *([model] if used else [])):
+            steps(one, guarded=True)
+        gr.load_state_dict(model, gr.state_dict(first))
+        steps(model, guarded=True)
