@@ -20,6 +20,7 @@ from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, find_key, h
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.graph_uses import GraphUses, grouped
+from gradrewrite.backends.live_tensors import LiveTensors
 from gradrewrite.backends.region_calls import RegionCall, current_region
 from gradrewrite.backends.runtime_wrapper import RewrittenBackward
 from gradrewrite.backends.session import Session
@@ -158,6 +159,7 @@ class GraphCompilation:
     asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
     written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
     written_at: tuple[int, ...] = ()  # their positions among the inputs of the forward
+    live: LiveTensors | None = None  # None where nothing of the user's is closed over
     store: _StoredCompilation | None = None  # None where AOTAutograd's cache is not used
 
     @property
@@ -197,6 +199,7 @@ class GraphCompilation:
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
         self.written = self._written_buffers(graph)
+        self.live = self._live_tensors(result)
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
         if result.replay_graph is not None:
             if self.engine.draws_from_seeds and result.replay_graph.is_random:
@@ -204,6 +207,16 @@ class GraphCompilation:
             self.forwards = PendingForwards(result.replay_graph)
             self.result = replace(result, replay_graph=None)  # it lives as long as it can be used
         self.report()
+
+    def _live_tensors(self, result: RewriteResult) -> LiveTensors | None:
+        """Watch the user's tensors: what is ours changes as it has to."""
+        own = {id(tensor) for tensor in self.session.config.states.own_tensors()}
+        given = {name: t for name, t in result.live.items() if id(t) not in own and not t.is_inference()}
+        if not given or self.session.config.loss_scale is not None:
+            return None
+        live = LiveTensors(given, self.session.warnings.warn_once)
+        live.note_names({**self.session.names.parameters, **self.session.names.buffers})
+        return live
 
     def _written_buffers(self, graph: fx.Graph) -> frozenset[str]:
         given = aot_autograd.plain_inputs(graph)
@@ -369,18 +382,24 @@ class GraphCompilation:
 
     def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
         """Let a compiled forward record the inputs of each call, and copy the buffers it writes, if they are needed."""
-        if self.result is None or (self.forwards is None and self.region is None and not self.written_at):
+        is_followed = self.forwards is not None or self.region is not None or self.live is not None
+        if self.result is None or not (is_followed or self.written_at):
             return compiled
-        uses, session, is_checked, written = self.uses, self.session, bool(self.result.outputs.checks), self.written_at
+        uses, session, live, written = self.uses, self.session, self.live, self.written_at
+        is_checked = bool(self.result.outputs.checks)
 
         def run(args: list[Any]) -> Any:
             copies = session.buffers.copy({n: args[n] for n in written}) if written and session.keeps_buffers else {}
             forwards = uses.of_forward().forwards
-            if forwards is None or not (is_checked or self.is_replayed):
-                return compiled(args)
-            begun = forwards.begin(args, session.recorder.begin_forward(), copies)
+            begun = None
+            if forwards is not None and (is_checked or self.is_replayed):
+                begun = forwards.begin(args, session.recorder.begin_forward(), copies)
+            given = list(args) if live is not None else ()  # compiled code empties its list
             outputs = compiled(args)
-            forwards.end(begun, names, outputs)
+            if forwards is not None and begun is not None:
+                forwards.end(begun, names, outputs)
+            if live is not None:
+                live.note_call(given, outputs)
             return outputs
 
         return aot_autograd.boxed(run)
@@ -391,11 +410,25 @@ class GraphCompilation:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         num_outputs = editing.release(gm.graph)
         lifted = editing.lift_live(gm)
+        if self.live is not None:
+            self.live.readers = self._readers_of(gm, [name for name, _ in lifted])
         gm.recompile()
         compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
         if self.store is not None:
             self.store.backward_interface = (tuple(names), num_outputs)
         return self.wrap_backward(compiled, names, num_outputs, [self.result.live[name] for name, _ in lifted])
+
+    def _readers_of(self, gm: fx.GraphModule, names: Sequence[str]) -> dict[str, str]:
+        """Return the first site that reads each live tensor."""
+        assert self.result is not None
+        sites = {node: str(edit.site) for edit in self.result.edits for node in edit.nodes}
+        placeholders = {name.lstrip("_"): name for name in names}
+        found: dict[str, str] = {}
+        for node in gm.graph.find_nodes(op="placeholder"):
+            readers = [sites[user.name] for user in node.users if user.name in sites]
+            if readers and node.name in placeholders:
+                found[placeholders[node.name]] = readers[0]
+        return found
 
     def wrap_backward(
         self, compiled: Runnable, names: Sequence[str], num_outputs: int, live: Sequence[Tensor] = ()
@@ -414,6 +447,7 @@ class GraphCompilation:
                 self.engine.overwrites_outputs,
                 self.parallelism,
                 self.measured,
+                self.live,
             )
         )
 

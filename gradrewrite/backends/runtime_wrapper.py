@@ -11,6 +11,7 @@ from torch import Tensor
 from gradrewrite._compat import dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_uses import GraphUse
+from gradrewrite.backends.live_tensors import LiveTensors
 from gradrewrite.backends.session import Session
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warnings_in_parts
@@ -30,6 +31,7 @@ class RewrittenBackward:
     copies_packs: bool  # the next call overwrites its outputs
     parallelism: DataParallelism
     measured: Measured
+    live_calls: LiveTensors | None = None  # None where nothing of the user's is closed over
 
     def __call__(self, args: list[Any]) -> Any:
         """Run; gradients are returned, records go to the session's recorder."""
@@ -39,6 +41,9 @@ class RewrittenBackward:
         if not session.has_model:
             session.check_rules()
             session.graphs.note_parallelism(self.parallelism)
+            session.warnings.flush_warnings()
+        if self.live_calls is not None:
+            self.live_calls.note_backward(args)
             session.warnings.flush_warnings()
         backward = session.recorder.step_backward()
         session.note_backward(backward)

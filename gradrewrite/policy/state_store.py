@@ -174,6 +174,10 @@ class StateStore:
         with fake_tensors.outside_of_transforms():
             source.load_state_dict(own)
 
+    def own_tensors(self) -> list[Tensor]:
+        """Return the tensors of states and schedules."""
+        return [*self._tensors.values(), *(found.tensor for found in self._schedules.values())]
+
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
         """Return the 0-d tensor on a device that follows a schedule, float64 where the device has that."""
         key = (schedule, device)

@@ -1,0 +1,73 @@
+"""Closed-over tensors of a backward graph, which it reads when it runs, not when its forward did."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradrewrite._compat.autograd import keeps_graph
+
+_MAX_PENDING = 16  # forwards without a backward that are kept in mind
+_CHANGED = (
+    "{}: {} has changed since the forward of this backward, and another forward has run since then: an action reads "
+    "what it closes over when the backward runs, so that the backwards of both act with its last value. Call backward "
+    "before it changes, or let the model return it, so that each call has a value of its own"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    number: int
+    versions: tuple[int, ...]  # of the tensors, behind the forward
+    storages: frozenset[int]  # of all that it was given and made, by which its backward is known
+
+
+class LiveTensors:
+    """The closed-over tensors of one graph, and the calls of its forward that have no backward yet."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], warn: Callable[[str, str], None]) -> None:
+        """Watch tensors; ``warn`` takes a key and a text."""
+        self._tensors, self._warn = tensors, warn
+        self.readers: Mapping[str, str] = {}  # sites that read them; set when the backward is compiled
+        self._names: Mapping[str, str] = {}
+        self._calls: list[_Call] = []
+        self._number = 0  # of the last forward
+        self._lock = threading.Lock()  # threads may train one model
+
+    def note_names(self, names: Mapping[int, str]) -> None:
+        """Take names of buffers and parameters, by identity."""
+        self._names = {key: names[id(t)] for key, t in self._tensors.items() if id(t) in names}
+
+    def note_call(self, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note a forward that has run."""
+        with self._lock:
+            self._number += 1
+            self._calls = self._calls[1 - _MAX_PENDING :]
+            self._calls.append(_Call(self._number, self._versions(), _storages_of([*args, *outputs])))
+
+    def note_backward(self, args: Sequence[Any]) -> None:
+        """Warn where a tensor has changed since the forward, and another forward has run since then."""
+        with self._lock:
+            if not self._calls:
+                return
+            storages = _storages_of(args)
+            own = max(reversed(self._calls), key=lambda call: len(call.storages & storages))
+            if not keeps_graph():
+                self._calls.remove(own)
+            if own.number == self._number:
+                return
+        for (key, tensor), before in zip(self._tensors.items(), own.versions, strict=True):
+            if tensor._version != before:
+                what = self._names.get(key, f"a tensor of shape {tuple(tensor.shape)}")
+                self._warn(f"live {key}", _CHANGED.format(self.readers.get(key, "an action"), what))
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple([tensor._version for tensor in self._tensors.values()])
+
+
+def _storages_of(values: Sequence[Any]) -> frozenset[int]:
+    return frozenset([t.untyped_storage()._cdata for t in values if isinstance(t, Tensor)])
