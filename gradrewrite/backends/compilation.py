@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
 from gradrewrite._utils.formatting import listed
+from gradrewrite.backends.call_counts import PartOfForward
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, find_key, hash_of_answers
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
@@ -122,6 +123,7 @@ def marking(
             parallelism=data_parallel.parallelism_around(session.names.all_modules()),
             region=region,
             measured=measured,
+            calls_before={} if is_whole or region is not None else dict(session.calls.counts),
         )
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
@@ -157,6 +159,8 @@ class GraphCompilation:
     result: RewriteResult | None = None  # None before the rewrite, and for a graph without gradients
     forwards: PendingForwards | None = None  # None where nothing is checked
     asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
+    calls_before: Mapping[str, int] = field(default_factory=dict)  # in other graphs of the forward, by name
+    part: PartOfForward | None = None  # None for a graph of a whole call of the model, or of a region
     written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
     written_at: tuple[int, ...] = ()  # their positions among the inputs of the forward
     live: LiveTensors | None = None  # None where nothing of the user's is closed over
@@ -177,7 +181,17 @@ class GraphCompilation:
         """Return a joint graph with its probes' values, inputs and layouts."""
         number = 0 if self.region is None else self.region.number
         is_whole = self.is_whole and self.region is None
-        given = graph, self.values, self.inputs, self.is_last, number, is_whole, self.outputs, self.layouts
+        given = (
+            graph,
+            self.values,
+            self.inputs,
+            self.is_last,
+            number,
+            is_whole,
+            self.outputs,
+            self.layouts,
+            self.calls_before,
+        )
         return MarkedJointGraph(*given)
 
     def rewrite(self, graph: fx.Graph) -> None:
@@ -298,6 +312,9 @@ class GraphCompilation:
         self.session.sampling.note(self.result.answers)
         self.session.note_skips(edit.action for edit in self.result.edits)
         self.session.has_checks |= bool(self.result.outputs.checks)
+        if not self.is_whole and self.region is None:
+            given = self.frame, self.calls_before, self.result.sites, self.session.config.policy
+            self.part = PartOfForward.of(*given)
         self.session.graphs.note(self._graph_report())
         self.session.rules.note_forms(self.result.saved)
         self._note_warnings(self.result)
@@ -382,13 +399,15 @@ class GraphCompilation:
 
     def wrap_forward(self, compiled: Runnable, names: Sequence[str]) -> Runnable:
         """Let a compiled forward record the inputs of each call, and copy the buffers it writes, if they are needed."""
-        is_followed = self.forwards is not None or self.region is not None or self.live is not None
+        is_followed = self.region is not None or any(x is not None for x in (self.forwards, self.live, self.part))
         if self.result is None or not (is_followed or self.written_at):
             return compiled
         uses, session, live, written = self.uses, self.session, self.live, self.written_at
-        is_checked = bool(self.result.outputs.checks)
+        is_checked, part = bool(self.result.outputs.checks), self.part
 
         def run(args: list[Any]) -> Any:
+            if part is not None:
+                part.run(session.calls)
             copies = session.buffers.copy({n: args[n] for n in written}) if written and session.keeps_buffers else {}
             forwards = uses.of_forward().forwards
             begun = None
@@ -496,7 +515,15 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
         return None
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
     outputs = None if compilation.outputs is None else sorted(compilation.outputs)
-    further = compilation.is_last, sorted(compilation.returned), outputs, engine.overwrites_outputs, compilation.region
+    counts = sorted(compilation.calls_before.items())
+    further = (
+        compilation.is_last,
+        sorted(compilation.returned),
+        outputs,
+        engine.overwrites_outputs,
+        compilation.region,
+        counts,
+    )
     return find_key(*given, *further, compilation.measured, compilation.is_replayed)
 
 

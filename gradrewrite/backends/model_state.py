@@ -105,6 +105,7 @@ class ModelState:
 
     def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an entry point. The hooks of ``fully_shard`` cannot be traced, and run around the forward's graph."""
+        self.session.calls.begin()
         with self._buffers_watched():
             return self._call_any(model, method, args, kwargs)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import PendingWarnings
+from gradrewrite.backends.call_counts import ForwardCalls
 from gradrewrite.backends.compiled_graphs import MANY, CompiledGraphs
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
@@ -48,6 +49,7 @@ class Session:
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
         self.buffers = WrittenBuffers(recorder)
+        self.calls = ForwardCalls()
         self.has_checks = False  # whether something is checked in a graph
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
@@ -91,6 +93,8 @@ class Session:
 
     def note_backward(self, backward: int) -> None:
         """Tell the guards of a backward, and the checks of rules."""
+        if not self.has_model:
+            self.calls.begin()  # no entry point tells of a forward
         guards = self.recorder.guards
         for guard in guards:
             guard.count_backward(backward)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from gradrewrite.ir.values import ModuleCall, Value, shape_of
 from gradrewrite.sites import Kind, Site
 
 
-def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Callable[[Kind], Site]]:
+def name_values(
+    values: Sequence[Value], calls_before: int = 0, counts: Mapping[str, int] = MappingProxyType({})
+) -> dict[int, Callable[[Kind], Site]]:
     """Name the values of a graph after tracing; return functions from kind to site, by number.
 
-    Two names for one value are one. Calls of modules and ops are counted on from ``calls_before`` of the graph.
+    Two names for one value are one. Calls of modules and ops are counted on from ``calls_before`` of the graph, and
+    from ``counts`` of calls in other graphs, by name.
     """
     for value in values:
         first = value.same_as
@@ -28,14 +32,14 @@ def name_values(values: Sequence[Value], calls_before: int = 0) -> dict[int, Cal
             first.taps += value.taps
             first.identities += value.identities
     named = {n: value for n, value in enumerate(values) if value.same_as is None and not value.is_unused_selection}
-    names = _Namer(list(named.values()), calls_before)
+    names = _Namer(list(named.values()), calls_before, counts)
     return {n: partial(names.site, value) for n, value in named.items()}
 
 
 class _Namer:
     """Gives values their names: first the calls of modules and ops are counted, then sites are made."""
 
-    def __init__(self, values: Sequence[Value], calls_before: int) -> None:
+    def __init__(self, values: Sequence[Value], calls_before: int, counts: Mapping[str, int]) -> None:
         self._values = values
         self._outputs: dict[ModuleCall, list[Value]] = defaultdict(list)
         self._call_number: dict[ModuleCall, int] = {}
@@ -68,15 +72,19 @@ class _Namer:
             taken.add(chosen)
             self._address[id(value)] = list(dict.fromkeys([chosen, *given, *produced, op]))
             self._inside[id(value)] = (module, self._call_number[value.calls[-1]] if value.calls else 0)
-        if calls_before:
-            self._count_on(calls_before)
+        if calls_before or counts:
+            self._count_on(calls_before, counts)
 
-    def _count_on(self, calls_before: int) -> None:
-        last = dict(sorted(address for found in self._address.values() for address in found))
+    def _count_on(self, calls_before: int, counts: Mapping[str, int]) -> None:
+        def moved(known: Iterable[tuple[str, int]]) -> Callable[[tuple[str, int]], tuple[str, int]]:
+            last = dict(sorted(known))
+            return lambda at: (at[0], at[1] + calls_before * (last[at[0]] + 1) + counts.get(at[0], 0))
+
+        move = moved(address for found in self._address.values() for address in found)
         for found in self._address.values():
-            found[:] = [(name, call + calls_before * (last[name] + 1)) for name, call in found]
-        last = dict(sorted(self._inside.values()))
-        self._inside = {key: (name, n + calls_before * (last[name] + 1)) for key, (name, n) in self._inside.items()}
+            found[:] = map(move, found)
+        move = moved(self._inside.values())
+        self._inside = {key: move(at) for key, at in self._inside.items()}
 
     def site(self, value: Value, kind: Kind) -> Site:
         addresses = [*self._address[id(value)]]

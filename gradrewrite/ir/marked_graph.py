@@ -26,3 +26,4 @@ class MarkedJointGraph:
     returned: frozenset[int] | None = None
     # of these inputs and of their gradients, where they are DTensors
     layouts: InputLayouts = field(default_factory=InputLayouts)
+    counts: Mapping[str, int] = field(default_factory=dict)  # calls in other graphs before it, by module and op

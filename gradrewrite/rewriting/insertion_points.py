@@ -64,7 +64,7 @@ def _points_of_values(
     regenerated = aot_autograd.regenerated_outputs(marked.graph)
     points: list[InsertionPoint] = []
     outside: list[Site] = []
-    for number, site_at in name_values(marked.values, marked.call).items():
+    for number, site_at in name_values(marked.values, marked.call, marked.counts).items():
         value, forward, marker = marked.values[number], activations.get(number), errors.get(number)
         if forward is not None:
             site, node = site_at("activation"), forward.all_input_nodes[0]

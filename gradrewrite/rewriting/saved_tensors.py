@@ -38,7 +38,7 @@ class SavedTensors:
         self._graph = graph
         self._numbers = attribute_nodes(graph, backward_names(graph))
         self._values = marked.values
-        self._site_at = name_values(marked.values, marked.call)
+        self._site_at = name_values(marked.values, marked.call, marked.counts)
         self._own = set(graph.nodes)  # of the model; what is inserted later is no site
         self._bases: dict[int, fx.Node] = {}  # nodes that make memory, by its key
         self._outside: set[int] = set()  # memory of inputs
