@@ -22,6 +22,7 @@ from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.diagnostics.causes import Cause, Outcome
+from gradrewrite.diagnostics.constant_answers import Targets
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
@@ -268,13 +269,14 @@ class _Trainer:
         losses: list[float] = []
         sizes: dict[int, float] = {}
         failure, remark, recurrent = None, "", frozenset[str]()
+        targets = Targets()
         progress = current_progress()
         progress.begin(stage, self.steps)
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RewriteWarning)  # graph breaks and the like are among the remarks
             for batch in batches:
                 model.zero_grad()
-                value = self._loss(rewritten, batch)
+                value = self._loss(rewritten, batch, targets)
                 value.backward()
                 losses.append(float(value.detach()))
                 real = [t.detach() for t in tensors_in(batch) if t.is_floating_point() and t.numel()]
@@ -297,7 +299,8 @@ class _Trainer:
                 self.graph = None if state.session.graphs.joint is None else shown(state.session.graphs.joint, model)
         sites = {str(site): site for graph in rewritten.explain().graphs for site in graph.sites}
         remarks = (*_remarks(rewritten), *([remark] if remark else []))
-        return rewritten.monitor, losses, Evidence(sites, failure, sizes, optimizer is not None, recurrent, remarks)
+        trained, constant = optimizer is not None, targets.constant_loss
+        return rewritten.monitor, losses, Evidence(sites, failure, sizes, trained, recurrent, remarks, constant)
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         memo: dict[int, Any] = {}
@@ -316,11 +319,12 @@ class _Trainer:
             raise TypeError("gr.diagnose: LBFGS calls the model by itself; take another optimizer for the diagnosis")
         return model, optimizer
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def _loss(self, model: nn.Module, batch: Any, targets: Targets) -> Tensor:
         output = _call(model, batch, has_loss=self.loss is not None)
         value = output if isinstance(output, Tensor) else getattr(output, "loss", output)
         if self.loss is not None:
-            value = self.loss(output, batch)
+            with targets:
+                value = self.loss(output, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(

@@ -20,7 +20,7 @@ class Cause:
 
     Attributes:
         kind: One of ``Kind``.
-        site: Where, as ``error:wh``; ``""`` if nowhere.
+        site: Where, as ``error:wh``, with the number of the call where only that one is meant; ``""`` if nowhere.
         source: The line of the forward behind it, ``file:line "code"``; ``""`` if it is not known.
         factor: By how much an error grows per layer or call on its way back, or a value exceeds its usual size, or a
             clip leaves; NaN where there is none.

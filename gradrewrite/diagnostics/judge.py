@@ -21,6 +21,7 @@ from gradrewrite.errors import NonFiniteError
 from gradrewrite.sites import Site
 
 LEARNS, DIVERGES = 0.02, 0.1  # of the first loss; and twice the noise of both ends
+HALF = 0.5  # of the first loss
 MIN_LOSSES = 4
 OUTLIER = 30.0  # times the median size of the other steps
 LARGE_BATCH = 10.0  # times the median of the largest values of the batches
@@ -42,6 +43,7 @@ class Evidence:
     is_trained: bool = True  # whether parameters were updated
     recurrent: frozenset[str] = frozenset()  # modules whose calls read what their calls before returned
     remarks: tuple[str, ...] = ()  # what is no fault
+    constant_loss: float = math.nan  # of the best constant answer, where targets are classes; NaN if not known
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
@@ -49,7 +51,8 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
 
     It learns, or diverges, where the mean of the last losses (a fifth of them, at most 10) is lower by 2 %, or higher
     by 10 %, than that of the first, and by more than twice the standard error of the difference (from the median of
-    the differences between neighbors, which a trend does not enlarge); else it stalls.
+    the differences between neighbors, which a trend does not enlarge); else it stalls. A loss that has halved has
+    fallen, whatever its noise.
     Without a loss, or with fewer than 4, nothing is known. Errors that are dropped on the way back are no outcome.
     """
     loss, bad = loss_series(run), harmful_steps(run)
@@ -60,13 +63,18 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
     values = [] if loss is None else [value for value in loss.values if math.isfinite(value)]
     if len(values) < MIN_LOSSES:
         return "unknown"
-    count = max(1, min(10, len(values) // 5))
-    first, last = values[:count], values[-count:]
-    begin, fall = abs(mean_of(first)), mean_of(first) - mean_of(last)
-    noise = 2 * math.hypot(_noise(first), _noise(last)) / math.sqrt(count)
-    if fall > max(noise, LEARNS * begin):
+    begin, fall, noise = _fall_of(values)
+    if fall > max(noise, LEARNS * begin) or fall >= HALF * begin > 0:
         return "learns"
     return "diverges" if -fall > max(noise, DIVERGES * begin) else "stalls"
+
+
+def _fall_of(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the size of the first losses, by how much the last are lower, and twice the standard error of that."""
+    count = max(1, min(10, len(values) // 5))
+    first, last = values[:count], values[-count:]
+    noise = 2 * math.hypot(_noise(first), _noise(last)) / math.sqrt(count)
+    return abs(mean_of(first)), mean_of(first) - mean_of(last), noise
 
 
 def _noise(values: Sequence[float]) -> float:
@@ -86,6 +94,11 @@ class Judge:
         """
         self.run, self.findings, self.sites, self.evidence = run, findings, sites, evidence
         self.outcome = outcome_of(run, evidence.is_trained)
+        loss = loss_of(run)
+        # A fall to the loss of a constant answer is made by the last bias alone.
+        constant = evidence.constant_loss
+        is_above = loss is not None and loss.last >= constant - max(LEARNS * constant, 2 * loss.noise)
+        self.is_constant = self.outcome == "learns" and is_above
         self.learns = self.outcome == "learns" and not is_higher
         self.steps: Sequence[Step] = judged_steps(run) if run.steps else ()
         self.chains = chains_of(run, self.steps)
@@ -102,7 +115,21 @@ class Judge:
         """The outcome and the span of the loss, from means of its ends."""
         loss = loss_of(self.run)
         span = "" if loss is None else f": loss {words(loss.first)} -> {words(loss.last)} in {loss.steps} steps"
-        return f"{_OUTCOMES[self.outcome]}{span}."
+        if self.is_constant:
+            known = words(self.evidence.constant_loss)
+            return f"It learns no more than the best constant answer, whose loss is {known}{span}."
+        return f"{_OUTCOMES[self.outcome]}{span}{self._noise_text()}."
+
+    def _noise_text(self) -> str:
+        """How large the noise is, where the loss falls by less than that, or halves in spite of it."""
+        series = loss_series(self.run)
+        values = [] if series is None else [value for value in series.values if math.isfinite(value)]
+        if self.outcome not in ("learns", "stalls") or len(values) < MIN_LOSSES:
+            return ""
+        begin, fall, noise = _fall_of(values)
+        if LEARNS * begin < fall <= noise:
+            return f"; a fall of {words(fall)}, within the noise of {words(noise)}"
+        return ""
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first."""
@@ -122,6 +149,8 @@ class Judge:
                 found = found or self.low_clips()
         elif not self.learns and not is_grave:
             found = found or self.hidden_layer()
+        if self.outcome == "learns":
+            found = found or self.vanishing()
         if self.learns or not is_grave:
             found = found or self.spike()
         return tuple(found)
@@ -129,7 +158,7 @@ class Judge:
     def _cause(self, kind: Kind, site: str, factor: float, step: int, text: str, advice: str, *rules: str) -> Cause:
         known = self.evidence.sites.get(site)
         source = "" if known is None else known.source
-        return Cause(kind, site.partition("#")[0], source, factor, step, text, advice, rules)
+        return Cause(kind, site, source, factor, step, text, advice, rules)
 
     def _found(self, kind: Kind, findings: Sequence[Finding], factor: float = math.nan) -> list[Cause]:
         """Return the cause in the first finding."""
@@ -161,7 +190,8 @@ class Judge:
             finding = replace(finding, text=f"{finding.text} {late.action} at {late.site} acts after that, {left}.")
         if self.bound == math.inf:
             finding = replace(finding, suggestion=f"{finding.suggestion}\n{_ALL_GRADIENTS}")
-        return self._found("exploding", [replace(finding, site=chain.sites[-1])], factor_of(chain))
+        site = chain.sites[-1].partition("#")[0] if chain.module else chain.sites[-1]
+        return self._found("exploding", [replace(finding, site=site)], factor_of(chain))
 
     def one_layer(self) -> list[Cause]:
         """One layer with far larger growth than the others."""
@@ -265,9 +295,8 @@ class Judge:
         failure = self.evidence.failure
         if failure is None:
             return self._found("non-finite op", [one for one in self.findings if one.kind in NON_FINITE])
-        text = f"{str(failure).partition('; just before it')[0]}."
-        site = str(failure.site).partition("#")[0]
-        cause = Cause("non-finite op", site, failure.source, math.nan, failure.step, text, _MEND)
+        text = f"{failure.text.partition('; just before it')[0]}."
+        cause = Cause("non-finite op", str(failure.site), failure.source, math.nan, failure.step, text, _MEND)
         if skips_updates(self.run):
             return [cause]
         skips = f"{_MEND} The suggested rule skips such updates, with gr.guard(optimizer, model)."
@@ -287,7 +316,7 @@ class Judge:
     def vanishing(self) -> list[Cause]:
         """Vanishing errors."""
         for chain in self.chains:
-            if chain.vanishes:
+            if chain.vanishes and (self.outcome != "learns" or chain.sizes[-1] > 0):  # zeros may be masked on purpose
                 return self._found("vanishing", [growth.vanishing(self.steps, chain)], factor_of(chain))
         return []
 

@@ -188,3 +188,46 @@ def test_doctor_reads_what_the_monitor_writes(tmp_path: Path, capsys: pytest.Cap
     assert shown == [finding.to_json() for finding in model.monitor.diagnose()]
     assert cli.main(["doctor", str(tmp_path / "run.jsonl")]) == 0
     assert capsys.readouterr().out.startswith("Vanishing gradients\n\nErrors vanish on the way back")
+
+
+def classified(depth: int) -> tuple[nn.Module, list[Any]]:
+    """Sigmoid layers, and batches with classes of which one is frequent, so that a bias alone lowers the loss."""
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.Sigmoid())]
+    draw = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    batches = [
+        (torch.randn(64, 16, generator=draw), torch.multinomial(shares, 64, True, generator=draw)) for _ in range(100)
+    ]
+    return nn.Sequential(*layers, nn.Linear(16, 4)), batches
+
+
+def test_a_loss_that_falls_by_the_bias_of_the_head_alone_hides_no_vanishing_error() -> None:
+    net, batches = classified(14)
+    found = gr.diagnose(
+        net,
+        batches,
+        loss=lambda out, batch: nn.functional.cross_entropy(out, batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.03),
+        steps=100,
+    )
+
+    assert [cause.kind for cause in found.causes] == ["vanishing"]
+    assert found.outcome == "learns"
+    assert "It learns no more than the best constant answer, whose loss is 0.9" in str(found)
+
+
+def test_call_numbers_of_causes_and_no_help_in_verdicts() -> None:
+    class Divides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x) / 2
+            return (h / (0 * h)).sum()
+
+    found = gr.diagnose(Divides(), [torch.randn(4, 3)], steps=3)
+    (cause,) = found.causes
+
+    assert cause.site == "activation:/truediv#1"
+    assert "help: troubleshooting" not in str(found)

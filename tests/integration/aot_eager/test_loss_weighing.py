@@ -185,16 +185,16 @@ def test_sampled_losses_beside_weighed_ones() -> None:
     clips = [gr.on("error:two", ClipByNorm(0.1)), gr.on("gradient:[ot]*", WeighLosses(UPGrad()))]
     observe = [gr.on("error:two", every[:2]), gr.on("gradient:[ot]*", every)]
     model, gradients = weighed([*observe, *clips], monitor=gr.Monitor(sample=1))
-    always = {key for key in model.monitor.latest() if key.startswith(("max_abs", "norm.2", "norm.4", "loss_weight"))}
+    always = {key for key in model.monitor.latest() if key.startswith(("max_abs", "norm.3", "norm.4", "loss_weight"))}
     again = step(model, net()[1])
     between = model.monitor.latest()
 
     assert_same(again, gradients, 0.0)
     assert [report.measured for report in model.explain().graphs] == ["all", "every step"]
     assert not any(key.startswith("loss_norm_0@gradient") for key in between)
-    assert {"loss_weight_1@group:default", "norm.2@error:two"} <= always
+    assert {"loss_weight_1@group:default", "norm.3@error:two"} <= always
     assert always <= between.keys()
-    assert not any(key.startswith("norm.3") for key in between)
+    assert not any(key.startswith("norm.2") for key in between)
     assert_same(gradients, weighed(clips)[1], 0.0)
 
 

@@ -91,7 +91,7 @@ def test_a_likelihood_that_falls_without_end_is_no_growth() -> None:
 def test_a_layer_that_is_known_by_its_second_call_alone() -> None:
     found = verdict_on(layers({"a": 300.0, "b": 300.0, "c#1": 0.1, "d": 0.1, "e": 0.1}))
 
-    assert [(cause.kind, cause.site) for cause in found.causes] == [("one layer", "error:c")]
+    assert [(cause.kind, cause.site) for cause in found.causes] == [("one layer", "error:c#1")]
     assert found.code == ('gr.on("error:b", ClipByNorm(0.2))',)
 
 
@@ -120,3 +120,41 @@ def test_many_calls_in_few_steps_are_no_habit() -> None:
     assert [one.text.partition(", and")[0] for one in long.findings] == [
         "The clip by norm at error:c x 40, with the bound 1, acts in 100 % of 20 steps"
     ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "outcome", "noise"),
+    [
+        ([2.0 + 1.5 * (-1) ** n for n in range(25)] + [0.9 + 1.5 * (-1) ** n for n in range(25)], "learns", True),
+        ([2.0 + 1.5 * (-1) ** n for n in range(25)] + [1.6 + 1.5 * (-1) ** n for n in range(25)], "stalls", True),
+        ([2.0 - 0.03 * n for n in range(50)], "learns", False),
+        ([2.0] * 50, "stalls", False),
+    ],
+)
+def test_noise_is_said_as_noise(losses: list[float], outcome: str, noise: bool) -> None:
+    found = verdict_on(run_of(losses))
+
+    assert found.outcome == outcome
+    if outcome == "stalls":
+        assert ("within the noise of" in found.text) == noise
+
+
+def test_a_fall_to_the_loss_of_a_constant_answer_is_said() -> None:
+    steps = [
+        step_of(n, {f"norm@error:{layer}": 10.0 ** (layer - 8) for layer in range(9)} | {"loss@run": 1.4 - 0.01 * min(n, 40)})
+        for n in range(50)
+    ]
+    found, other = (verdict_on(steps, Evidence(constant_loss=constant)) for constant in (1.0, 1.2))
+
+    assert [cause.kind for cause in found.causes] == ["vanishing"]
+    assert found.text.startswith("It learns no more than the best constant answer, whose loss is 1: loss 1.38 -> 1")
+    assert (other.outcome, other.kind) == ("learns", "vanishing")
+    assert other.text.startswith("It learns: loss ")
+
+
+def test_errors_that_are_zero_on_purpose_are_no_fault_where_a_run_learns() -> None:
+    steps = [
+        step_of(n, {f"norm@error:{layer}": float(layer < 3) for layer in range(6)} | {"loss@run": 2.0 - 0.03 * n})
+        for n in range(50)
+    ]
+    assert verdict_on(steps).kind == "healthy"
