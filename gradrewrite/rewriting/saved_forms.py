@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from gradrewrite._compat import aot_autograd, make_fx
+from gradrewrite._compat import aot_autograd, make_fx, operators
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.edits import Edit
@@ -225,11 +225,13 @@ class SavedInsertion:
     def _behind_first_reader(self, base: fx.Node) -> fx.Node:
         """Return the node behind a tensor and its first reader in the forward.
 
-        Inductor has put in memory by then what the reader needs there, and does not compute it again for the form.
+        Inductor has put in memory by then what the reader needs there, and does not compute it again for the form. What
+        is written back to inputs, as running statistics are, is written at the end of the joint graph.
         """
         family = self._family(base)
         readers = [u for node in family for u in node.users if not _is_marker(u) and u not in self._closure]
         readers = [reader for reader in readers if self._saved.base_of(reader) is not base and reader.op != "output"]
+        readers = [reader for reader in readers if not operators.written_by(reader)]
         return _behind(min(readers, default=base))
 
     def _family(self, base: fx.Node) -> list[fx.Node]:

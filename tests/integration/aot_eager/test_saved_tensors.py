@@ -918,3 +918,23 @@ def test_a_later_graph_may_have_rows_of_one() -> None:
         model(torch.randn(number, WIDTH)).sum().backward()
 
     assert [len(graph.edits) for graph in model.explain().graphs] == [1, 0]
+
+
+@pytest.mark.parametrize("form", [Store("float32"), Recompute()])
+def test_running_statistics_are_written_behind_the_backward(form: Any) -> None:
+    """1024 channels make statistics that are large enough to be stored."""
+    plain, x = nn.Sequential(nn.Linear(WIDTH, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1)).double(), rows()
+    model = gr.transform(copy.deepcopy(plain), gr.on("saved:*", form))
+    got, wanted = gradients(model, x), gradients(plain, x)
+
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    for name, g in wanted.items():
+        torch.testing.assert_close(got[name], g, rtol=1e-4, atol=1e-5 * largest)
+    for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(b, c), name
+
+
+def test_one_site_that_is_left_alone_has_no_others() -> None:
+    model = gr.transform(chain(2), gr.on("saved:1", Offload()))
+    with pytest.raises(gr.PolicyError, match=r"^saved:1: Offload\(\) leaves them as they are"):
+        model(rows())

@@ -141,7 +141,10 @@ def test_noise_is_said_as_noise(losses: list[float], outcome: str, noise: bool) 
 
 def test_a_fall_to_the_loss_of_a_constant_answer_is_said() -> None:
     steps = [
-        step_of(n, {f"norm@error:{layer}": 10.0 ** (layer - 8) for layer in range(9)} | {"loss@run": 1.4 - 0.01 * min(n, 40)})
+        step_of(
+            n,
+            {f"norm@error:{layer}": 10.0 ** (layer - 8) for layer in range(9)} | {"loss@run": 1.4 - 0.01 * min(n, 40)},
+        )
         for n in range(50)
     ]
     found, other = (verdict_on(steps, Evidence(constant_loss=constant)) for constant in (1.0, 1.2))
