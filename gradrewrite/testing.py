@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def note(self) -> str:
-        """What to know about plain torch.compile on this model; empty where it agrees with eager mode."""
+        """A remark on plain torch.compile; empty if it agrees with eager mode."""
         if self.plain_error <= _LARGEST_PLAIN_ERROR:
             return ""
         return f"plain torch.compile is off eager here, by {self.plain_error:.2g}; the rewritten model is not"
@@ -228,7 +228,7 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
 
 
 def _writes_buffers(model: nn.Module, step: _Step) -> bool:
-    """Whether a step has written other buffers than those of batch normalization, which its backward does not read."""
+    """Whether a step has written buffers, other than those of batch normalization."""
     normalized = {
         id(b) for module in model.modules() if nn_modules.updates_statistics(module) for b in module.buffers()
     }

@@ -153,7 +153,7 @@ def forward_outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def written_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Return the placeholders whose tensors the forward writes: inside of the graph, or after it has run."""
+    """Return the placeholders with written tensors: inside of the graph, or after its run."""
     copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {node.args[0] for node in copies}
     after = [desc.mutated_input for desc in _output_descriptors(graph) if isinstance(desc, InputMutationAOTOutput)]

@@ -22,7 +22,7 @@ Number = int | float | complex
 
 
 def _dtypes(*terms: Tensor | Number) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype in which the ops compute, float32 for half precision, and that of the result."""
+    """Return the dtype of the computation, float32 for half precision, and that of the result."""
     return elementwise_dtypes(*terms, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
 
 

@@ -223,7 +223,7 @@ class GraphCompilation:
         self.report()
 
     def _live_tensors(self, result: RewriteResult) -> LiveTensors | None:
-        """Watch the user's tensors: what is ours changes as it has to."""
+        """Watch the user's tensors, not those of states and schedules."""
         own = {id(tensor) for tensor in self.session.config.states.own_tensors()}
         given = {name: t for name, t in result.live.items() if id(t) not in own and not t.is_inference()}
         if not given or self.session.config.loss_scale is not None:

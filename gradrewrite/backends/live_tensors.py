@@ -1,4 +1,4 @@
-"""Closed-over tensors of a backward graph, which it reads when it runs, not when its forward did."""
+"""Closed-over tensors of a backward graph, read at its run."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class WrittenBuffers:
         return new
 
     def before_call(self, model: nn.Module, *, in_parts: bool) -> list[_Seen]:
-        """Note the buffers of a model before a call; copy what code outside of graphs writes."""
+        """Note the buffers of a model before a call; copy those written outside of graphs."""
         self._begin()
         seen = list(_buffers_of(model))
         if in_parts:
@@ -74,7 +74,7 @@ class WrittenBuffers:
         return seen
 
     def after_call(self, seen: list[_Seen]) -> None:
-        """Note which buffers the call has written or replaced."""
+        """Note the written and the replaced buffers of a call."""
         for one in seen:
             module = one.module()
             now = None if module is None else module._buffers.get(one.name)

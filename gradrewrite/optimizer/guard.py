@@ -520,7 +520,7 @@ class Guard:
         return result
 
     def _restore_buffers(self, skipped: Tensor | None) -> None:
-        """Restore what the forwards of a skipped update wrote to buffers; see ``WrittenBuffers.restore``."""
+        """Restore the buffers after a skipped update; see ``WrittenBuffers.restore``."""
         for written in self._written_buffers:
             written.restore(skipped)
 

@@ -223,7 +223,7 @@ class StateStore:
             self._tell_of_others()
 
     def _tell_of_others(self) -> None:
-        """Warn once, after a whole step, where what was loaded was saved by another policy."""
+        """Warn once, after a whole step, of a loaded state of another policy."""
         missing, left = self._missing, list(self._loaded)
         self._missing = None
         if missing is None or not (missing or left):

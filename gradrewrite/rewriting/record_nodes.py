@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import fx
 from typing_extensions import assert_never
@@ -27,7 +26,8 @@ class RecordNode:
     statistics: tuple[str, ...] = ()
 
 
-class LossOf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LossOf:
     """The loss that a record is of."""
 
     number: int

@@ -133,8 +133,8 @@ ACTIONS: Mapping[str, Sequence[str]] = {
         "CheckFinite('record')", "Keep()", "NanToNum()",
     ),
     "gradient": (
-        "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay", "Observe('max_abs')",
-        "Zero()", "CheckFinite('skip')",
+        "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByGlobalNorm(1e-2)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
+        "Observe('max_abs')", "Zero()", "CheckFinite('skip')", "CheckFinite('skip')",
     ),
     "activation": ("Observe('norm')", "CheckFinite('record')"),
     "saved": ("Recompute()", "Store('float32')"),
@@ -168,7 +168,7 @@ class Composition:
     def draw(cls, seed: int) -> Composition:
         draw = random.Random(seed)
         layers = tuple(draw.choice(list(LAYERS)) for _ in range(draw.randint(1, 3)))
-        way, loop = draw.choice(WAYS), draw.choice(LOOPS)
+        way, loop = draw.choice(WAYS), draw.choice((*LOOPS, "bad batch", "bad batch", "plain"))
         patterns = IN_REGIONS if way == "regions" else PATTERNS
         kinds = draw.choices(list(ACTIONS), k=draw.randint(2, 5))
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]

