@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradrewrite._compat.autograd import keeps_graph
 
+_KEYS = 8  # tensors, at each end of the inputs and of the results
 _MAX_PENDING = 16  # forwards without a backward that are kept in mind
 _CHANGED = (
     "{}: {} has changed since the forward of this backward, and another forward has run since then: an action reads "
@@ -23,7 +25,7 @@ _CHANGED = (
 class _Call:
     number: int
     versions: tuple[int, ...]  # of the tensors, behind the forward
-    storages: frozenset[int]  # of all that it was given and made, by which its backward is known
+    storages: frozenset[int]  # of some of what it was given and made, by which its backward is known
 
 
 class LiveTensors:
@@ -47,15 +49,19 @@ class LiveTensors:
         with self._lock:
             self._number += 1
             self._calls = self._calls[1 - _MAX_PENDING :]
-            self._calls.append(_Call(self._number, self._versions(), _storages_of([*args, *outputs])))
+            given = [a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter)]
+            known = [*given[:_KEYS], *given[-_KEYS:], *outputs[:_KEYS], *outputs[-_KEYS:]]
+            self._calls.append(_Call(self._number, self._versions(), _storages_of(known)))
 
     def note_backward(self, args: Sequence[Any]) -> None:
         """Warn where a tensor has changed since the forward, and another forward has run since then."""
         with self._lock:
             if not self._calls:
                 return
-            storages = _storages_of(args)
-            own = max(reversed(self._calls), key=lambda call: len(call.storages & storages))
+            own = self._calls[-1]
+            if len(self._calls) > 1:
+                storages = _storages_of(args)
+                own = max(reversed(self._calls), key=lambda call: len(call.storages & storages))
             if not keeps_graph():
                 self._calls.remove(own)
             if own.number == self._number:
@@ -70,4 +76,5 @@ class LiveTensors:
 
 
 def _storages_of(values: Sequence[Any]) -> frozenset[int]:
-    return frozenset([t.untyped_storage()._cdata for t in values if isinstance(t, Tensor)])
+    plain = [t for t in values if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+    return frozenset([t.untyped_storage()._cdata for t in plain])

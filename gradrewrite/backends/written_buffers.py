@@ -43,7 +43,6 @@ class WrittenBuffers:
         self._replaced: dict[tuple[int, str], tuple[_Seen, Tensor]] = {}  # by module and name: another tensor now
         self._by_others: set[tuple[int, str]] | None = None  # written by code outside of graphs; None before a call
         self.may_be_scaled = False  # whether a GradScaler may skip updates
-        self.is_pending = False  # whether forwards have run since the last update
 
     @property
     def num_copied(self) -> int:
@@ -58,10 +57,14 @@ class WrittenBuffers:
     def copy(self, buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Copy buffers that are about to be written, unless this was done since the last update; return new copies."""
         self._begin()
-        new = {at: buffer.detach().clone() for at, buffer in buffers.items() if id(buffer) not in self._copied}
+        new = {at: buffer.detach().clone() for at, buffer in buffers.items() if not self._is_copied(buffer)}
         for at, made in new.items():
             self._copied[id(buffers[at])] = _Copied(weakref.ref(buffers[at]), made)
         return new
+
+    def _is_copied(self, buffer: Tensor) -> bool:
+        known = self._copied.get(id(buffer))
+        return known is not None and known.buffer() is buffer
 
     def before_call(self, model: nn.Module, *, in_parts: bool) -> list[_Seen]:
         """Note the buffers of a model before a call; copy those written outside of graphs."""
@@ -79,8 +82,8 @@ class WrittenBuffers:
             module = one.module()
             now = None if module is None else module._buffers.get(one.name)
             if now is not None and now is not one.buffer:
-                self._replaced.setdefault(_key(one), (one, now))
-                self._replaced[_key(one)] = self._replaced[_key(one)][0], now
+                first, _ = self._replaced.get(_key(one), (one, now))
+                self._replaced[_key(one)] = first, now
             elif self._by_others is not None and (
                 one.buffer._version != one.version or nn_modules.updates_statistics(module)
             ):
@@ -114,7 +117,6 @@ class WrittenBuffers:
             self._update = self._recorder.num_updates
             self._copied.clear()
             self._replaced.clear()
-        self.is_pending = True
 
 
 def _select(skipped: Tensor, copy: Tensor, buffer: Tensor) -> None:

@@ -245,6 +245,7 @@ class Guard:
         self._ratios = ratios
         self._agreeing: distributed.ProcessGroup | None = None  # ranks that decided on the last update together
         self._warned_of_no_step = False
+        self._has_new_gradients = False  # whether a backward has run since the last step
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
         self._changes: tuple[tuple[int, ...], int] | None = ((), -1)
         for states in self._states:
@@ -353,6 +354,7 @@ class Guard:
 
     def count_backward(self, backward: int) -> None:
         """Take note of a backward, by its number."""
+        self._has_new_gradients = True
         if self.may_have_step_actions:
             self._losses.note_backward(backward, self.is_cleared)
 
@@ -423,8 +425,8 @@ class Guard:
         self._follow_all()
         self.settle()
         is_scaled = "found_inf" in optimizer.__dict__ or scaler is not None or optimizers.scaler_in_use() is not None
+        self._has_new_gradients = False
         for written in self._written_buffers:
-            written.is_pending = False
             written.may_be_scaled |= is_scaled
         self._warn_of_scaler()
         if scaler is not None and self._step_sites is not None and self._step_sites.may_act:
@@ -530,16 +532,15 @@ class Guard:
 
     def _restore_unless_finite(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore buffers where a GradScaler has not asked an optimizer for an update: it calls no fused one then."""
-        pending = [w for w in self._written_buffers if w.is_pending]
-        if not any(w.may_be_scaled for w in pending):
+        if not self._has_new_gradients:  # those of the last step were judged
+            return
+        self._has_new_gradients = False
+        if not any(written.may_be_scaled for written in self._written_buffers):
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         plain = [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
         if plain:
-            norm = optimizers.foreach_norm(plain, torch.float32).sum()
-            self._restore_buffers((~norm.isfinite()).float())
-        for written in pending:
-            written.is_pending = False
+            self._restore_buffers(_worst(*((~g.isfinite().all()).float() for g in plain)))
 
     def _warn_of_scaler(self) -> None:
         """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""

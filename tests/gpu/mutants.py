@@ -161,6 +161,7 @@ def run(name: str) -> subprocess.CompletedProcess[str]:
     mutant = MUTANTS[name]
     environment = {
         **os.environ,
+        "GRADREWRITE_SAMPLE": "all",  # the tests that are chosen
         _VARIABLE: name,
         "GRADREWRITE_GPU": "interpreted",
         "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
