@@ -48,9 +48,9 @@ def test_gradients_equal_eager(policy: gr.Policy, options: Any) -> None:
         rewritten(x).backward()
 
         torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), rtol=1e-4, atol=1e-5)
+        # A bias in front of a batch normalization has a gradient of rounding alone.
+        largest = max(float(q.grad.abs().max()) for q in plain.parameters() if q.grad is not None)
         for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-            assert q[1].grad is not None
-            largest = float(q[1].grad.abs().max())
             torch.testing.assert_close(
                 p.grad, q[1].grad, rtol=1e-3, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}"
             )
