@@ -27,7 +27,7 @@ def _dtypes(*terms: Tensor | Number) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _sum(first: Tensor, beta: Number, second: Tensor | Number, alpha: Number) -> Tensor:
-    """Return ``beta * first + alpha * second``; ``first`` is not read where ``beta`` is 0."""
+    """Return ``beta * first + alpha * second``, without ``first`` for a ``beta`` of 0."""
     wide, dtype = _dtypes(first, second)
     term: Any = second.to(wide) * alpha if isinstance(second, Tensor) else second * alpha
     if beta != 0:

@@ -14,7 +14,7 @@ from gradrewrite.sites import Pattern, Site
 
 
 class ForwardCalls(threading.local):
-    """How often each module and op was called so far in the forward of this thread."""
+    """Numbers of calls so far, in the forward of this thread."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -26,7 +26,7 @@ class ForwardCalls(threading.local):
 
 @dataclass(frozen=True, eq=False)
 class PartOfForward:
-    """The calls in one graph of several: numbers of its sites hold where it is run behind as many calls."""
+    """The calls in one graph of a forward in several."""
 
     frame: str
     before: Mapping[str, int]  # when it was compiled, by name
@@ -45,7 +45,7 @@ class PartOfForward:
         return cls(frame, {name: before.get(name, 0) for name in own}, own, sites, rules)
 
     def run(self, calls: ForwardCalls) -> None:
-        """Count a run; PolicyError where a rule with the number of a call means another run of the graph."""
+        """Count a run; PolicyError for a rule with the number of another run."""
         if autograd.backward_id() != -1:  # an activation checkpoint computes it again
             return
         counts = calls.counts

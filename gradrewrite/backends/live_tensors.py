@@ -54,7 +54,7 @@ class LiveTensors:
             self._calls.append(_Call(self._number, self._versions(), _storages_of(known)))
 
     def note_backward(self, args: Sequence[Any]) -> None:
-        """Warn where a tensor has changed since the forward, and another forward has run since then."""
+        """Warn of tensors with changes since the forward, after another forward."""
         with self._lock:
             if not self._calls:
                 return

@@ -111,7 +111,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def _buffers_watched(self) -> Iterator[None]:
-        """Note the buffers that are written or replaced outside of graphs, where an update may be skipped."""
+        """Note buffers with changes outside of graphs, for skipped updates."""
         session = self.session
         session.buffers.may_be_scaled |= autograd.is_half_autocast()
         if not (session.keeps_buffers and torch.is_grad_enabled()):

@@ -46,7 +46,7 @@ class WrittenBuffers:
 
     @property
     def num_copied(self) -> int:
-        """How many buffers were copied since the last update."""
+        """Number of copies since the last update."""
         return len(self._copied)
 
     @property
@@ -90,7 +90,7 @@ class WrittenBuffers:
                 self._by_others.add(_key(one))
 
     def restore(self, skipped: Tensor | None = None) -> None:
-        """Restore all buffers; where ``skipped`` is given, a 0-d number on a device, only if it is above 0."""
+        """Restore all buffers, or, with a 0-d number on a device, only if that is above 0."""
         found = [(b, one.copy) for one in self._copied.values() if (b := one.buffer()) is not None]
         with torch.no_grad():
             if skipped is None:

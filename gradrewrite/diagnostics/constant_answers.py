@@ -1,4 +1,4 @@
-"""The loss of the best constant answer, where targets are classes."""
+"""The loss of the best constant answer to classes."""
 
 from __future__ import annotations
 

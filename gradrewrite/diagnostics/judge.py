@@ -70,7 +70,7 @@ def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
 
 
 def _fall_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the size of the first losses, by how much the last are lower, and twice the standard error of that."""
+    """Return the size of the first losses, the fall to the last, and twice its standard error."""
     count = max(1, min(10, len(values) // 5))
     first, last = values[:count], values[-count:]
     noise = 2 * math.hypot(_noise(first), _noise(last)) / math.sqrt(count)

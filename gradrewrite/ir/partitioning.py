@@ -24,7 +24,7 @@ def partition(
 
     Else the partitioner may compute in the backward what the forward has to, even from an output of the model,
     which the caller may change in place. What the backward needs of an input that the forward writes is saved as it was
-    read: torch's partitioners compute it again from what was written (pytorch 2.11 to 2.15, all of its backends).
+    read: torch's partitioners compute it again from what was written (torch 2.13).
     """
     written = aot_autograd.written_inputs(gm.graph)
     readings = [copied for node in written for copied in editing.read_before_writing(node)]

@@ -531,7 +531,7 @@ class Guard:
         return [target.session.buffers for target in self.targets if target.session is not None]
 
     def _restore_unless_finite(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore buffers where a GradScaler has not asked an optimizer for an update: it calls no fused one then."""
+        """Restore buffers after a skip by a GradScaler without a call of ``step``."""
         if not self._has_new_gradients:  # those of the last step were judged
             return
         self._has_new_gradients = False

@@ -140,3 +140,16 @@ class Net(nn.Module):
         h: Tensor = self.second(self.first(x).sin())
         loss: Tensor = self.head(h.sin().square().tanh()).square().mean()
         return loss
+
+
+class All(nn.Module):
+    """Layers with each kind of buffer, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(make() for make in BUFFERS.values()))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.layers(x).tanh()).square().mean()
+        return loss

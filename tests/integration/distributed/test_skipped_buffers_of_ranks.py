@@ -16,25 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite
 
-from models.buffers import BUFFERS, WIDTH
+from models.buffers import WIDTH, All
 from ranks import outcomes_of, run_parts
 
 pytestmark = pytest.mark.sample(6)  # ranks that start and train take a minute
 
 BAD = (2, 3, 5)  # steps with a NaN, on rank 1 alone
-
-
-class All(nn.Module):
-    """Layers with each kind of buffer, one behind the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(make() for make in BUFFERS.values()))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.head(self.layers(x).tanh()).square().mean()
-        return loss
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

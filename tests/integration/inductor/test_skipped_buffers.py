@@ -6,25 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite
 
-from models.buffers import BUFFERS, WIDTH
-
-
-class All(nn.Module):
-    """Layers with each kind of buffer, one behind the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(make() for make in BUFFERS.values()))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.head(self.layers(x).tanh()).square().mean()
-        return loss
+from models.buffers import WIDTH, All
 
 
 @pytest.mark.parametrize("fused", [False, True])
