@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="go on with rounds for as long, to ten times as many")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile at one time")
     parser.add_argument("--no-launches", action="store_true", help="do not count launches on the simulated GPU")
+    parser.add_argument("--no-warm", action="store_true", help="do not compile again with caches")
     parser.add_argument("--out", type=Path, help="folder of the JSON and, without --page, of the page")
     parser.add_argument("--into", type=Path, metavar="FILE.json", help="replace these cases in a run that is there")
     parser.add_argument("--page", type=Path, help="the page, a file .md; plots go into a folder of its name beside it")
@@ -67,7 +68,8 @@ def _settings(options: argparse.Namespace) -> object:
     from benchmarks.cases import CASES, WAYS
     from benchmarks.running import Settings
 
-    cases = options.cases or (QUICK if options.quick else list(CASES))
+    fitting = [name for name, case in CASES.items() if options.device == "cuda" or not case.is_for_gpu]
+    cases = options.cases or (QUICK if options.quick else fitting)
     ways = options.ways or (QUICK_WAYS if options.quick else list(WAYS))
     unknown = [name for name in cases if name not in CASES] + [name for name in ways if name not in WAYS]
     if unknown:
@@ -82,7 +84,7 @@ def _settings(options: argparse.Namespace) -> object:
         jobs=options.jobs,
         has_launches=has_launches,
         has_bounds=has_launches and not options.cases,
-        has_warm=not options.quick,
+        has_warm=not (options.quick or options.no_warm),
     )
 
 

@@ -29,11 +29,12 @@ class Case:
 
     Attributes:
         model: Which one.
-        size: ``"small"``, ``"medium"`` or ``"large"``.
+        size: ``"small"``, ``"medium"``, ``"large"`` or ``"huge"``.
         text: Its sizes.
         make: Makes it.
         inputs: Makes a batch of this many rows on a device.
-        rows: Rows of a batch on the CPU.
+        rows: Rows of a batch on the CPU, of which a GPU has sixteen times as many.
+        is_for_gpu: Whether it is too large for a CPU.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Case:
     make: Callable[[], nn.Module]
     inputs: Callable[[int, str], tuple[Tensor, ...]]
     rows: int
+    is_for_gpu: bool = False
 
     @property
     def name(self) -> str:
@@ -78,6 +80,10 @@ def _lstm(size: str, width: int, steps: int) -> Case:
     )
 
 
+def _huge_gpt() -> nn.Module:
+    return Gpt(layers=12, width=768, heads=12, vocabulary=8192, context=512).bfloat16()
+
+
 def _two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
@@ -88,6 +94,15 @@ CASES = {
         _gpt("small", 1, 64, 2),
         _gpt("medium", 2, 128, 4),
         _gpt("large", 4, 256, 8),
+        Case(
+            "GPT",
+            "huge",
+            "12 layers of width 768 in bfloat16, 16 x 512 tokens",
+            _huge_gpt,
+            lambda n, device: batch(n, 512, 8192, device),
+            rows=1,
+            is_for_gpu=True,
+        ),
         _conv("small", (16, 32), 16),
         _conv("medium", (32, 64), 32),
         _conv("large", (32, 64, 128), 32),

