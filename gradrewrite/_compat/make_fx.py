@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import factors
+from gradrewrite._compat import factors, operators
 from gradrewrite._compat.fake_tensors import FakeTensor, fake_mode_of
 from gradrewrite._compat.versions import needed_for
 
@@ -61,7 +62,61 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
             known = _another(t) if id(t) in different else t
             different[id(known)] = known
         table = {**select_decomp_table(), **factors.DECOMPOSITIONS}
-        return make_fx(functional, decomposition_table=table)(*different.values())
+        traced = make_fx(functional, decomposition_table=table)(*different.values())
+        return _without_writes(traced, list(different.values()), table) if _writes(traced.graph) else traced
+
+
+def _writes(graph: fx.Graph) -> bool:
+    """Whether a graph writes in place, and reads no value on the host, which cannot be traced again."""
+    if any(node.target is torch.ops.aten._local_scalar_dense.default for node in graph.nodes):
+        return False
+    return any(operators.written_by(node) for node in graph.nodes if node.op == "call_function")
+
+
+def _without_writes(traced: fx.GraphModule, inputs: Sequence[Tensor], table: Any) -> fx.GraphModule:
+    """Make a traced graph functional that still writes in place.
+
+    Operators that are composed of others are decomposed below functionalization, and many of these work in place
+    (``quantile``: ``ceil_``, ``lerp_``). Attributes are inputs meanwhile: writes to what is computed from them are
+    made functional too, and a write to one of them stays, as ``copy_``.
+    """
+    nodes = [node for node in traced.graph.find_nodes(op="get_attr") if isinstance(_attribute(traced, node), Tensor)]
+    attributes = {str(node.target): _attribute(traced, node) for node in nodes}
+
+    def run(*values: Any) -> Any:
+        return _WithAttributes(traced, dict(zip(attributes, values[len(inputs) :], strict=True))).run(
+            *values[: len(inputs)]
+        )
+
+    functional = torch.func.functionalize(run, remove="mutations")
+    given = [*inputs, *map(_another, attributes.values())]
+    again = make_fx(functional, decomposition_table=table)(*given)
+    placeholders = again.graph.find_nodes(op="placeholder")[len(inputs) :]
+    for (name, value), placeholder in zip(attributes.items(), placeholders, strict=True):
+        own = name if not hasattr(again, name) else f"{name}_"
+        again.register_buffer(own, value, persistent=False)
+        with again.graph.inserting_before(placeholder):
+            node = again.graph.get_attr(own)
+        node.meta = dict(placeholder.meta)
+        placeholder.replace_all_uses_with(node)
+        again.graph.erase_node(placeholder)
+    again.recompile()
+    return again
+
+
+def _attribute(owner: fx.GraphModule, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(owner)
+
+
+class _WithAttributes(fx.Interpreter):
+    """Runs a graph with other values for some of its attributes."""
+
+    def __init__(self, module: fx.GraphModule, values: dict[str, Any]) -> None:
+        super().__init__(module)
+        self._values = values
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._values[target] if target in self._values else super().get_attr(target, args, kwargs)
 
 
 @contextlib.contextmanager

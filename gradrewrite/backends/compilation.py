@@ -21,7 +21,7 @@ from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, find_key, h
 from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.graph_uses import GraphUses, grouped
-from gradrewrite.backends.live_tensors import LiveTensors
+from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
 from gradrewrite.backends.region_calls import RegionCall, current_region
 from gradrewrite.backends.runtime_wrapper import RewrittenBackward
 from gradrewrite.backends.session import Session
@@ -164,6 +164,7 @@ class GraphCompilation:
     written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
     written_at: tuple[int, ...] = ()  # their positions among the inputs of the forward
     live: LiveTensors | None = None  # None where nothing of the user's is closed over
+    live_forms: Mapping[str, Form] = field(default_factory=dict)  # of all live tensors, for which code is compiled
     store: _StoredCompilation | None = None  # None where AOTAutograd's cache is not used
 
     @property
@@ -214,6 +215,8 @@ class GraphCompilation:
         self.result = result
         self.written = self._written_buffers(graph)
         self.live = self._live_tensors(result)
+        self.live_forms = {name: form_of(t) for name, t in result.live.items()}
+        self.session.live_forms.note(result.live.values())
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
         if result.replay_graph is not None:
             if self.engine.draws_from_seeds and result.replay_graph.is_random:
@@ -435,7 +438,8 @@ class GraphCompilation:
         compiled = compile_graph(gm, [*inputs, *(fake for _, fake in lifted)])
         if self.store is not None:
             self.store.backward_interface = (tuple(names), num_outputs)
-        return self.wrap_backward(compiled, names, num_outputs, [self.result.live[name] for name, _ in lifted])
+        live = [(self.result.live[name], self.live_forms[name]) for name, _ in lifted]
+        return self.wrap_backward(compiled, names, num_outputs, live)
 
     def _readers_of(self, gm: fx.GraphModule, names: Sequence[str]) -> dict[str, str]:
         """Return the first site that reads each live tensor."""
@@ -450,7 +454,7 @@ class GraphCompilation:
         return found
 
     def wrap_backward(
-        self, compiled: Runnable, names: Sequence[str], num_outputs: int, live: Sequence[Tensor] = ()
+        self, compiled: Runnable, names: Sequence[str], num_outputs: int, live: Sequence[tuple[Tensor, Form]] = ()
     ) -> Runnable:
         """Take the auxiliary outputs off a compiled backward with inputs of these names, and add its live inputs."""
         assert self.result is not None

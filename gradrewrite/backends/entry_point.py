@@ -73,6 +73,7 @@ class EntryPoint:
         self._settings = {**options, "dynamic": session.config.dynamic}
         self._evaluating = self._compile(evaluating_backend, fullgraph=False)
         self._compiled: dict[Measured, dynamo_cache.CompiledFunction] = {}
+        self._live_forms = 0  # for which it compiled; see ``LiveForms``
         self._function("all")
         self._refusal = ("", "")  # text and code of the error, where the model cannot be one graph without a backward
 
@@ -122,9 +123,20 @@ class EntryPoint:
         if not has_backward:
             return self._evaluate(model, args, kwargs)
         self._session.begun.add(self._method)
+        self._follow_live_forms()
         measured = self._session.sampling.begin()
         with show_progress("compile", "a second graph") if measured not in self._compiled else contextlib.nullcontext():
             return self._run(self._function(measured), model, args, kwargs)
+
+    def _follow_live_forms(self) -> None:
+        """Compile anew after a change of dtype, device or sizes of what actions close over."""
+        number = self._session.live_forms.number()
+        if number != self._live_forms:
+            self._live_forms = number
+            for compiled in self._compiled.values():
+                compiled.drop()
+            self._compiled.clear()
+            del self._backends[1:]
 
     def is_split(self, regions: Collection[RegionCall]) -> bool:
         """Whether a graph break splits the code of these regions: when a graph of it runs, others may have run."""

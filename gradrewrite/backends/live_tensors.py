@@ -1,9 +1,10 @@
-"""Closed-over tensors of a backward graph, read at its run."""
+"""Closed-over tensors of a backward graph, read at its run: their values, and their dtypes and sizes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,32 @@ _CHANGED = (
     "what it closes over when the backward runs, so that the backwards of both act with its last value. Call backward "
     "before it changes, or let the model return it, so that each call has a value of its own"
 )
+
+Form = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Return dtype, device, sizes and strides, for which code was compiled."""
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+class LiveForms:
+    """The forms of all live tensors of compiled graphs; a change of one asks for compilations anew."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Tensor], Form]] = []
+        self._number = 0
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Note the live tensors of a graph, as it is traced."""
+        self._known += [(weakref.ref(tensor), form_of(tensor)) for tensor in tensors]
+
+    def number(self) -> int:
+        """Return how often a form has changed; code that was compiled for another number is out of date."""
+        if any((tensor := ref()) is not None and form_of(tensor) != form for ref, form in self._known):
+            self._known.clear()
+            self._number += 1
+        return self._number
 
 
 @dataclass(frozen=True, slots=True)

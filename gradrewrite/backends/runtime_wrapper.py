@@ -11,11 +11,18 @@ from torch import Tensor
 from gradrewrite._compat import dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_uses import GraphUse
-from gradrewrite.backends.live_tensors import LiveTensors
+from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
 from gradrewrite.backends.session import Session
+from gradrewrite.errors import PolicyError
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warnings_in_parts
 from gradrewrite.policy.state_store import write_states
+
+_CHANGED = (
+    "a tensor that an action closes over was {} when this backward was compiled, and is {} now. Change dtype, device "
+    "or sizes (module.to(...), t.data = ...) before the forward: the next call of a rewritten model compiles anew; "
+    "with gr.backend call torch.compiler.reset() first"
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -24,7 +31,7 @@ class RewrittenBackward:
 
     session: Session
     compiled: Callable[[list[Any]], Any]
-    live: Sequence[Tensor]  # tensors that it reads at every call, after its inputs
+    live: Sequence[tuple[Tensor, Form]]  # tensors that it reads at every call, after its inputs
     use: Callable[[], GraphUse]  # tells the use of the running backward
     num_outputs: int  # auxiliary ones
     is_whole: bool  # its graph holds all that one call of the model does
@@ -57,7 +64,7 @@ class RewrittenBackward:
         session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
-        args.extend(self.live)
+        args.extend(self._live_inputs())
         results = self.compiled(args)
         checked = snapshot if is_checked else None
         if not self.num_outputs and not session.sampling.is_in_use and checked is None:
@@ -78,12 +85,23 @@ class RewrittenBackward:
         use.accumulation.note_at_end()
         return results
 
+    def _live_inputs(self) -> list[Tensor]:
+        for tensor, form in self.live:
+            if form_of(tensor) != form:
+                raise PolicyError(_CHANGED.format(_text(form), _text(form_of(tensor))), code="live-form")
+        return [tensor for tensor, _ in self.live]
+
     def _warn_in_parts(
         self, cause: Literal["accumulated", "again"], groups: Sequence[str], noisy: Collection[str]
     ) -> None:
         for key, text in warnings_in_parts(cause, groups, noisy).items():
             self.session.warnings.warn_once(key, text)
         self.session.warnings.flush_warnings()
+
+
+def _text(form: Form) -> str:
+    dtype, device, size, stride = form
+    return f"{dtype} of shape {tuple(size)} and strides {stride} on {device}"
 
 
 def _owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.call_counts import ForwardCalls
 from gradrewrite.backends.compiled_graphs import MANY, CompiledGraphs
+from gradrewrite.backends.live_tensors import LiveForms
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.backends.written_buffers import WrittenBuffers
@@ -50,6 +51,7 @@ class Session:
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
         self.buffers = WrittenBuffers(recorder)
         self.calls = ForwardCalls()
+        self.live_forms = LiveForms()
         self.has_checks = False  # whether something is checked in a graph
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them

@@ -15,6 +15,7 @@ from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of
 from gradrewrite.diagnostics.number_formats import remarks_on
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
+from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 from gradrewrite.diagnostics.verdict import Verdict, judge
 
 MOST_CODE = 20  # rules in a text
@@ -52,7 +53,7 @@ class Health:
 
     @property
     def findings_text(self) -> str:
-        """Further faults, idle clips and skipped rules, as sentences."""
+        """Further faults, idle clips, skipped updates and rules that were not judged, as sentences."""
         verdict = self.verdict
         rest = [one for one in self.faults[1:] if one.kind != "clip acts always" or one.kind != verdict.kind]
         parts = sentences(rest, {str(clip.key): clip.rule for clip in clips_of(self.run)})
@@ -60,6 +61,9 @@ class Health:
         if idle:
             of = idle[0] if len(idle) == 1 else f"{idle[0]} and {len(idle) - 1} more"
             parts.append(f"No problem: the clip at {of} never acted, for all sizes stayed below the bound.")
+        skips = skipped_updates(self.run)
+        if skips:
+            parts.append(f"{len(skips)} update{'s were' if len(skips) > 1 else ' was'} skipped, {skips_text(skips)}.")
         skipped = skipped_rules(self.run.steps)
         if skipped:
             parts += ["", "Not judged, for too few steps:", *(f"  {rule}" for rule in skipped)]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gradrewrite._compat import data_parallel
+from gradrewrite.diagnostics.skipped_updates import spike_reason
 from gradrewrite.distributed.groups import this_rank
-from gradrewrite.errors import spike_text
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.kept_step import KeptStep
 from gradrewrite.monitoring.step_record import StepRecord
@@ -112,7 +112,9 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
             own = _replayed(recorder.kept_step, update, k)
         if isinstance(own, str):
             own = _of_records(records, update, own, k)
-        own = replace(own, found=replace(own.found, reason=_reason(records[-1])))
+        own = replace(
+            own, found=replace(own.found, reason=spike_reason(records[-1].values()) or "a finite check failed")
+        )
     found = _of_ranks(own, recorder.agreeing)
     with recorder.lock:
         records[-1].culprits = str(found)
@@ -133,16 +135,6 @@ def _last_skipped(recorder: StepRecorder) -> list[StepRecord]:
         "monitor.culprits(): no update was skipped in the steps of the buffer. It tells who made a skip, by SkipSpikes "
         'or CheckFinite("skip"), of an optimizer with gr.guard'
     )
-
-
-def _reason(record: StepRecord) -> str:
-    values = record.values()
-    spike = next((key for key, value in values.items() if key.record == "spike" and value > 0), None)
-    if spike is None:
-        return "a finite check failed"
-    names = [key for key in values if key.site == spike.site and key.record in ("total_norm", "loss")]
-    limit = values.get(replace(spike, record="spike_limit"), math.inf)
-    return spike_text(str(names[0]), values[names[0]], limit) if names else "a spike"
 
 
 def _of_ranks(own: _Suspect, group: dist.ProcessGroup | None) -> Culprits:

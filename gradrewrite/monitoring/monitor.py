@@ -12,7 +12,8 @@ from torch import Tensor, distributed
 from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.health import examine
-from gradrewrite.diagnostics.run_log import Finding, Step
+from gradrewrite.diagnostics.run_log import Finding, Step, last_run
+from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
@@ -223,13 +224,19 @@ class Monitor:
             return {site: tensor for (own, site), tensor in found.items() if own == what}
 
     def table(self) -> Table:
-        """All records over the steps in the buffer; ``print`` shows it. Waits for the device."""
-        rows = [step.records for step in self._steps()]
+        """All records over the steps in the buffer; ``print`` shows it. Waits for the device.
+
+        The caption counts skipped updates, and says of the first and the last one in the buffer why it was skipped.
+        """
+        steps = self._steps()
+        rows = [step.records for step in steps]
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
         if self.dropped:
             parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")
         if self._recorder.guards or self._recorder.num_skipped:
-            parts.append(f"{self.skipped} updates skipped")
+            number, known = self.skipped, skipped_updates(last_run(steps))
+            parts.append(f"{number} update{'s' * (number != 1)} skipped")
+            parts += ["of those in the buffer"] * (0 < len(known) < number) + [skips_text(known)] * bool(known)
         return table_of(rows, ", ".join(parts))
 
     def diagnose(self) -> tuple[Finding, ...]:

@@ -16,6 +16,7 @@ from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.formatting import nearest
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.engines import AotEager, Engine
+from gradrewrite.backends.live_tensors import Form, form_of
 from gradrewrite.backends.session import Session
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups
@@ -84,8 +85,14 @@ class _Plan:
     rewrite: StepRewrite  # graph
     run: Callable[..., Any]  # its code
     live: Sequence[Tensor]  # its live inputs
+    live_forms: Sequence[Form]  # for which it was compiled
     gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
     kept: tuple[int, ...]  # positions among its gradients of those that are kept
+
+    @property
+    def fits_live(self) -> bool:
+        """Whether the live inputs have the dtypes and sizes for which the code was compiled."""
+        return all(form_of(t) == form for t, form in zip(self.live, self.live_forms, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +201,10 @@ class StepSites:
         def key() -> Hashable:
             return (divides, voters, self._measured if self._measures else None, *kinds)
 
-        if key() in self._plans:
+        known = self._plans.get(key())
+        if known is not None and (known.plan is None or known.plan.fits_live):
             self._plans.move_to_end(key())
-            return self._plans[key()]
+            return known
         with fake_tensors.outside_of_modes():
             work = self._plan(parameters, gradients, divides, voters)
         self._plans[key()] = work  # it is known now whether something is measured
@@ -431,10 +439,11 @@ class StepSites:
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
             gm, live = runnable(rewrite)
+            forms = [form_of(t) for t in live]
             run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
-        return _Work(_Plan(rewrite, run, live, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
+        return _Work(_Plan(rewrite, run, live, forms, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
 
     @property
     def _engine(self) -> Engine:

@@ -153,6 +153,17 @@ def test_too_many_skips_in_a_row_raise(fused: bool) -> None:
     assert model.monitor.skipped == 5
 
 
+def test_the_table_says_which_updates_were_skipped() -> None:
+    model = gr.transform(make_net(), SKIP, monitor=gr.Monitor(capacity=4))
+    train(model, gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model), BAD, GOOD, GOOD, BAD, GOOD, BAD)
+
+    reason = "not finite, first at data:x"
+    assert (
+        f"3 updates skipped, of those in the buffer, first in step 3, last in step 5 ({reason})"
+        in model.monitor.table().caption
+    )
+
+
 def test_too_many_skips_name_the_micro_batch_that_failed() -> None:
     model = gr.transform(make_net(), SKIP)
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, max_consecutive_skips=1)
@@ -174,7 +185,7 @@ def test_every_hundredth_skip_is_reported(caplog: pytest.LogCaptureFixture) -> N
         "100 updates skipped so far, because a finite check failed",
         "200 updates skipped so far, because a finite check failed",
     ]
-    assert "201 updates skipped" in str(model.monitor.table())
+    assert "201 updates skipped" in model.monitor.table().caption
 
 
 def test_closures_run_once_and_schedulers_work() -> None:
