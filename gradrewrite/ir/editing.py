@@ -346,7 +346,9 @@ def return_instead(graph: fx.Graph, nodes: Sequence[Any]) -> None:
 def _live(graph: fx.Graph, tensor: Tensor, inputs: Sequence[fx.Node]) -> fx.Node:
     owner = graph.owning_module
     assert owner is not None
-    tensor = tensor if tensor.grad_fn is None else tensor.detach()  # which shares its memory, and can be copied
+    if tensor.grad_fn is not None:
+        with fake_tensors.outside_of_tracing():
+            tensor = tensor.detach()  # which shares its memory, and can be copied
     number = 0
     while (present := getattr(owner, f"{LIVE}{number}", tensor)) is not tensor:
         assert isinstance(present, torch.Tensor)
