@@ -67,7 +67,7 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def _writes(graph: fx.Graph) -> bool:
-    """Whether a graph writes in place, and reads no value on the host, which cannot be traced again."""
+    """Whether a graph writes in place, and can be traced again: it reads no value on the host."""
     if any(node.target is torch.ops.aten._local_scalar_dense.default for node in graph.nodes):
         return False
     return any(operators.written_by(node) for node in graph.nodes if node.op == "call_function")

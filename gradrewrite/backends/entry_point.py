@@ -129,7 +129,7 @@ class EntryPoint:
             return self._run(self._function(measured), model, args, kwargs)
 
     def _follow_live_forms(self) -> None:
-        """Compile anew after a change of dtype, device or sizes of what actions close over."""
+        """Compile anew after a change of dtype, device or sizes of closed-over tensors."""
         number = self._session.live_forms.number()
         if number != self._live_forms:
             self._live_forms = number

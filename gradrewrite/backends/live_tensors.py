@@ -25,7 +25,7 @@ Form = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 
 def form_of(tensor: Tensor) -> Form:
-    """Return dtype, device, sizes and strides, for which code was compiled."""
+    """Return dtype, device, sizes and strides."""
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 

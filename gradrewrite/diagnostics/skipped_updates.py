@@ -1,4 +1,4 @@
-"""Skipped updates of a run: which they were, and why."""
+"""Skipped updates of a run, with their reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def skips_text(skips: Sequence[SkippedUpdate]) -> str:
 
 
 def spike_reason(values: Mapping[RecordKey, float]) -> str:
-    """Return what rose above which limit in a step; ``""`` if nothing did."""
+    """Return the text of a spike in a step, with its limit; ``""`` without one."""
     spike = next((key for key, value in values.items() if key.record == "spike" and value > 0), None)
     if spike is None:
         return ""

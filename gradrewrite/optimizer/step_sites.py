@@ -91,7 +91,7 @@ class _Plan:
 
     @property
     def fits_live(self) -> bool:
-        """Whether the live inputs have the dtypes and sizes for which the code was compiled."""
+        """Whether the live inputs have the dtypes and sizes of the compiled code."""
         return all(form_of(t) == form for t, form in zip(self.live, self.live_forms, strict=True))
 
 

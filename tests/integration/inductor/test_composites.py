@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def gradients() -> dict[str, list[dict[str, Tensor]]]:
+def gradients() -> dict[str, dict[str, Tensor | None]]:
     """By the way of running: as hooks, op by op, compiled; each function acts in a layer of its own."""
     torch.manual_seed(0)
     plain, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)
@@ -83,7 +83,7 @@ def gradients() -> dict[str, list[dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("way", ["op by op", "compiled"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_composites(name: str, way: str, gradients: dict[str, dict[str, Tensor]]) -> None:
+def test_composites(name: str, way: str, gradients: dict[str, dict[str, Tensor | None]]) -> None:
     for part in ("weight", "bias"):
         key = f"layers.{name.replace(' ', '_')}.{part}"
         torch.testing.assert_close(gradients[way][key], gradients["hooks"][key], rtol=1e-9, atol=1e-12)
