@@ -67,10 +67,11 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def _writes(graph: fx.Graph) -> bool:
-    """Whether a graph writes in place, and can be traced again: it reads no value on the host."""
+    """Whether a graph writes in place, and has nothing that is refused: reads on the host, writes to attributes."""
     if any(node.target is torch.ops.aten._local_scalar_dense.default for node in graph.nodes):
         return False
-    return any(operators.written_by(node) for node in graph.nodes if node.op == "call_function")
+    written = [n for node in graph.nodes if node.op == "call_function" for n in operators.written_by(node)]
+    return bool(written) and all(operators.memory_of(node).op != "get_attr" for node in written)
 
 
 def _without_writes(traced: fx.GraphModule, inputs: Sequence[Tensor], table: Any) -> fx.GraphModule:
@@ -78,7 +79,7 @@ def _without_writes(traced: fx.GraphModule, inputs: Sequence[Tensor], table: Any
 
     Operators that are composed of others are decomposed below functionalization, and many of these work in place
     (``quantile``: ``ceil_``, ``lerp_``). Attributes are inputs meanwhile: writes to what is computed from them are
-    made functional too, and a write to one of them stays, as ``copy_``.
+    made functional too.
     """
     nodes = [node for node in traced.graph.find_nodes(op="get_attr") if isinstance(_attribute(traced, node), Tensor)]
     attributes = {str(node.target): _attribute(traced, node) for node in nodes}

@@ -41,14 +41,16 @@ class ModelState:
         self._is_dropped = False
         self._hooked = HookedForwards()
         self._is_sharded = False
-        make_entry = weakref.WeakMethod(self._region_entry)
-        self.regions = Regions(original, config.regions, make_entry) if config.regions else None
+        self.regions = self._find_regions() if config.regions else None
         self._install(config, {}, self.engine)
 
     @property
     def is_compiled(self) -> bool:
         """Whether Inductor compiles the graphs, and not op by op."""
         return self.engine.name == "inductor"
+
+    def _find_regions(self) -> Regions:
+        return Regions(self.original, self.config.regions or (), weakref.WeakMethod(self._region_entry))
 
     def compile(self, kwargs: Mapping[str, Any]) -> None:
         """Compile with Inductor from the next call on; see ``RewrittenModule.compile``."""
@@ -126,6 +128,11 @@ class ModelState:
 
     def _call_any(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.regions is not None:
+            if self.regions.have_changed():
+                self.regions.remove()
+                self.regions = self._find_regions()
+                self._watch.remove()
+                self._install(self.session.config, self.compile_options, self.engine)
             return self._call_regions(self.regions, model, method, args, kwargs)
         is_sharded = method == "forward" and data_parallel.is_sharded(model)
         if is_sharded != self._is_sharded and method == "forward":

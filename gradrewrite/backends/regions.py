@@ -106,6 +106,7 @@ class Regions:
     ) -> None:
         self.modules = find_regions(model, patterns)
         self._model = weakref.ref(model)
+        self._seen = list(map(id, model.modules()))
         self._make_entry = make_entry
         self._entries: list[_Entry] = []
         self._known: dict[RegionCall, _Entry] = {}
@@ -124,6 +125,11 @@ class Regions:
             if redirection is None:
                 redirection = module._compiled_call_impl = _Redirection(module)
             redirection.names[self] = name
+
+    def have_changed(self) -> bool:
+        """Whether modules of the model were added, replaced or taken out since the regions were found."""
+        model = self._model()
+        return model is not None and list(map(id, model.modules())) != self._seen
 
     @property
     def called(self) -> set[str]:

@@ -299,14 +299,10 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
 def _lost_write(node: fx.Node) -> str | None:
     """Return the target of a write that the trace loses; None for other nodes.
 
-    The tracer makes writes to arguments and to tensors of the function functional, not those to tensors that it closes
-    over or that are computed from these alone.
+    The tracer makes all writes functional but those to what the function closes over.
     """
-    for written in operators.written_by(node):
-        if operators.memory_of(written).op == "get_attr":
-            return "a tensor that it closes over or a state"
-        if node.target is torch.ops.aten.copy_.default:
-            return "a tensor that it computed from what it closes over"
+    if any(operators.memory_of(written).op == "get_attr" for written in operators.written_by(node)):
+        return "a tensor that it closes over or a state"
     return None
 
 

@@ -637,3 +637,55 @@ def test_what_is_not_used_any_more_is_freed(x: Tensor) -> None:
     gc.collect()
     assert of_session() is None
     assert of_block() is None
+
+
+def new_block() -> Block:
+    torch.manual_seed(7)
+    return Block().double()
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "appended": lambda model: model.blocks.append(new_block()),
+    "replaced": lambda model: model.blocks.__setitem__(1, new_block()),
+    "layer of a block": lambda model: setattr(model.blocks[1], "fc", nn.Sequential(new_block().fc, nn.Identity())),
+    "taken out": lambda model: model.blocks.__delitem__(0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_regions_follow_the_modules(change: str, x: Tensor) -> None:
+    policy = [gr.on("error:blocks.*", ClipByValue(1e-3)), gr.on("gradient:blocks.*.weight", Scale(0.5))]
+    plain, model = made(), gr.transform(made(), policy, regions="blocks.*")
+    trained(model, x, 1)
+    for one in (plain, model):
+        CHANGES[change](one)
+    whole = gr.transform(plain, policy)
+    for one in (whole, model):
+        one.zero_grad()
+        one(x).square().sum().backward()
+
+    wanted, got = gradients_of(whole), gradients_of(model)
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_guard_and_rules_follow_the_modules(x: Tensor) -> None:
+    model = gr.transform(made(), gr.on("step:blocks.4.*", Scale(0.0)), regions="blocks.*")
+    model.blocks.append(new_block())
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x).square().sum().backward()
+    optimizer.step()
+
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert {name for name in before if name.startswith("blocks.4.")}.isdisjoint(moved)
+    assert any(name.startswith("blocks.3.") for name in moved)
+
+
+def test_a_pattern_without_a_module_is_said_at_the_next_call(x: Tensor) -> None:
+    model = gr.transform(made(), gr.on("gradient:blocks.0.*", Scale(0.5)), regions=["blocks.3", "blocks.0"])
+    trained(model, x, 1)
+    del model.blocks[3]
+    with pytest.raises(ValueError, match=r"regions: 'blocks.3' matches no module"):
+        model(x)

@@ -83,6 +83,18 @@ def test_norms_neither_overflow_nor_vanish(size: float) -> None:
     assert summands.figures()[key] == pytest.approx(5.0 * size, rel=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [((3.0, 1e-200), 3.0), ((3e-150, 4e-151), math.hypot(3e-150, 4e-151)), ((3e150, 4e151), math.hypot(3e150, 4e151))],
+)
+def test_norms_of_unlike_sizes(parts: tuple[float, float], wanted: float) -> None:
+    summands, key = Summands(), KEYS["norm"]
+    for part in parts:
+        summands.add({key: part}, {key: MeasuredTensor("norm", 1, 1)}, None)
+
+    assert summands.figures()[key] == pytest.approx(wanted, rel=1e-14)
+
+
 def test_records_without_a_statistic_are_averaged() -> None:
     key, other = RecordKey.of("bound", "error:a"), RecordKey.of("mine", "error:a")
     summands = Summands()
