@@ -73,7 +73,7 @@ class EntryPoint:
         self._settings = {**options, "dynamic": session.config.dynamic}
         self._evaluating = self._compile(evaluating_backend, fullgraph=False)
         self._compiled: dict[Measured, dynamo_cache.CompiledFunction] = {}
-        self._live_forms = 0  # for which it compiled; see ``LiveForms``
+        self._live_forms = session.live_forms.number()  # for which it compiles
         self._function("all")
         self._refusal = ("", "")  # text and code of the error, where the model cannot be one graph without a backward
 

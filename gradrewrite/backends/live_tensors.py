@@ -41,7 +41,7 @@ class LiveForms:
         self._known += [(weakref.ref(tensor), form_of(tensor)) for tensor in tensors]
 
     def number(self) -> int:
-        """Return how often a form has changed; code that was compiled for another number is out of date."""
+        """Return the number of changes so far; code compiled for another number is out of date."""
         if any((tensor := ref()) is not None and form_of(tensor) != form for ref, form in self._known):
             self._known.clear()
             self._number += 1

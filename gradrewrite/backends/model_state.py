@@ -50,7 +50,7 @@ class ModelState:
         return self.engine.name == "inductor"
 
     def _find_regions(self) -> Regions:
-        return Regions(self.original, self.config.regions or (), weakref.WeakMethod(self._region_entry))
+        return Regions(self.original, self.config.regions, weakref.WeakMethod(self._region_entry))
 
     def compile(self, kwargs: Mapping[str, Any]) -> None:
         """Compile with Inductor from the next call on; see ``RewrittenModule.compile``."""

@@ -106,7 +106,7 @@ class Regions:
     ) -> None:
         self.modules = find_regions(model, patterns)
         self._model = weakref.ref(model)
-        self._seen = list(map(id, model.modules()))
+        self._seen = _modules_inside(model)
         self._make_entry = make_entry
         self._entries: list[_Entry] = []
         self._known: dict[RegionCall, _Entry] = {}
@@ -129,7 +129,7 @@ class Regions:
     def have_changed(self) -> bool:
         """Whether modules of the model were added, replaced or taken out since the regions were found."""
         model = self._model()
-        return model is not None and list(map(id, model.modules())) != self._seen
+        return model is not None and _modules_inside(model) != self._seen
 
     @property
     def called(self) -> set[str]:
@@ -285,6 +285,10 @@ class Regions:
         outside = {id(p) for m in others for p in m._parameters.values()}
         found = {id(p): p for region in self.modules.values() for p in region.parameters() if id(p) not in outside}
         return list(found.values())
+
+
+def _modules_inside(model: nn.Module) -> list[nn.Module]:
+    return list(model.modules())[1:]  # not the model: what is kept in it would keep it alive
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -55,7 +55,7 @@ def test_forms(form: Any, share: float) -> None:
 
 
 def test_offload_keeps_gradients() -> None:
-    """In pinned host memory nothing changes; without them other kernels are fused, whose sums have another order."""
+    """In pinned host memory nothing changes but the order of sums: other kernels are fused."""
     model, x = on_gpu(gr.on("saved:*", Offload()))
     other, _ = on_gpu([])
     for run in (model, other):
