@@ -33,7 +33,7 @@ bfloat16 took 27.9 s of processor time with plain `torch.compile`, 38.3 with cli
 global norm and 66.0 with checks everywhere: one run, in up to 14 processes, that was ended after 175 s. Steps were not
 timed.
 
-    python -m tests.benchmarks --device cuda --jobs 14 --no-warm --cases GPT:huge --ways plain clips "global norm" checks
+    python -m tests.benchmarks --device cuda --jobs 14 --no-warm --cases GPT:huge --ways clips "global norm" checks
 """
 RUNS = "tests/benchmarks/all_*.json"
 # A run of another program, with a text of its own.
