@@ -93,8 +93,8 @@ MUTANTS = {
     ),
     "reading a bound that is on the device": Mutant(
         _BACKWARD,
-        "args.extend(self.live)",
-        "args.extend(torch.full((), t.item(), device=t.device) for t in self.live)",
+        "args.extend(self._live_inputs())",
+        "args.extend(torch.full((), t.item(), device=t.device) for t in self._live_inputs())",
         "test_waits.py",
         "value and bound and device and default",
     ),
