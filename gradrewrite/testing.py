@@ -432,7 +432,7 @@ class _Hooked:
         for value, site in observer.sites():
             self.made.add(str(site))
             if 0 not in site.shape:  # eager ops may return the same empty tensor where traced ones make another
-                self._hook(site, value.register, value.tensor)
+                self._hook(site, value.register, value.tensor if value.copy is None else value.copy)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 site = _site_of_leaf("gradient", name, parameter)
@@ -553,6 +553,7 @@ class _Seen:
     tensor: Tensor
     key: _Key
     order: tuple[int, int]  # number of the op, place among what the op made
+    copy: Tensor | None = None  # of a differentiable one, as it was made: an op may write into it later
 
     @property
     def is_differentiable(self) -> bool:
@@ -707,6 +708,9 @@ class _Observer(TorchFunctionMode):
             value = Value(op.name, op.calls, op.source, tensor)
             self._by_key[key] = _Seen(value, tensor, key, (op.number, len(self._seen)))
             self._seen.append(self._by_key[key])
+            if tensor.requires_grad:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    self._by_key[key].copy = tensor.detach().clone()
         return self._by_key[key]
 
     def sites(self) -> list[tuple[_Seen, Site]]:

@@ -139,12 +139,9 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
         for point, own in zip(targets, rows, strict=True)
         if len(own) > 1
     }
-    alone = {
-        point: replace(point, records_of=LossOf(k, number))
-        for point, own in zip(targets, rows, strict=True)
-        for k in own
-        if len(own) == 1
-    }
+    alone = {point: k for point, own in zip(targets, rows, strict=True) for k in own if len(own) == 1}
+    for point, k in alone.items():
+        point.records_of = LossOf(k, number)
     split = {
         point: {
             k: _point_of(point, LossOf(k, number), marker.all_input_nodes[0], marker)
@@ -160,7 +157,7 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
         if point in members or point in alone:
             position = plan.before_weighing[point]
             early, late[point] = own[:position], own[position:]
-        single.update(_by_loss(early, members.get(point, split.get(point, {0: alone.get(point, point)}))))
+        single.update(_by_loss(early, members.get(point, split.get(point, {0: point}))))
     weighings = [Weighing(group, {p: members[p] for p in group.points if p in members}) for group in groups]
     notes = [
         f"{_named(w.group)}: no gradient here is shared by losses, and nothing is weighed"

@@ -278,6 +278,7 @@ class Rewriter:
         for weighing in separated.weighings:
             sums |= self.weigh_losses(weighing)
         for point, late in separated.late.items():
+            point.records_of = None  # no longer the gradient of one loss
             self.insert(point, late)
         for group in plan.groups:
             if group not in early:
@@ -608,6 +609,7 @@ class Rewriter:
         made, sums = [*self.losses.take_new(), *new], {}
         single: dict[torch.dtype, list[fx.Node]] = {}  # each weight
         for point, own in zip(members, rows, strict=True):
+            point.replicas = next(iter(members[point].values())).replicas
             wide = torch.promote_types(value_of(point.node).dtype.to_real(), torch.float32)
             if wide not in single:
                 each = make_fx.trace(functools.partial(unbound_as, wide), [value_of(weights)])

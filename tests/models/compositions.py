@@ -1,13 +1,11 @@
-"""Programs that compose models, policies, loops and ways to run at random, as text; and their references."""
+"""Programs that compose models, policies, loops and ways to run at random, as text."""
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
 from gradrewrite import passes
-from gradrewrite.backends.backend import make_backend
-from gradrewrite.backends.engines import AotEager
-from gradrewrite.policy.state_store import StateStore
-from gradrewrite.testing import _Hooked
 
 from models.buffers import AmaxHistory, Codebook, Counted, MovingScale, Normalized, RunningMean
 from models.small import Lambda
@@ -104,42 +98,86 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 class Net(nn.Module):
-    """Layers one behind the other, two of them perhaps with tied weights, and a head."""
+    """Layers one behind the other, two of them perhaps with tied weights, and a head; it returns one loss, or two."""
 
-    def __init__(self, layers: Sequence[str], *, tied: bool) -> None:
+    def __init__(self, layers: Sequence[str], *, tied: bool, losses: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(LAYERS[name]() for name in layers))
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.losses, self.loss_divisor = losses, 1
         if tied:
             self.head.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.layers(self.first(x).sin())).square().mean()
-        return y
+    def features(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layers(self.first(x).sin())
+        return h
+
+    def finish(self, h: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        loss = self.head(h).square().mean() / self.loss_divisor
+        return loss if self.losses == 1 else (loss, h.sin().mean())
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.finish(self.features(x))
+
+    def grow(self) -> list[nn.Parameter]:
+        """Append a layer; its parameters."""
+        torch.manual_seed(1)
+        layer = nn.Linear(WIDTH, WIDTH).double()
+        self.layers.append(layer)
+        return list(layer.parameters())
 
 
 def clip_to_mean(g: Tensor) -> Tensor:
     return g.clamp(-g.abs().mean(), g.abs().mean())
 
 
+def clip_to_percentile(g: Tensor) -> Tensor:
+    bound = g.abs().quantile(0.8)
+    return g.clamp(-bound, bound)
+
+
 def decay(g: Tensor, p: Tensor) -> Tensor:
     return g.add(p, alpha=0.01)
+
+
+def smooth() -> Callable[[Tensor], Tensor]:
+    mean = gr.State((), 1.0, torch.float64, name="mean")
+
+    def divide(g: Tensor) -> Tensor:
+        mean.set(0.5 * mean.value + 0.5 * g.abs().mean().nan_to_num())
+        return g / (1 + 10 * mean.value)
+
+    return divide
+
+
+def equalize(gramian: Tensor) -> Tensor:
+    return gramian.diagonal().clamp(min=1e-12).rsqrt()
+
+
+def falling(step: int) -> float:
+    return 1e-2 / (1 + step)
 
 
 # By the kind of their site; each occurs in at least 3 % of the drawn policies.
 ACTIONS: Mapping[str, Sequence[str]] = {
     "error": (
-        "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "Scale(0.5)", "clip_to_mean", "decay", "Observe('norm')",
-        "CheckFinite('record')", "Keep()", "NanToNum()",
+        "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "Scale(0.5)", "clip_to_mean",
+        "clip_to_percentile", "decay", "smooth()", "Observe('norm')", "CheckFinite('record')", "Keep()", "NanToNum()",
     ),
     "gradient": (
-        "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByGlobalNorm(1e-2)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
-        "Observe('max_abs')", "Zero()", "CheckFinite('skip')", "CheckFinite('skip')",
+        "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
+        "Scale(0.5)", "AdaptiveClip(0.01)", "AutoClip(50.0, group='auto')", "ZClip(0.5, group='z')", "smooth()", "clip_to_percentile",
+        "Observe('max_abs')", "Zero()", *2 * ("CheckFinite('skip')",),
     ),
     "activation": ("Observe('norm')", "CheckFinite('record')"),
     "saved": ("Recompute()", "Store('float32')"),
-    "step": ("ClipByGlobalNorm(1e-2)", "CheckFinite('skip')", "Observe('norm')"),
+    "step": (
+        "ClipByGlobalNorm(1e-2)", "CheckFinite('skip')", "Observe('norm')", "AdaptiveClip(0.01)", "DecayWeights(0.1)",
+        "SkipSpikes(2.0, window=2)",
+    ),
 }  # fmt: skip
+WEIGHINGS = ("WeighLosses(MGDA())", "WeighLosses(UPGrad())", "WeighLosses(equalize)")
+PER_EXAMPLE = "ClipPerExample(1e-2)"
 PATTERNS: Mapping[str, Sequence[str]] = {
     "error": ("*", "layers.*", "layers.0", "first", "*/sin"),
     "gradient": ("*", "*.weight", "layers.*", "head.*"),
@@ -149,194 +187,149 @@ PATTERNS: Mapping[str, Sequence[str]] = {
 }
 # In the regions themselves: what stands between them has no sites.
 IN_REGIONS = {**PATTERNS, "error": ("first", "layers.0"), "activation": ("layers.*",)}
-LOOPS = ("plain", "accumulated", "evaluated", "retained", "two forwards", "resumed", "bad batch")
-WAYS = ("op by op", "dynamic", "regions", "parts", "backend")
+LOOPS = (
+    "plain", "accumulated", "evaluated", "retained", "two forwards", "resumed", "bad batch", "spike", "grown", "moved",
+)  # fmt: skip
+WAYS = ("op by op", "dynamic", "regions", "parts", "backend", "methods")
+# What no graph break, region or method of its own may stand between.
+WHOLE = ("op by op", "dynamic")
+# Layers whose examples do not mix.
+SEPARATE = ("Linear", "Inplace", "Twice", "Residual", "Convolution", "Branches", "Loop", "Counted")
+GROUPS = ("ClipByGlobalNorm", "AutoClip", "ZClip")
+LAST = ("WeighLosses", "ClipPerExample")  # of the actions at single sites of their group
 
 
 @dataclass(frozen=True)
 class Composition:
-    """One program."""
+    """One program.
+
+    Attributes:
+        seed: Of the drawing, and of the parameters.
+        layers: Names in ``LAYERS``.
+        tied: Whether the head has the weight of the first layer.
+        rules: Kind, pattern and action of each.
+        loop: One of ``LOOPS``.
+        way: One of ``WAYS``.
+        losses: How many the model returns.
+        split: Whether two optimizers have half of the parameters each.
+        threaded: Whether another thread runs the backwards.
+    """
 
     seed: int
     layers: tuple[str, ...]
     tied: bool
-    rules: tuple[tuple[str, str, str], ...]  # kind, pattern, action
+    rules: tuple[tuple[str, str, str], ...]
     loop: str
     way: str
+    losses: int = 1
+    split: bool = False
+    threaded: bool = False
 
     @classmethod
     def draw(cls, seed: int) -> Composition:
         draw = random.Random(seed)
-        layers = tuple(draw.choice(list(LAYERS)) for _ in range(draw.randint(1, 3)))
-        way, loop = draw.choice(WAYS), draw.choice((*LOOPS, "bad batch", "bad batch", "plain"))
+        theme = draw.choices(("any", "losses", "examples"), (8, 1.2, 0.6))[0]
+        way = draw.choice(WAYS if theme == "any" else WHOLE)
+        loop = draw.choice((*LOOPS, *4 * ("bad batch",)))
+        layers = tuple(
+            draw.choice(SEPARATE if theme == "examples" else list(LAYERS)) for _ in range(draw.randint(1, 3))
+        )
         patterns = IN_REGIONS if way == "regions" else PATTERNS
-        kinds = draw.choices(list(ACTIONS), k=draw.randint(2, 5))
+        kinds = draw.choices(list(ACTIONS), (3, 4, 1, 1, 2), k=draw.randint(2, 5))
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]
-        wanted = [rule for rule in rules if _is_wanted(rule, way, loop)]
-        saved = [rule for rule in wanted if rule[0] == "saved"][1:]  # a tensor has one form
-        wanted = [rule for rule in wanted if rule not in saved]
-        return cls(seed, layers, way != "regions" and draw.random() < 0.2, tuple(dict.fromkeys(wanted)), loop, way)
+        rules = [rule for rule in rules if _is_wanted(rule, way, loop)]
+        saved = [rule for rule in rules if rule[0] == "saved"][1:]  # a tensor has one form
+        rules = list(dict.fromkeys(rule for rule in rules if rule not in saved))
+        split = draw.random() < 0.15 and not any(kind == "step" and _skips(action) for kind, _, action in rules)
+        tied = way not in ("regions", "methods") and draw.random() < 0.2
+        threaded = draw.random() < 0.1
+        if theme == "losses":
+            rules = _weighing(rules, draw.choice(WEIGHINGS), draw.choice(("*", "layers.*", "first.*")), draw.random())
+        if theme == "examples":
+            rules = _of_examples(rules, draw.choice(("*", "layers.*", "head.*")))
+        return cls(seed, layers, tied, tuple(rules), loop, way, 2 if theme == "losses" else 1, split, threaded)
 
     @property
     def text(self) -> str:
         """The program, for a failure."""
         rules = "\n".join(f'    gr.on("{kind}:{pattern}", {action}),' for kind, pattern, action in self.rules)
         return (
-            f"# seed {self.seed}, loop {self.loop!r}, way {self.way!r}\n"
-            f"torch.manual_seed({self.seed})\nmodel = Net({list(self.layers)}, tied={self.tied}).double()\n"
+            f"# seed {self.seed}, loop {self.loop!r}, way {self.way!r}, split {self.split}, threaded {self.threaded}\n"
+            f"torch.manual_seed({self.seed})\n"
+            f"model = Net({list(self.layers)}, tied={self.tied}, losses={self.losses}).double()\n"
             f"policy = [\n{rules}\n]\n"
         )
 
-    def policy(self) -> list[gr.Rule]:
-        """Make the policy anew."""
+    def policy(self, step: int | None = None) -> list[gr.Rule]:
+        """Make the policy anew; with the bounds of one step in place of schedules, if one is given."""
+        bound = gr.Schedule(falling) if step is None else falling(step)
+        functions = (clip_to_mean, clip_to_percentile, decay, smooth, equalize)
         names = {
             **{name: getattr(passes, name) for name in passes.__all__},
-            "clip_to_mean": clip_to_mean,
-            "decay": decay,
+            **{function.__name__: function for function in functions},
+            "falling": bound,
         }
         return [gr.on(f"{kind}:{pattern}", eval(action, names)) for kind, pattern, action in self.rules]
 
     def make(self) -> Net:
         """Make the plain model."""
         torch.manual_seed(self.seed)
-        return Net(self.layers, tied=self.tied).double()
+        return Net(self.layers, tied=self.tied, losses=self.losses).double()
+
+    def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """Make the optimizers."""
+        every = list(model.parameters())
+        parts = [every[::2], every[1::2]] if self.split else [every]
+        return [torch.optim.SGD(part, lr=0.05, momentum=0.9) for part in parts]
+
+    def batches(self, model: nn.Module, number: int) -> list[Tensor]:
+        """Make the batches of a step, in the dtype of the model."""
+        count = 2 if self.loop in ("accumulated", "two forwards") else 1
+        found = [batch(10 * number + n) for n in range(count)]
+        if self.loop == "bad batch" and number == 1:
+            found[0][0] = math.nan
+        if self.loop == "spike" and number == STEPS - 1:
+            found[0] *= 100
+        return [x.to(next(model.parameters()).dtype) for x in found]
+
+
+def _skips(action: str) -> bool:
+    return action.startswith(("SkipSpikes", "CheckFinite('skip')"))
 
 
 def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     """Leave out what is refused, or warned of, for a reason."""
     kind, _, action = rule
-    if kind == "gradient" and action.startswith("ClipByGlobalNorm"):  # acts on each backward by itself
-        return way != "regions" and loop in ("plain", "evaluated", "resumed")
+    if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
+        return way not in ("regions", "methods") and loop != "retained"
+    if action.startswith("Store"):
+        return loop != "moved"  # a form that is not smaller
     return action != "CheckFinite('skip')" or loop == "bad batch"
+
+
+def _weighing(
+    rules: Sequence[tuple[str, str, str]], action: str, pattern: str, place: float
+) -> list[tuple[str, str, str]]:
+    """Weigh losses behind some of the rules and in front of the groups; a site keeps, and remembers, for one loss."""
+    rules = [rule for rule in rules if rule[2] not in ("smooth()", "Keep()")]
+    if pattern == "layers.*":  # what lies behind acts on the sum of the losses
+        rules = [rule for rule in rules if rule[0] != "error" or rule[1].startswith("layers")]
+    groups = [rule for rule in rules if rule[0] == "gradient" and rule[2].startswith(GROUPS)]
+    single = [rule for rule in rules if rule not in groups]
+    at = int(place * (len(single) + 1))
+    return [*single[:at], ("gradient", pattern, action), *single[at:], *groups]
+
+
+def _of_examples(rules: Sequence[tuple[str, str, str]], pattern: str) -> list[tuple[str, str, str]]:
+    """Clip the gradients of examples; at errors what acts on each element, at gradients what is linear, and groups."""
+    known = {
+        "error": ("ClipByValue", "Scale", "NanToNum", "Observe", "CheckFinite"),
+        "gradient": ("Scale", "Observe", "CheckFinite", *GROUPS),
+        "saved": (),
+    }
+    kept = [rule for rule in rules if rule[2].startswith(known.get(rule[0], ""))]
+    return [("gradient", pattern, PER_EXAMPLE), *kept]
 
 
 def batch(number: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-
-
-Result = dict[str, Tensor]
-
-
-def run_rewritten(one: Composition) -> list[Result]:
-    """Run a composition."""
-    model = one.make()
-    run, optimizer = _rewritten(one, model)
-    found = []
-    for number in range(STEPS):
-        if one.loop == "resumed" and number == 1:
-            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            model = one.make()
-            run, optimizer = _rewritten(one, model)
-            model.load_state_dict(kept[0])
-            optimizer.load_state_dict(kept[1])
-        if one.loop == "evaluated":
-            model.eval()
-            with torch.no_grad():
-                run(batch(100 + number))
-            model.train()
-        optimizer.zero_grad()
-        losses = [run(x) for x in _batches(one, number)] if one.loop == "two forwards" else []
-        for loss in losses or map(run, _batches(one, number)):
-            if one.loop == "retained":
-                loss.backward(retain_graph=True)
-            loss.backward()
-        found.append(_gradients(model))
-        optimizer.step()
-    return [*found, _state(model)]
-
-
-def _rewritten(one: Composition, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
-    options: dict[str, Any] = {
-        "dynamic": {"dynamic": True},
-        "regions": {"regions": ["first", "layers.*", "head"]},
-        "parts": {"fullgraph": False},
-    }.get(one.way, {})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if one.way == "backend":
-        backend = make_backend(one.policy(), None, AotEager())
-        return torch.compile(model, backend=backend), gr.guard(optimizer, backend)
-    rewritten = gr.transform(model, one.policy(), **options)
-    return rewritten, gr.guard(optimizer, rewritten)
-
-
-def run_reference(one: Composition) -> list[Result]:
-    """Run the same on the plain model, with hooks of eager autograd, by hand at the steps."""
-    model, policy, states, found = one.make(), one.policy(), StateStore(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for number in range(STEPS):
-        if one.loop == "evaluated":
-            model.eval()
-            with torch.no_grad():
-                model(batch(100 + number))
-            model.train()
-        optimizer.zero_grad()
-        before, skips = copy.deepcopy(_state(model)), False
-        for x in _batches(one, number):
-            kept = {name: p.grad for name, p in model.named_parameters()}
-            model.zero_grad()
-            hooked = _Hooked(model, policy, _outside(one), (), states)
-            loss = hooked(x)
-            if one.loop == "retained":
-                loss.backward(retain_graph=True)
-            loss.backward()
-            hooked.finish()
-            for name, p in model.named_parameters():
-                old = kept[name]
-                p.grad = p.grad if old is None else old if p.grad is None else old + p.grad
-            skips |= any(v > 0 for key, v in hooked.records.items() if key.startswith("nonfinite@gradient:"))
-        found.append(_gradients(model))
-        if _step_sites(one, model) or (skips and any(action == "CheckFinite('skip')" for *_, action in one.rules)):
-            model.load_state_dict(before)
-        else:
-            optimizer.step()
-    return [*found, _state(model)]
-
-
-def _outside(one: Composition) -> set[str]:
-    return set()
-
-
-def _step_sites(one: Composition, model: nn.Module) -> bool:
-    """Act at the step sites, in order; whether the update is skipped."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    skips = False
-    for kind, _, action in one.rules:
-        if kind == "step" and action.startswith("ClipByGlobalNorm"):
-            total = torch.stack([g.norm() for g in gradients]).norm()
-            factor = torch.where(total > 1e-2, 1e-2 / total, torch.ones_like(total))
-            for g in gradients:
-                g.mul_(torch.where(total.isfinite() | total.isnan(), factor, 0.0))
-        if kind == "step" and action == "CheckFinite('skip')":
-            skips |= not all(bool(g.isfinite().all()) for g in gradients)
-    return skips
-
-
-def _batches(one: Composition, number: int) -> list[Tensor]:
-    count = 2 if one.loop in ("accumulated", "two forwards") else 1
-    found = [batch(10 * number + n) for n in range(count)]
-    if one.loop == "bad batch" and number == 1:
-        found[0][0] = math.nan
-    return found
-
-
-def _gradients(model: nn.Module) -> Result:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _state(model: nn.Module) -> Result:
-    return {name: t.clone() for name, t in model.state_dict().items()}
-
-
-def assert_same(one: Composition) -> None:
-    """Compare a composition with its reference; AssertionError shows the program."""
-    near = 1e-4 if any(action.startswith("Store") for *_, action in one.rules) else 1e-8
-    for number, (got, wanted) in enumerate(zip(run_rewritten(one), run_reference(one), strict=True)):
-        where = f"gradients of step {number}" if number < STEPS else "the model afterwards"
-        assert got.keys() >= wanted.keys(), f"{where}: {sorted(wanted.keys() - got.keys())}\n{one.text}"
-        finite = [float(t.abs().max()) for t in wanted.values() if t.is_floating_point() and t.isfinite().all()]
-        largest = max(finite, default=1.0)
-        for name, t in wanted.items():
-            torch.testing.assert_close(
-                got[name], t, rtol=near, atol=near * max(largest, 1e-12), equal_nan=True,
-                msg=lambda m, n=name, w=where: f"{w}, {n}: {m}\n{one.text}",
-            )  # fmt: skip

@@ -48,6 +48,13 @@ def test_the_empty_policy_is_inert_on_a_model_that_computes_otherwise_where_it_i
     assert_inert(TracedOtherwise(), torch.randn(64, 3), compiled=False)
 
 
+def test_an_action_sees_a_value_as_it_was_made() -> None:
+    """A later op writes into the output of the first layer."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.1, inplace=True), nn.Linear(3, 3)).double()
+    policy = gr.on("error:*", lambda g, value: g + 0.1 * value)
+    assert_matches_eager(net, policy, torch.randn(5, 3, dtype=torch.float64), compiled=False)
+
+
 @pytest.mark.slow
 def test_what_actions_changed_is_told_from_where_they_stood(x: Tensor) -> None:
     policy = [gr.on("error:up", ClipByNorm(1e-3)), gr.on("error:drop", ClipByNorm(1e6))]

@@ -164,6 +164,24 @@ def test_other_groups_act_on_the_sum() -> None:
     assert_same(got, {name: g * 0.1 / norm for name, g in expected.items()})
 
 
+@pytest.mark.parametrize("later", [ClipByNorm(0.05), ClipByGlobalNorm(0.1)])
+def test_what_stands_before_at_gradients_of_one_loss_stays(later: Any) -> None:
+    """One loss reaches each head: they are in the group, and nothing is weighed there."""
+    policy = [
+        gr.on("gradient:[ab]*", Scale(-1.0)),
+        gr.on("gradient:*", WeighLosses(uneven)),
+        gr.on("gradient:*", later),
+    ]
+    _, got = weighed(policy)
+    expected = {n: -g if n[0] in "ab" else g for n, g in eager().items()}
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    factors = {
+        n: 0.1 / norm if isinstance(later, ClipByGlobalNorm) else min(1.0, 0.05 / g.norm()) for n, g in expected.items()
+    }
+
+    assert_same(got, {name: g * factors[name] for name, g in expected.items()})
+
+
 @pytest.mark.parametrize("further", [(), ("loss_norms",)], ids=["norm", "loss_norms"])
 def test_records_of_what_acts_on_each_loss(further: tuple[str, ...]) -> None:
     model, _ = weighed([gr.on("error:two", Observe("norm", *further)), gr.on("gradient:[ot]*", WeighLosses(uneven))])

@@ -113,7 +113,15 @@ def measured_before(rank: int) -> Any:
     return model.monitor.latest(), [float(row.norm()) for row in rows]
 
 
-PARTS = [averaged, refused, observed, measured_before]
+def reduced(rank: int) -> Any:
+    """Behind the average all ranks have one gradient: its norm here, and the norm of the whole."""
+    policy = gr.on("gradient:trunk.*", [AllReduce(), WeighLosses(UPGrad()), Observe("norm")])
+    model = gr.transform(make("mlp")[0], policy)
+    total(model(batch(0, rank))).backward()
+    return model.monitor.latest(), model.monitor.reduce()
+
+
+PARTS = [averaged, refused, observed, measured_before, reduced]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -161,6 +169,15 @@ def test_each_rank_observes_its_own_losses(outcomes: list[dict[str, Any]], part:
         records, norms = found[part]
         assert [records[f"loss_norm_{k}@gradient:{site}"] for k in range(len(norms))] == pytest.approx(norms)
     assert outcomes[0][part][1] != outcomes[1][part][1]
+
+
+def test_the_norm_of_a_weighed_average_counts_once(outcomes: list[dict[str, Any]]) -> None:
+    for found in outcomes:
+        assert not isinstance(found["reduced"], str), found["reduced"]
+        here, whole = found["reduced"]
+        names = [name for name in here if name.startswith("norm@gradient:trunk.")]
+        assert "norm@gradient:trunk.0.weight" in names
+        assert [whole[name] for name in names] == pytest.approx([here[name] for name in names])
 
 
 if __name__ == "__main__":
