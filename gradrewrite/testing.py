@@ -709,8 +709,9 @@ class _Observer(TorchFunctionMode):
             self._by_key[key] = _Seen(value, tensor, key, (op.number, len(self._seen)))
             self._seen.append(self._by_key[key])
             if tensor.requires_grad:
-                with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._by_key[key].copy = tensor.detach().clone()
+                was_watching, self._is_watching = self._is_watching, False
+                self._by_key[key].copy = tensor.detach().clone()
+                self._is_watching = was_watching
         return self._by_key[key]
 
     def sites(self) -> list[tuple[_Seen, Site]]:

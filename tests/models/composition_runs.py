@@ -147,7 +147,7 @@ class _Reference:
             if site.kind != "gradient" or self._at == len(policy):
                 return True
             is_group = one.rules[number][2].startswith(GROUPS)
-            return not is_group and (whole or number < self._at and site.name in self._names())
+            return not is_group and (whole or (number < self._at and site.name in self._names()))
 
         def rules(first: bool) -> gr.Policy:
             numbers = [n for n in range(len(policy)) if n != self._at]

@@ -166,8 +166,8 @@ ACTIONS: Mapping[str, Sequence[str]] = {
     ),
     "gradient": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
-        "Scale(0.5)", "AdaptiveClip(0.01)", "AutoClip(50.0, group='auto')", "ZClip(0.5, group='z')", "smooth()", "clip_to_percentile",
-        "Observe('max_abs')", "Zero()", *2 * ("CheckFinite('skip')",),
+        "Scale(0.5)", "AdaptiveClip(0.01)", "AutoClip(50.0, group='auto')", "ZClip(0.5, group='z')", "smooth()",
+        "clip_to_percentile", "Observe('max_abs')", "Zero()", *2 * ("CheckFinite('skip')",),
     ),
     "activation": ("Observe('norm')", "CheckFinite('record')"),
     "saved": ("Recompute()", "Store('float32')"),
