@@ -280,7 +280,17 @@ def judge(mutant: Mutant, *, whole: bool = False) -> Verdict:
         folder = Path(name)
         copy_with(mutant, folder)
         paths = [str(TESTS)] if whole else tests_of(mutant)
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not cuda and not launches and not browser"]
+        options = [
+            f"--rootdir={ROOT}",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not cuda and not launches and not browser",
+        ]
         options += ["-n", str(os.cpu_count())] if whole else ["-n0"]
         environment = {
             "GRADREWRITE_SAMPLE": "0", **os.environ, "PYTHONPATH": name, "HYPOTHESIS_PROFILE": "ci",
@@ -291,7 +301,7 @@ def judge(mutant: Mutant, *, whole: bool = False) -> Verdict:
         with log.open("w") as out:
             process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "pytest"), *options, *paths],
-                cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
                 process.wait(None if whole else SECONDS)

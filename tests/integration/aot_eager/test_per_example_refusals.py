@@ -156,6 +156,7 @@ def test_one_group_has_one_bound() -> None:
         (lambda: ClipPerExample(0.0), ValueError, "max_norm must be > 0"),
         (lambda: ClipPerExample(1.0, noise_multiplier=-1.0), ValueError, "noise_multiplier must be >= 0"),
         (lambda: ClipPerExample(1.0, noise_multiplier=torch.ones(())), TypeError, "noise_multiplier is a number"),
+        (lambda: ClipPerExample(1.0, noise_multiplier="1"), TypeError, "ClipPerExample: noise_multiplier"),
         (lambda: ClipPerExample(1.0, loss_reduction="none"), ValueError, 'loss_reduction is "mean" or "sum"'),
         (lambda: Keep("example_norms", batch_dim=-1), ValueError, "batch_dim must be >= 0, got -1"),
         (lambda: Keep("example_norms", batch_dim=0.5), TypeError, "batch_dim is an integer, got 0.5"),

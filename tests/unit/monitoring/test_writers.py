@@ -75,6 +75,14 @@ def test_a_file_has_the_clips_of_the_graphs(tmp_path: Path) -> None:
 FACTORS = ("factor", "factor.3")
 
 
+def test_a_file_has_the_ops_at_which_clips_stand(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    clip = ClipByNorm(0.1, log=True)
+    trained(gr.on("error:*", clip), path)
+    ops = [line["ops"] for line in map(json.loads, path.read_text().splitlines()) if "ops" in line]
+    assert [sorted(op for op, _ in one.values()) for one in ops] == [["one/linear", "two/linear"]]
+
+
 def test_calls_and_regions_keep_their_names(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh())
