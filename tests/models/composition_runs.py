@@ -230,7 +230,7 @@ def _weighting(action: str) -> Callable[[Tensor], Tensor]:
 
     def shortest(gramian: Tensor) -> Tensor:  # on the line between two gradients
         difference = gramian[0, 0] - 2 * gramian[0, 1] + gramian[1, 1]
-        share = ((gramian[1, 1] - gramian[0, 1]) / difference).clamp(0, 1)
+        share = torch.where(difference == 0, 0.5, ((gramian[1, 1] - gramian[0, 1]) / difference).clamp(0, 1))
         return torch.stack([share, 1 - share])
 
     def without_conflict(gramian: Tensor) -> Tensor:  # half of the sum, each projected where they conflict

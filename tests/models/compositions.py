@@ -238,8 +238,10 @@ class Composition:
         kinds = draw.choices(list(ACTIONS), (3, 4, 1, 1, 2), k=draw.randint(2, 5))
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]
         rules = [rule for rule in rules if _is_wanted(rule, way, loop)]
-        saved = [rule for rule in rules if rule[0] == "saved"][1:]  # a tensor has one form
-        rules = list(dict.fromkeys(rule for rule in rules if rule not in saved))
+        once = ("Recompute()", "Store('float32')", "smooth()")  # a tensor has one form, a state one that sets it
+        seen = [(kind, action in once and (kind, kind == "saved" or action)) for kind, _, action in rules]
+        rules = [rule for n, rule in enumerate(rules) if not seen[n][1] or seen[n] not in seen[:n]]
+        rules = list(dict.fromkeys(rules))
         split = draw.random() < 0.15 and not any(kind == "step" and _skips(action) for kind, _, action in rules)
         tied = way not in ("regions", "methods") and draw.random() < 0.2
         threaded = draw.random() < 0.1
