@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat.versions import needed_for
+from gradrewrite._utils.tensors import computable
 
 with needed_for("graphs are traced with fake tensors, which know their mode"):
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -34,9 +35,10 @@ outside_of_tracing = unset_fake_temporarily  # to make real tensors, whatever is
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Whether a real tensor holds -inf and nothing else that is not finite; False for a fake one."""
-    if isinstance(tensor, FakeTensor) or not tensor.is_floating_point():
+    """Whether a real tensor holds -inf and nothing else that is not finite; False without values: fake, or meta."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.is_floating_point():
         return False
+    tensor = computable(tensor)
     return bool(torch.isneginf(tensor).any()) and not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
 
 

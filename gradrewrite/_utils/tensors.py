@@ -31,3 +31,8 @@ def kept_random_state() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+def computable(tensor: Tensor) -> Tensor:
+    """Return a tensor, in float32 where torch has no arithmetic for its dtype (floating-point numbers of 8 bits)."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

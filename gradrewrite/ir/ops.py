@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import dtensors
+from gradrewrite._utils.tensors import computable
 from gradrewrite.ir.native_statistics import figures_of, names_of
 from gradrewrite.ir.statistics import STATISTICS, _dtype, measure_shards
 
@@ -78,11 +79,11 @@ def pack_eagerly(xs: Sequence[Tensor], statistics: str, checks: Sequence[int] = 
 def _figures_of(x: Tensor, names: Sequence[str], *, is_eager: bool) -> list[Tensor]:
     """Figures of a tensor, 0-d; the parts of one statistic are computed together."""
     found: dict[object, Any] = {}
-    figures = []
+    figures, wide = [], computable(x)
     for statistic in (STATISTICS[name] for name in names):
         function = (statistic.eager if is_eager else None) or statistic.traced
         if function not in found:
-            found[function] = function(x)
+            found[function] = function(x if statistic.unit == "bits" else wide)
         figures.append(found[function] if statistic.part is None else found[function][statistic.part])
     return figures
 

@@ -101,4 +101,6 @@ def copy_to_host(pack: Tensor) -> Tensor:
     if pack.device.type == "cpu":
         return pack.contiguous()
     # Into pinned memory: a copy into any other waits for the device.
+    if pack.is_meta:  # there are no values
+        return torch.full_like(pack, torch.nan, device="cpu")
     return torch.empty_like(pack, device="cpu", pin_memory=True).copy_(pack, non_blocking=True)

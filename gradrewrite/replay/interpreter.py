@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
-from gradrewrite._utils.tensors import tensors_in
+from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.ir import ops
 from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.inputs import GraphInput
@@ -178,6 +178,7 @@ class _Replay(fx.Interpreter):
     def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int) -> None:
         if not value.is_floating_point() and not value.is_complex():
             return
+        value = computable(value)
         at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
         bad = 0 if self._states[node].is_expected else int(at_fault.sum())
         size = value.detach().abs()
@@ -269,8 +270,7 @@ def _has_nan(value: Any) -> bool:
 
 def _inexact_in(value: Any) -> list[Tensor]:
     """Return the tensors of inexact numbers; those of eight bits in float32, for torch cannot test them."""
-    inexact = [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
-    return [t.float() if t.itemsize == 1 else t for t in inexact]
+    return [computable(t) for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
 
 
 @dataclass(frozen=True, slots=True)
