@@ -120,6 +120,26 @@ def gradient_outputs(graph: fx.Graph) -> list[tuple[int, int]]:
     return [(position, of.idx) for position, of in inputs if isinstance(of, PlainAOTInput)]
 
 
+def subclass_gradients(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return the gradients that are tensor subclasses other than DTensors: an inner tensor by Dynamo input position."""
+    found: dict[int, fx.Node] = {}
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    for node, desc in zip(returned, graph.output_node().meta.get("desc") or (), strict=False):
+        if _described(desc) is None and isinstance(node, fx.Node):
+            outer = _outermost(desc)
+            given = _outermost(outer.grad_of) if isinstance(outer, GradAOTOutput) else None
+            if isinstance(given, PlainAOTInput):
+                found[given.idx] = node
+    plain = {position for _, position in gradient_outputs(graph)}
+    return {position: node for position, node in found.items() if position not in plain}
+
+
+def has_gradients(graph: fx.Graph) -> bool:
+    """Whether a joint graph computes a gradient."""
+    return bool(gradient_outputs(graph) or subclass_gradients(graph))
+
+
 def _output_descriptors(graph: fx.Graph) -> list[Any]:
     return [_described(desc) for desc in graph.output_node().meta.get("desc") or ()]
 
@@ -135,6 +155,12 @@ def _described(desc: Any) -> Any:
     while isinstance(desc, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
         if desc.attr != "_local_tensor":
             return None
+        desc = desc.base
+    return desc
+
+
+def _outermost(desc: Any) -> Any:
+    while isinstance(desc, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
         desc = desc.base
     return desc
 

@@ -90,7 +90,7 @@ class _CaptureHooks:
     store: None = None
 
     def rewrite(self, graph: fx.Graph) -> None:
-        if not aot_autograd.gradient_outputs(graph):
+        if not aot_autograd.has_gradients(graph):
             editing.erase_markers(graph)
             return
         session = self.compilation.session

@@ -197,7 +197,7 @@ class GraphCompilation:
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""
-        if not aot_autograd.gradient_outputs(graph):
+        if not aot_autograd.has_gradients(graph):
             editing.erase_markers(graph)  # no backward, or the body of a higher-order op
             return
         assert graph.owning_module is not None

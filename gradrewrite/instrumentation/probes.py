@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import autograd, dtensors, make_fx
+from gradrewrite._compat import autograd, dtensors, fake_tensors, make_fx
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.layouts import InputLayouts, Layout
 from gradrewrite.errors import PolicyError
@@ -100,6 +100,9 @@ def _probe(x: Tensor, number: int) -> None:
     progress = tracing.progress
     progress.advance()
     value = tracing.values[number]
+    if fake_tensors.is_wrapper(x) and not dtensors.is_dtensor(x):  # a marker would stand at each tensor inside
+        value.subclass = type(x).__name__
+        return
     value.layout = Layout.of(x)
     with torch.no_grad():
         ops.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
@@ -108,6 +111,9 @@ def _probe(x: Tensor, number: int) -> None:
         def mark(g: Tensor | None) -> Tensor | None:
             progress.advance()
             value.has_error = True
+            if g is not None and fake_tensors.is_wrapper(g) and not dtensors.is_dtensor(g):
+                value.subclass = type(g).__name__
+                return None
             if g is None:  # of a gradient that autograd knows to be zero there may be none
                 return None
             layout = value.error_layout = Layout.of(g)

@@ -34,6 +34,7 @@ class Value:
     is_overwritten: bool = False  # autograd gave the tensor another history when such an op changed it
     same_as: Value | None = None  # what it turned out to be (``x.contiguous()`` of a contiguous ``x``)
     is_merged: bool = False  # what is known of it was added to that of ``same_as``
+    subclass: str = ""  # its class, or that of its error, where it is no plain tensor and no DTensor
     is_part: bool = False  # a plain tensor that is a part of a global one, and nobody knows of which
     layout: Layout | None = None  # of a DTensor
     error_layout: Layout | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -44,26 +44,41 @@ class InsertionPoint:
             self.replicas = self.layout.mesh.size()
 
 
-def find_insertion_points(marked: MarkedJointGraph) -> tuple[list[InsertionPoint], list[Site]]:
-    """Return the insertion points, and the sites with errors that are outside of the graph, if only in part.
+@dataclass
+class FoundPoints:
+    """The insertion points of a joint graph, and sites without one.
 
-    Values come in execution order, then parameters, then inputs.
+    Attributes:
+        points: Values in execution order, then parameters, then inputs.
+        outside: Sites whose error is outside of the graph, if only in part.
+        subclasses: Sites of tensor subclasses other than DTensors, by the name of the class; of gradients ``""``.
     """
-    if not aot_autograd.gradient_outputs(marked.graph):
-        return [], []
+
+    points: list[InsertionPoint] = field(default_factory=list)
+    outside: list[Site] = field(default_factory=list)
+    subclasses: dict[Site, str] = field(default_factory=dict)
+
+
+def find_insertion_points(marked: MarkedJointGraph) -> FoundPoints:
+    """Find the insertion points."""
+    found = FoundPoints()
+    if not aot_autograd.has_gradients(marked.graph):
+        return found
     order = {node: number for number, node in enumerate(marked.graph.nodes)}
-    points, outside = _points_of_values(marked, order)
+    _find_values(marked, order, found)
     gradients = _points_of_gradients(marked, order)
-    return [*points, *sorted(gradients, key=lambda point: point.site.kind != "gradient")], outside
+    found.points += sorted(gradients, key=lambda point: point.site.kind != "gradient")
+    for position, node in aot_autograd.subclass_gradients(marked.graph).items():
+        given = marked.inputs.get(position)
+        if given is not None and given.has_site:
+            found.subclasses[_site_of_gradient(node, given, None)] = ""
+    return found
 
 
-def _points_of_values(
-    marked: MarkedJointGraph, order: Mapping[fx.Node, int]
-) -> tuple[list[InsertionPoint], list[Site]]:
+def _find_values(marked: MarkedJointGraph, order: Mapping[fx.Node, int], found: FoundPoints) -> None:
     activations, errors = read_markers(marked.graph)
     regenerated = aot_autograd.regenerated_outputs(marked.graph)
-    points: list[InsertionPoint] = []
-    outside: list[Site] = []
+    points, outside = found.points, found.outside
     for number, site_at in name_values(marked.values, marked.call, marked.counts).items():
         value, forward, marker = marked.values[number], activations.get(number), errors.get(number)
         if forward is not None:
@@ -72,6 +87,9 @@ def _points_of_values(
                 point = InsertionPoint(site, node, forward, order[forward], layout=value.layout, is_part=value.is_part)
                 points.append(point)
         # Nothing reads the marker of an error that leads to zeros alone (of ``sgn``).
+        if value.subclass:
+            found.subclasses |= dict.fromkeys((site_at("activation"), site_at("error")), value.subclass)
+            continue
         is_lost = value.is_returned and value.fake.requires_grad and not value.has_error
         is_lost |= value.is_bypassed and value.fake.requires_grad
         if is_lost or value.returned_through & regenerated:
@@ -82,7 +100,6 @@ def _points_of_values(
             point.value = None if forward is None else forward.all_input_nodes[0]
             point.layout, point.value_layout = value.error_layout, value.layout
             points.append(point)
-    return points, outside
 
 
 def _points_of_gradients(marked: MarkedJointGraph, order: Mapping[fx.Node, int]) -> Iterator[InsertionPoint]:

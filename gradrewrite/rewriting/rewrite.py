@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor, fx
 from typing_extensions import assert_never
 
 from gradrewrite._compat import aot_autograd, collectives, fake_tensors, inductor, make_fx, operators
+from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.distributed.layouts import Layout
-from gradrewrite.errors import CallbackError, PolicyError
+from gradrewrite.errors import CallbackError, PolicyError, UnsupportedGradientError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import backward_names, read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -129,12 +130,15 @@ def rewrite_joint_graph(
     graph = marked.graph
     rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
     assumed = fake_tensors.assumptions(graph)
-    points, out_of_reach = find_insertion_points(marked)
+    found_points = find_insertion_points(marked)
+    points, out_of_reach = found_points.points, found_points.outside
 
     def ask(site: Site) -> tuple[Answered, ...]:
         return asked[site] if site in asked else ask_in_order(config.policy, site)
 
     answers = [(point, ask(point.site)) for point in points]
+    of_subclasses = {site: ask(site) for site in found_points.subclasses}
+    notes_of_subclasses = list(_check_subclasses(of_subclasses, found_points.subclasses))
     saved, candidates = find_saved(marked, config.policy, ask)
     plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
     separated = rewriter.follow(plan)
@@ -157,8 +161,13 @@ def rewrite_joint_graph(
     lost = [(site, ask(site)) for site in out_of_reach]
     anchors |= kept.anchors
     return RewriteResult(
-        sites=(*(point.site for point in points), *out_of_reach, *kept.answers),
-        answers=(*(found for _, found in answers), *(found for _, found in lost), *kept.answers.values()),
+        sites=(*(point.site for point in points), *out_of_reach, *of_subclasses, *kept.answers),
+        answers=(
+            *(found for _, found in answers),
+            *(found for _, found in lost),
+            *of_subclasses.values(),
+            *kept.answers.values(),
+        ),
         edits=tuple(rewriter.edits),
         record_nodes=(*rewriter.counters, *(node.name for node in record_nodes)),
         anchors=anchors,
@@ -170,10 +179,30 @@ def rewrite_joint_graph(
         of_parts=of_parts,
         copies_of_losses={} if losses is None else losses.copies,
         refused_outputs=losses.losses.others if losses is not None and separated.weighings else frozenset(),
-        notes=(*separated.notes, *kept.notes),
+        notes=(*separated.notes, *kept.notes, *notes_of_subclasses),
         saved=kept,
         candidates=candidates,
     )
+
+
+def _check_subclasses(answers: Mapping[Site, Sequence[Answered]], classes: Mapping[Site, str]) -> Iterator[str]:
+    """Yield warnings for actions at values of tensor subclasses; UnsupportedGradientError for those at gradients."""
+    by_class: dict[str, list[Site]] = {}
+    for site, found in answers.items():
+        if not found:
+            continue
+        if site.kind in ("gradient", "input"):
+            raise UnsupportedGradientError(
+                f"{site}: the gradient is a tensor subclass other than DTensor, and {describe(found[0].action)} takes "
+                f"plain tensors and DTensors only. Let the policy leave this site alone: one that returns None at "
+                f"{str(site)!r}, or patterns that do not match it"
+            )
+        by_class.setdefault(classes[site], []).append(site)
+    for name, sites in by_class.items():
+        yield (
+            f"{listed(list(map(str, sites)))}: the policy answers at values that are a {name}, a tensor subclass other "
+            "than DTensor. No action can act there, and nothing was inserted"
+        )
 
 
 def rewrite_and_compare(

@@ -36,7 +36,7 @@ def find_saved(
     None if the policy answers at none of these sites, and has no rule for saved tensors. What is saved is known after a
     trial of the partitioner; a callback that answers at no tensor that might be saved needs none.
     """
-    if not aot_autograd.gradient_outputs(marked.graph):
+    if not aot_autograd.has_gradients(marked.graph):
         return None, ()
     if rules_at(policy, "saved"):
         return SavedTensors(marked), ()
