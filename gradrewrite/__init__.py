@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gradrewrite.policy.schedules import Schedule as Schedule
     from gradrewrite.policy.state import State as State
     from gradrewrite.sites import Site as Site
+    from gradrewrite.sites import escape as escape
 
 _untested = check_torch()
 if _untested:
@@ -87,7 +88,7 @@ _PUBLIC = {
     "policy.rules": "on",
     "policy.schedules": "Schedule",
     "policy.state": "State",
-    "sites": "Site",
+    "sites": "Site escape",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 _SUBMODULES = ("errors", "passes", "policy", "sites", "testing", "viz")

@@ -17,6 +17,7 @@ from gradrewrite.diagnostics.first_difference import Difference, DifferenceKind,
 from gradrewrite.diagnostics.run_log import as_executed
 from gradrewrite.ir.record_layout import SiteOp
 from gradrewrite.ir.statistics import words_of
+from gradrewrite.policy.rules import leave_out_unsupported
 from gradrewrite.sites import AT_GUARD, Site
 
 
@@ -91,6 +92,7 @@ def compare(
 def _values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[Site, Tensor]]:
     """Return the values of a model at all sites, by their texts."""
 
+    @leave_out_unsupported
     def keep(site: Site) -> passes.Keep | None:
         return None if site.kind in AT_GUARD else passes.Keep()
 

@@ -34,7 +34,7 @@ from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
-from gradrewrite.policy.rules import on
+from gradrewrite.policy.rules import leave_out_unsupported, on
 from gradrewrite.sites import Site
 
 if TYPE_CHECKING:
@@ -336,6 +336,7 @@ class _Trainer:
         return value.reshape(())
 
 
+@leave_out_unsupported
 def observe(site: Site) -> list[Any] | None:
     """Record all that the judge reads; no policy of the user's."""
     if site.kind == "activation" and site.op in _SATURATING | _RECTIFIERS:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,8 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import NonFiniteError, TraceError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.policy.actions import ANYWHERE, Policy
-from gradrewrite.policy.recording import record_statistics
+from gradrewrite.policy.actions import Policy
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.sites import Kind, Site
 
 
 def locate(
@@ -60,7 +57,7 @@ def locate(
     def loss_of(output: Any) -> Tensor:
         return _loss(output, loss_fn)
 
-    return run_once(original, [*own, _count_gradients], args, kwargs, loss_of).failure(anywhere=True)
+    return run_once(original, own, args, kwargs, loss_of).failure(anywhere=True)
 
 
 def run_once(
@@ -72,6 +69,7 @@ def run_once(
     """
     monitor = Monitor()
     session = Session(RewriteConfig(policy, dynamic=False), recorder_of(monitor), model)
+    session.has_checks = session.is_replayed = True
     backend = Backend(session, AotEager(), monitor)
     entry_point = EntryPoint(session, lambda _: backend, backend, model, {})
     given = list(tensors_in((args, kwargs)))
@@ -89,22 +87,6 @@ def run_once(
                 if tensor._version != version:
                     tensor.copy_(value)
     return monitor
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """Count non-finite elements, and change nothing."""
-
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
-    has_units: ClassVar[bool] = False
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        record_statistics(tensor, {"nonfinite": "nonfinite"}, fails="record")
-        return tensor
-
-
-def _count_gradients(site: Site) -> _Count | None:
-    return _Count() if site.kind in ("gradient", "input") else None
 
 
 def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:

@@ -91,7 +91,12 @@ class NoSuchSiteError(RewriteError, LookupError):
         everything = f"{traced}.sites has all of them"
         if self.pattern.startswith("saved:"):
             everything = "gr.transform(model, []).memory(...) lists what is kept"
-        return f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
+        text = f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
+        kind, _, name = self.pattern.rpartition(":")
+        if any(known.partition(":")[2] == name for known in self.known):  # one is named as the pattern is written
+            start = f"{kind + ':'!r} + " if kind else ""
+            text += f". [ * ? # are signs of patterns: write gr.on({start}gr.escape({name!r}), ...)"
+        return text
 
 
 class GraphBreakError(RewriteError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -115,7 +116,7 @@ class Pattern:
                 raise ValueError(f"pattern {text!r}: {head!r} is no kind of site; use one of {', '.join(KINDS)}")
             text = rest
         glob, sharp, number = text.rpartition("#")
-        if not sharp:
+        if not sharp or (glob.endswith("[") and number.startswith("]")):  # none, or one of the name
             return cls(kind, text, None)
         if not number.isdecimal():
             raise ValueError(f"pattern {text!r}: '#' is followed by the number of a call, got {number!r}")
@@ -135,3 +136,24 @@ class Pattern:
         has_slash = "/" in self.glob
         is_op = site.kind in OF_VALUES and "/" in name and name not in site.output_of
         return has_slash == is_op or (not is_op and "/" in name)
+
+
+def escape(name: str) -> str:
+    """Escape the signs ``[``, ``*``, ``?`` and ``#`` of a name, for a pattern that means this name alone.
+
+    Args:
+        name: A site's name, without its kind, and without the number of a call.
+
+    Returns:
+        The pattern; the name itself if it has none of these signs. As ``glob.escape``.
+
+    Raises:
+        TypeError: ``name`` is no string.
+
+    Example:
+        >>> "error:" + escape("blocks.[0]") + "#1"
+        'error:blocks.[[]0]#1'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"gr.escape(name): name is a string, got {type(name).__name__}")
+    return re.sub(r"([*?[#])", r"[\1]", name)

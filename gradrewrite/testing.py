@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import assert_never
 
-from gradrewrite._compat import aot_autograd, fake_tensors, inductor, nn_modules
+from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import PolicyError, TraceError
@@ -400,8 +400,9 @@ def _descend(plain: nn.Module, rewritten: nn.Module) -> None:
     others = dict(rewritten.named_parameters())
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            if parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()):
-                parameter.sub_(parameter.grad, alpha=1e-2)
+            grad = None if parameter.grad is None else parameter.grad.to_dense()
+            if grad is not None and bool(torch.isfinite(grad).all()):
+                parameter.sub_(grad, alpha=1e-2)
             others[name].copy_(parameter)
 
 
@@ -605,7 +606,7 @@ class _Observer(TorchFunctionMode):
         handles = [h for module in self._model.modules() for h in self._watch_calls(module)]
         self._is_watching = True
         try:
-            with self, listen_to_taps(self._note_tap):
+            with self, listen_to_taps(self._note_tap), autograd.hear_transforms(self._note_result, self._paused):
                 yield
         finally:
             self._is_watching = False
@@ -683,6 +684,22 @@ class _Observer(TorchFunctionMode):
         for value in self._known_in(out):
             value.used_in.append(())
             value.is_returned = True
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def _note_result(self, name: str, given: Any, result: Any) -> None:
+        for value in self._known_in(given):
+            value.used_in.append(tuple(self._stack))
+        self._num_ops += 1
+        op = _Op(name, tuple(self._stack), user_line(traceback.extract_stack(limit=11)), self._num_ops)
+        for tensor in tensors_in(result):
+            self._value_of(tensor, op).value.is_selection = not isinstance(result, Tensor)
 
     def _note_tap(self, tensor: Tensor, name: str) -> None:
         self._value_of(tensor, _Op("tap", tuple(self._stack), "", self._num_ops)).value.taps.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
@@ -14,12 +15,46 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("one Python function hands a backward to the autograd engine"):
     from torch.autograd.graph import _engine_run_backward
+with needed_for("the results of torch.vmap can be seen as they are made"):
+    from torch._functorch import vmap as _vmap
+
+    assert callable(_vmap._remove_batch_dim)
 
 
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func (vmap, grad): it stands for others
 backward_id = torch._C._current_graph_task_id  # of this thread; -1 outside of a backward
 running_node: Callable[[], Any] = torch._C._current_autograd_node  # of this thread; None outside of a backward
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward
+
+
+@contextlib.contextmanager
+def hear_transforms(
+    note: Callable[[str, Any, Any], None], pause: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Report the results of ``torch.vmap`` and ``torch.cond`` inside the block; modes of torch functions see neither.
+
+    ``torch.cond`` compiles what it is given, and does not work with a mode of torch functions around it: it runs inside
+    of ``pause``.
+    """
+    plain_remove, plain_cond = _vmap._remove_batch_dim, torch.cond
+
+    def remove(tensor: Tensor, *args: Any) -> Any:
+        result = plain_remove(tensor, *args)
+        if not is_transformed(result):
+            note("_remove_batch_dim", (), result)
+        return result
+
+    def cond(*args: Any, **kwargs: Any) -> Any:
+        with pause():
+            result = plain_cond(*args, **kwargs)
+        note("cond", (args, kwargs), result)
+        return result
+
+    _vmap._remove_batch_dim, torch.cond = remove, cond
+    try:
+        yield
+    finally:
+        _vmap._remove_batch_dim, torch.cond = plain_remove, plain_cond
 
 
 def view_chain(tensor: Tensor) -> Iterator[tuple[Any, int]]:

@@ -176,7 +176,7 @@ class GraphCompilation:
     def is_replayed(self) -> bool:
         """Whether calls are replayed though nothing is checked here: a skip, or a failed check in another graph."""
         is_part = not self.is_whole or self.region is not None
-        return self.session.may_skip or (is_part and self.session.has_checks)
+        return self.session.is_replayed or self.session.may_skip or (is_part and self.session.has_checks)
 
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
         """Return a joint graph with its probes' values, inputs and layouts."""

@@ -53,6 +53,7 @@ class Session:
         self.calls = ForwardCalls()
         self.live_forms = LiveForms()
         self.has_checks = False  # whether something is checked in a graph
+        self.is_replayed = False  # whether every call can be replayed, checked or not
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
         self._has_regions = outside is not None

@@ -45,12 +45,14 @@ def tap(x: Tensor, name: str) -> Tensor:
         ``x`` itself, compiled or not.
 
     Raises:
-        TypeError: ``name`` is no string.
+        TypeError: ``x`` is no tensor, or ``name`` is no string.
         PolicyError: (at the rewrite) ``name`` is empty or has a sign that patterns use.
 
     Example:
         >>> h = tap(torch.ones(2), "hidden")
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"gr.tap(x, name): x is one tensor, got {type(x).__name__}; name each of several by itself")
     if not isinstance(name, str):
         raise TypeError(f"gr.tap(x, name): name is a string, got {type(name).__name__}")
     listener = _tap_listener.get()
@@ -306,15 +308,17 @@ class _Reader:
         body.recompile()
 
     def _tap(self, node: fx.Node, outer: _Outer) -> None:
-        target = node.args[0]
+        given = dict(zip(("x", "name"), node.args, strict=False)) | node.kwargs
+        target = given["x"]
         if node.target is tap:
-            name = str(node.args[1] if len(node.args) > 1 else node.kwargs["name"])
+            name = str(given["name"])
         else:
             calls = self._calls(node)
             name = calls[-1][0] if calls else ""
         if node.target is tap and (not name or set(name) & set(":#/*?[]")):
             raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]", code="tap")
-        assert isinstance(target, fx.Node)
+        if not isinstance(target, fx.Node):
+            raise TypeError(f"gr.tap(x, {name!r}): x is one tensor, got {type(target).__name__}")
         fake = fake_of(outer.get(target, target))
         if fake is not None:
             value = self._current.get(id(fake))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import SAVED, Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
 from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
 from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
+
+Callback = TypeVar("Callback", bound=Callable[[Site], Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,13 @@ class Answered:
     position: tuple[int, ...]  # of the callback in the nested lists of the policy
     action: Any
     rule: str  # pattern of the rule; of another callback its name
+    is_lenient: bool = False  # where the gradient takes no action, it is left out
+
+
+def leave_out_unsupported(callback: Callback) -> Callback:
+    """Let actions of a callback be left out at sparse gradients and those of tensor subclasses."""
+    callback.is_lenient = True  # type: ignore[attr-defined]
+    return callback
 
 
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
@@ -138,7 +147,8 @@ def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> 
     """
     if callable(policy):
         rule = policy.pattern if isinstance(policy, Rule) else without_addresses(describe_callable(policy))
-        return tuple(Answered(position, action, rule) for action in _ask_callback(policy, site))
+        is_lenient = getattr(policy, "is_lenient", False) is True
+        return tuple(Answered(position, action, rule, is_lenient) for action in _ask_callback(policy, site))
     items = enumerate(policy)
     return tuple(found for number, item in items for found in ask_in_order(item, site, (*position, number)))
 

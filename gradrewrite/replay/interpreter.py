@@ -178,7 +178,7 @@ class _Replay(fx.Interpreter):
     def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int) -> None:
         if not value.is_floating_point() and not value.is_complex():
             return
-        value = computable(value)
+        value = _numbers_of(value)
         at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
         bad = 0 if self._states[node].is_expected else int(at_fault.sum())
         size = value.detach().abs()
@@ -269,8 +269,17 @@ def _has_nan(value: Any) -> bool:
 
 
 def _inexact_in(value: Any) -> list[Tensor]:
-    """Return the tensors of inexact numbers; those of eight bits in float32, for torch cannot test them."""
-    return [computable(t) for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
+    """Return the tensors of inexact numbers, as torch can test them."""
+    return [_numbers_of(t) for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
+
+
+def _numbers_of(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor, those of eight bits in float32; of a sparse one those that it holds."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense() if tensor.is_mkldnn else tensor.values()
+    return computable(tensor)
 
 
 @dataclass(frozen=True, slots=True)

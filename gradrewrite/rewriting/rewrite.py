@@ -136,8 +136,8 @@ def rewrite_joint_graph(
     def ask(site: Site) -> tuple[Answered, ...]:
         return asked[site] if site in asked else ask_in_order(config.policy, site)
 
-    answers = [(point, ask(point.site)) for point in points]
-    of_subclasses = {site: ask(site) for site in found_points.subclasses}
+    answers = [(point, _possible(ask(point.site), value_of(point.node).layout)) for point in points]
+    of_subclasses = {site: _possible(ask(site)) for site in found_points.subclasses}
     notes_of_subclasses = list(_check_subclasses(of_subclasses, found_points.subclasses))
     saved, candidates = find_saved(marked, config.policy, ask)
     plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
@@ -183,6 +183,11 @@ def rewrite_joint_graph(
         saved=kept,
         candidates=candidates,
     )
+
+
+def _possible(answers: tuple[Answered, ...], layout: torch.layout | None = None) -> tuple[Answered, ...]:
+    """Return answers without the lenient ones, where a tensor is sparse or a subclass."""
+    return answers if layout is torch.strided else tuple(found for found in answers if not found.is_lenient)
 
 
 def _check_subclasses(answers: Mapping[Site, Sequence[Answered]], classes: Mapping[Site, str]) -> Iterator[str]:
