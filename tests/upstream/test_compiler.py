@@ -533,3 +533,22 @@ def test_60_a_written_buffer_is_read_again_in_the_backward(backend: str) -> None
 
     wanted = plain.first.linear.weight.grad
     assert (model.first.linear.weight.grad - wanted).abs().max() > 0.05 * wanted.abs().max()
+
+
+def test_updates_of_0d_float64_tensors_are_lost() -> None:
+    """Why there is ``_compat/scalar_tensors.py``."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+            self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1.0)
+            y: Tensor = self.fc(x).sum()
+            return y
+
+    plain = Counted()
+    torch.compile(plain, backend="aot_eager")(torch.ones(1, 2)).backward()
+    assert plain.count == 0
