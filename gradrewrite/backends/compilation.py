@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
 from gradrewrite._compat.scalar_tensors import written_scalars_kept
+from gradrewrite._compat.tangents import overlapping_tangents_contiguous
 from gradrewrite._utils.formatting import listed
 from gradrewrite.backends.call_counts import PartOfForward
 from gradrewrite.backends.code_cache import CachedRewrite, CacheKey, find_key, hash_of_answers
@@ -49,6 +50,7 @@ logger = logging.getLogger("gradrewrite.cache")
 _Role = Literal["input", "value"]  # behind a graph break, and in a region, inputs are values of the model
 
 
+@overlapping_tangents_contiguous()
 @written_scalars_kept()
 def compile_graph(
     session: Session, gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine, measured: Measured = "all"

@@ -40,7 +40,7 @@ def run_rewritten(one: Composition, *, compiled: bool = False) -> list[Result]:
         batches = one.batches(model, number)
         losses = [run(x) for x in batches] if one.loop == "two forwards" else []
         for loss in losses or map(run, batches):
-            total = loss if isinstance(loss, Tensor) else sum(loss)
+            total = total_of(loss)
             if one.loop == "retained":
                 total.backward(retain_graph=True)
             _backward(one, total)
@@ -48,6 +48,14 @@ def run_rewritten(one: Composition, *, compiled: bool = False) -> list[Result]:
         for optimizer in optimizers:
             optimizer.step()
     return [*found, _state(model)]
+
+
+def total_of(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the loss of an output: the sum of losses, or of windows with weights."""
+    if isinstance(output, tuple):
+        return torch.stack(output).sum()
+    weights = torch.linspace(0, 1, output.numel(), dtype=output.dtype).reshape(output.shape)
+    return (output * weights).square().mean() if output.dim() else output
 
 
 def _backward(one: Composition, loss: Tensor) -> None:
@@ -166,7 +174,7 @@ class _Reference:
         """Return the gradients of each loss, with actions as hooks."""
         hooked, found = _Hooked(model, policy, set(), (), self._states), []
         losses = hooked(x)
-        for loss in losses if isinstance(losses, tuple) else (losses,):
+        for loss in losses if isinstance(losses, tuple) else (total_of(losses),):
             model.zero_grad()
             for _ in range(times):
                 loss.backward(retain_graph=True)

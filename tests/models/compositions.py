@@ -78,6 +78,20 @@ class Loop(nn.Module):
         return h
 
 
+class Scalar(nn.Module):
+    """Follows a mean in a tensor of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.mean.mul_(0.5).add_(y.detach().abs().mean())
+        return y.sin()
+
+
 LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "Inplace": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.1, inplace=True)),
@@ -94,17 +108,21 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "Codebook": Codebook,
     "Counted": Counted,
     "AmaxHistory": AmaxHistory,
+    "Scalar": Scalar,
 }
 
 
 class Net(nn.Module):
-    """Layers one behind the other, two of them perhaps with tied weights, and a head; it returns one loss, or two."""
+    """Layers one behind the other, two of them perhaps with tied weights, and a head.
 
-    def __init__(self, layers: Sequence[str], *, tied: bool, losses: int) -> None:
+    It returns one loss, or two, or windows of what the head makes.
+    """
+
+    def __init__(self, layers: Sequence[str], *, tied: bool, losses: int, windows: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(LAYERS[name]() for name in layers))
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.losses, self.loss_divisor = losses, 1
+        self.losses, self.loss_divisor, self.windows = losses, 1, windows
         if tied:
             self.head.weight = self.first.weight
 
@@ -113,6 +131,9 @@ class Net(nn.Module):
         return h
 
     def finish(self, h: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self.windows:
+            overlapping: Tensor = self.head(h).unfold(1, 2, 1)
+            return overlapping
         loss = self.head(h).square().mean() / self.loss_divisor
         return loss if self.losses == 1 else (loss, h.sin().mean())
 
@@ -211,6 +232,7 @@ class Composition:
         loop: One of ``LOOPS``.
         way: One of ``WAYS``.
         losses: How many the model returns.
+        windows: Whether it returns windows, which overlap, and the loss is computed outside.
         split: Whether two optimizers have half of the parameters each.
         threaded: Whether another thread runs the backwards.
     """
@@ -224,6 +246,7 @@ class Composition:
     losses: int = 1
     split: bool = False
     threaded: bool = False
+    windows: bool = False
 
     @classmethod
     def draw(cls, seed: int) -> Composition:
@@ -244,12 +267,13 @@ class Composition:
         rules = list(dict.fromkeys(rules))
         split = draw.random() < 0.15 and not any(kind == "step" and _skips(action) for kind, _, action in rules)
         tied = way not in ("regions", "methods") and draw.random() < 0.2
-        threaded = draw.random() < 0.1
+        threaded, windows = draw.random() < 0.1, theme == "any" and draw.random() < 0.1
         if theme == "losses":
             rules = _weighing(rules, draw.choice(WEIGHINGS), draw.choice(("*", "layers.*", "first.*")), draw.random())
         if theme == "examples":
             rules = _of_examples(rules, draw.choice(("*", "layers.*", "head.*")))
-        return cls(seed, layers, tied, tuple(rules), loop, way, 2 if theme == "losses" else 1, split, threaded)
+        losses = 2 if theme == "losses" else 1
+        return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows)
 
     @property
     def text(self) -> str:
@@ -258,7 +282,8 @@ class Composition:
         return (
             f"# seed {self.seed}, loop {self.loop!r}, way {self.way!r}, split {self.split}, threaded {self.threaded}\n"
             f"torch.manual_seed({self.seed})\n"
-            f"model = Net({list(self.layers)}, tied={self.tied}, losses={self.losses}).double()\n"
+            f"model = Net({list(self.layers)}, tied={self.tied}, losses={self.losses}, "
+            f"windows={self.windows}).double()\n"
             f"policy = [\n{rules}\n]\n"
         )
 
@@ -276,7 +301,7 @@ class Composition:
     def make(self) -> Net:
         """Make the plain model."""
         torch.manual_seed(self.seed)
-        return Net(self.layers, tied=self.tied, losses=self.losses).double()
+        return Net(self.layers, tied=self.tied, losses=self.losses, windows=self.windows).double()
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         """Make the optimizers."""

@@ -552,3 +552,16 @@ def test_updates_of_0d_float64_tensors_are_lost() -> None:
     plain = Counted()
     torch.compile(plain, backend="aot_eager")(torch.ones(1, 2)).backward()
     assert plain.count == 0
+
+
+def test_gradients_of_overlapping_outputs_are_overwritten() -> None:
+    """Why there is ``_compat/tangents.py``."""
+    x, weights = torch.randn(3, 6), torch.rand(3, 4, 3)
+    found = []
+    for compiled in (False, True):
+        w = torch.eye(6, requires_grad=True)
+        function: Any = lambda x, w: (x @ w).unfold(1, 3, 1)  # noqa: E731
+        run = torch.compile(function, backend="aot_eager") if compiled else function
+        (run(x, w) * weights).sum().backward()
+        found.append(w.grad)
+    assert (found[0] - found[1]).abs().max() > 0.05 * found[0].abs().max()

@@ -1,0 +1,47 @@
+"""Tangents of a graph's outputs: the strides in which AOTAutograd takes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("AOTAutograd decides by one function in which strides it takes the tangent of an output"):
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+    _plain = MemoryFormatMeta.from_tensor
+
+
+@contextlib.contextmanager
+def overlapping_tangents_contiguous() -> Iterator[None]:
+    """Take the tangents of outputs with overlapping elements in memory of their own.
+
+    Torch copies a tangent into the strides of its output. Where elements of that share memory, as in windows
+    (``unfold``), the copy overwrites what belongs to others.
+    """
+    MemoryFormatMeta.from_tensor = staticmethod(_of_tensor)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MemoryFormatMeta.from_tensor = staticmethod(_plain)  # type: ignore[method-assign]
+
+
+def _of_tensor(tensor: Tensor, force_use_memory_format: bool = False) -> Any:
+    return _plain(tensor, force_use_memory_format or may_overlap(tensor))
+
+
+def may_overlap(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory; False where sizes or strides are symbols."""
+    if tensor.layout is not torch.strided or not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
+        return False
+    reached = 0  # the largest offset of the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += (size - 1) * stride
+    return False
