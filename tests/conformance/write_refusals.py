@@ -22,7 +22,17 @@ if __name__ == "__main__":
 
 from conformance.outcomes import Outcome, expected, outcome_of, write
 
-SUITES = ("op_db", "module_db", "per_example_ops", "per_example_modules", "optim_db", "hop_db", "opacus_layers", "zoo")
+SUITES = (
+    "op_db",
+    "module_db",
+    "per_example_ops",
+    "per_example_modules",
+    "optim_db",
+    "hop_db",
+    "opacus_layers",
+    "callbacks",
+    "zoo",
+)
 
 
 def run(suite: str, only: str) -> dict[str, Outcome]:
