@@ -687,11 +687,11 @@ class _Observer(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def _note_result(self, name: str, given: Any, result: Any) -> None:
         for value in self._known_in(given):

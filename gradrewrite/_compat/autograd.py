@@ -16,8 +16,9 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("one Python function hands a backward to the autograd engine"):
     from torch.autograd.graph import _engine_run_backward
 with needed_for("the results of torch.vmap can be seen as they are made"):
-    from torch._functorch import vmap as _vmap
+    from torch._functorch import vmap
 
+    _vmap: Any = vmap
     assert callable(_vmap._remove_batch_dim)
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat.versions import needed_for
-from gradrewrite._utils.tensors import computable
 
 with needed_for("graphs are traced with fake tensors, which know their mode"):
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -38,7 +37,7 @@ def is_mask(tensor: Tensor) -> bool:
     """Whether a real tensor holds -inf and nothing else that is not finite; False without values: fake, or meta."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.is_floating_point():
         return False
-    tensor = computable(tensor)
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # of 8 bits torch can test none
     return bool(torch.isneginf(tensor).any()) and not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
 
 

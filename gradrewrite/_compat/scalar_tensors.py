@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("AOTAutograd turns operations on Python's floats into operations on tensors by one function"):
     from torch._functorch._aot_autograd import graph_compile
 
-    _plain = graph_compile.tensorify_python_scalars
+    _module: Any = graph_compile
+    _plain: Callable[..., None] = _module.tensorify_python_scalars
 with needed_for("the symbol of a float has a source: an item of a tensor, or a float"):
     from torch._dynamo.source import CallMethodItemSource
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -22,16 +23,16 @@ with needed_for("the symbol of a float has a source: an item of a tensor, or a f
 
 @contextlib.contextmanager
 def written_scalars_kept() -> Iterator[None]:
-    """Compile updates of 0-d float64 tensors, which torch loses.
+    """Keep updates of 0-d float64 tensors: torch loses them.
 
     Each such tensor has a symbol for its item. Where nothing reads the item, torch takes the symbol for a float that
     became a constant, and traces once more without the nodes of its value, its in-place updates too.
     """
-    graph_compile.tensorify_python_scalars = _without_items
+    _module.tensorify_python_scalars = _without_items
     try:
         yield
     finally:
-        graph_compile.tensorify_python_scalars = _plain
+        _module.tensorify_python_scalars = _plain
 
 
 def _without_items(gm: fx.GraphModule, shape_env: ShapeEnv, *further: Any) -> None:

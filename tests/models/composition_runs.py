@@ -188,9 +188,8 @@ class _Reference:
     def _behind(self, gradients: Result) -> Result:
         """Return gradients after the rules that come later: those of a sum that has just these gradients."""
         model = self._model
-        model.forward = lambda _: sum(  # type: ignore[method-assign, assignment]
-            (p * gradients[name]).sum() for name, p in model.named_parameters() if name in gradients
-        )
+        parameters = dict(model.named_parameters())
+        model.forward = lambda _: torch.stack([(parameters[name] * g).sum() for name, g in gradients.items()]).sum()
         try:
             return self._hooked(model, self._then, torch.zeros(()))[0]
         finally:

@@ -54,7 +54,8 @@ def test_models_that_read_eight_bits(x: Tensor, dtype: torch.dtype, given: bool)
     plain = Quantized(dtype)
     plain(x).backward()
     wanted = plain.fc.weight.grad
-    for policy in ([], gr.on("gradient:*", CheckFinite()), gr.on("error:*", ClipByNorm(1e9))):
+    policies: list[gr.Policy] = [[], gr.on("gradient:*", CheckFinite()), gr.on("error:*", ClipByNorm(1e9))]
+    for policy in policies:
         plain.zero_grad()
         rewritten = gr.transform(plain, policy)
         rewritten(x, plain.table if given else None).backward()
