@@ -99,7 +99,7 @@ def is_backward(node: fx.Node) -> bool:
 
 def refuses_shared_memory(err: AssertionError) -> bool:
     """Whether AOTAutograd gave up because an input that is written to shares its memory with another."""
-    return "view input mutations" in str(err)
+    return any(text in str(err) for text in ("view input mutations", "outs_to_grad length"))
 
 
 def regenerated_outputs(graph: fx.Graph) -> set[int]:
@@ -136,8 +136,8 @@ def subclass_gradients(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def has_gradients(graph: fx.Graph) -> bool:
-    """Whether a joint graph computes a gradient."""
-    return bool(gradient_outputs(graph) or subclass_gradients(graph))
+    """Whether a joint graph computes a gradient: of an input, or of the memory that several inputs share."""
+    return any(isinstance(_outermost(desc), GradAOTOutput) for desc in graph.output_node().meta.get("desc") or ())
 
 
 def _output_descriptors(graph: fx.Graph) -> list[Any]:

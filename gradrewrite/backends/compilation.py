@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections import Counter
@@ -620,20 +621,23 @@ _SPLIT = (
 
 @contextlib.contextmanager
 def _shared_memory_named(given: Mapping[int, GraphInput], inputs: Sequence[Any]) -> Iterator[None]:
-    """Name the buffer and the parameter in torch's error on shared memory."""
+    """Name two inputs of the graph in torch's error on shared memory."""
     try:
         yield
     except AssertionError as err:
-        parameters = [n for n, known in given.items() if known.role == "parameter"]
-        pairs = ((n, m) for n, known in given.items() if known.role == "buffer" for m in parameters)
+        roles = {"buffer": 0, "parameter": 1}
+        known = sorted((roles.get(one.role, 2), n) for n, one in given.items())
+        pairs = ((n, m) for (_, n), (_, m) in itertools.combinations(known, 2))
         found = next(((n, m) for n, m in pairs if fake_tensors.share_memory(inputs[n], inputs[m])), None)
         if found is None or not aot_autograd.refuses_shared_memory(err):
             raise
-        buffer, parameter = (given[n].name for n in found)
+        first, second = (given[n] for n in found)
+        copied = f"{second.name}.detach().clone()" if first.role == "buffer" else f"{second.name}.clone()"
         raise TraceError(
-            f"buffer {buffer!r} shares its memory with parameter {parameter!r}, and the forward writes to one of them, "
-            "which torch.compile cannot differentiate. Give the buffer memory of its own "
-            f"({parameter}.detach().clone()), or write outside of the forward: before the call, or after the backward",
+            f"{first.role} {first.name!r} shares its memory with {second.role} {second.name!r}, and the forward writes "
+            f"to one of them, which torch.compile cannot differentiate. Give the {first.role} memory of its own "
+            f"({copied}), or write outside of the forward: before the call, or after the "
+            "backward",
             code="shared-memory",
         ) from err
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gradrewrite._compat import dtensors
+from gradrewrite._compat import autograd, dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
 from gradrewrite.backends.graph_uses import GraphUse
 from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
@@ -18,6 +18,11 @@ from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warnings_in_parts
 from gradrewrite.policy.state_store import write_states
 
+_BATCHED = (
+    "autograd.grad(..., is_grads_batched=True), or another transform of torch.func around the backward: it computes "
+    "several backwards as one, and records, log lines and checks are those of one. Take a policy that records nothing "
+    "(clips by value, Scale, tensor functions), or call autograd.grad for each vector"
+)
 _CHANGED = (
     "a tensor that an action closes over was {} when this backward was compiled, and is {} now. Change dtype, device "
     "or sizes (module.to(...), t.data = ...) before the forward: the next call of a rewritten model compiles anew; "
@@ -44,6 +49,10 @@ class RewrittenBackward:
         """Run; gradients are returned, records go to the session's recorder."""
         session, use = self.session, self.use()
         outputs = use.outputs
+        if (outputs.packs or outputs.checks) and any(
+            isinstance(t, Tensor) and autograd.is_transformed(t) for t in args
+        ):
+            raise PolicyError(_BATCHED, code="batched-backward")
         use.coverage.note()
         if not session.has_model:
             session.check_rules()

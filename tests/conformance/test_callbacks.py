@@ -48,6 +48,8 @@ def groups() -> Iterator[list[str]]:
 @pytest.mark.parametrize("names", list(groups()), ids=lambda names: names[0])
 def test_compiled(names: list[str]) -> None:
     bodies = {name: body for name in names if (body := body_of(BODIES[name])) is not None}
+    if not bodies:
+        pytest.skip("none of them keeps the shape")
     for kind in ("error", "gradient"):
         plain = Given(list(bodies.values()))
         rewritten: Any = gr.transform(plain, at(kind, list(bodies.values())))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByNorm, Scale
+from gradrewrite.passes import CheckFinite, ClipByNorm, Observe, Scale
 from gradrewrite.testing import assert_matches_eager
 
 from models.small import Lambda
@@ -152,3 +152,50 @@ def test_two_calls_of_a_normalization_inside_a_checkpoint() -> None:
 
     plain, copied = Normalized(), Normalized()
     torch.testing.assert_close(gradients(copied, gr.transform(copied, [])), gradients(plain, plain))
+
+
+class Written(nn.Module):
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        if self.both:
+            y.add_(1)
+        return (x * y).sum()
+
+
+def halves() -> tuple[Tensor, Tensor, Tensor]:
+    leaf = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    made = leaf * 1
+    return leaf, made[0:2], made[1:3]
+
+
+def test_inputs_that_share_memory_and_are_written() -> None:
+    """A model without parameters; the gradient is that of the memory which the inputs share."""
+    found = []
+    for run in (Written(both=False), gr.transform(Written(both=False), [])):
+        leaf, x, y = halves()
+        run(x, y).backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1], found[0])
+    _, x, y = halves()
+    with pytest.raises(gr.TraceError, match=r"input 'x' shares its memory with input 'y'.*y\.clone\(\)"):
+        gr.transform(Written(both=True), [])(x, y)
+
+
+def jacobian(policy: gr.Policy) -> list[Tensor]:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    out = gr.transform(plain, policy)(X)
+    vectors = torch.eye(2)[:, None].expand(2, 3, 2).contiguous()
+    return list(torch.autograd.grad(out, list(plain.parameters()), vectors, is_grads_batched=True))
+
+
+def test_batched_backwards() -> None:
+    plain, scaled = jacobian([]), jacobian(gr.on("gradient:*", Scale(0.5)))
+    torch.testing.assert_close(scaled, [0.5 * g for g in plain])
+    for action in (Observe("norm"), CheckFinite(), ClipByNorm(1.0)):
+        with pytest.raises(gr.PolicyError, match="is_grads_batched=True"):
+            jacobian(gr.on("gradient:*", action))
