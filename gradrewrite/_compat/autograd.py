@@ -23,9 +23,15 @@ with needed_for("the results of torch.vmap can be seen as they are made"):
 
 
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func (vmap, grad): it stands for others
+_is_batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 backward_id = torch._C._current_graph_task_id  # of this thread; -1 outside of a backward
 running_node: Callable[[], Any] = torch._C._current_autograd_node  # of this thread; None outside of a backward
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for several: in ``torch.func``, or in a backward with ``is_grads_batched=True``."""
+    return is_transformed(tensor) or _is_batched_by_autograd(tensor)
 
 
 @contextlib.contextmanager

@@ -49,10 +49,7 @@ class RewrittenBackward:
         """Run; gradients are returned, records go to the session's recorder."""
         session, use = self.session, self.use()
         outputs = use.outputs
-        if (outputs.packs or outputs.checks) and any(
-            isinstance(t, Tensor) and autograd.is_transformed(t) for t in args
-        ):
-            raise PolicyError(_BATCHED, code="batched-backward")
+        _refuse_batched(args, records=bool(outputs.packs or outputs.checks))
         use.coverage.note()
         if not session.has_model:
             session.check_rules()
@@ -106,6 +103,11 @@ class RewrittenBackward:
         for key, text in warnings_in_parts(cause, groups, noisy).items():
             self.session.warnings.warn_once(key, text)
         self.session.warnings.flush_warnings()
+
+
+def _refuse_batched(args: Sequence[Any], *, records: bool) -> None:
+    if records and any(autograd.is_batched(t) for t in args if isinstance(t, Tensor)):
+        raise PolicyError(_BATCHED, code="batched-backward")
 
 
 def _text(form: Form) -> str:
