@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # as conftest.py does
 
 import gradrewrite as gr
 
@@ -64,7 +69,14 @@ def body_of(op: OpInfo) -> Body | None:
     return next((body for sample in samples if (body := _body_of(function, sample)) is not None), None)
 
 
-BODIES: Mapping[str, OpInfo] = {name_of(op): op for op in op_db if DTYPE in op.dtypes}
+ENTRIES: Mapping[str, OpInfo] = {name_of(op): op for op in op_db if DTYPE in op.dtypes}
+LIST = Path(__file__).parent / "callbacks.txt"  # to find them takes longer than to collect tests may take
+NAMES = [name for name in LIST.read_text().split() if name in ENTRIES]
+
+
+def found_names() -> list[str]:
+    """The names of all entries that are bodies; ``python tests/conformance/callbacks.py`` writes the list."""
+    return [name for name, op in ENTRIES.items() if body_of(op) is not None]
 
 
 class Given(nn.Module):
@@ -98,3 +110,7 @@ def gradients(plain: Given, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
     plain.zero_grad()
     run(torch.ones((), dtype=DTYPE)).backward()
     return [product.weight.grad for product in plain.products]
+
+
+if __name__ == "__main__":
+    LIST.write_text("\n".join(found_names()) + "\n")
