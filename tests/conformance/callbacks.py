@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,10 @@ def body_of(op: OpInfo) -> Body | None:
     except AttributeError:  # a random method, which writes in place
         return None
     torch.manual_seed(0)
-    samples = itertools.islice(op.sample_inputs("cpu", DTYPE, requires_grad=False), NUM_SAMPLES)
-    return next((body for sample in samples if (body := _body_of(function, sample)) is not None), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about its samples
+        samples = itertools.islice(op.sample_inputs("cpu", DTYPE, requires_grad=False), NUM_SAMPLES)
+        return next((body for sample in samples if (body := _body_of(function, sample)) is not None), None)
 
 
 ENTRIES: Mapping[str, OpInfo] = {name_of(op): op for op in op_db if DTYPE in op.dtypes}
