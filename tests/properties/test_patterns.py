@@ -16,7 +16,7 @@ from gradrewrite.sites import AFTER_UPDATE, KINDS, Pattern, Site
 pytestmark = pytest.mark.pure
 
 KIND = st.sampled_from(KINDS)
-PART = st.text(st.characters(exclude_characters="/:", exclude_categories=("Cs",)), min_size=1, max_size=6)
+PART = st.text(st.characters(exclude_characters="/#:", exclude_categories=("Cs",)), min_size=1, max_size=6)
 MODULE = st.lists(PART, min_size=1, max_size=3).map(".".join)
 NAME = MODULE | st.builds("{}/{}".format, MODULE | st.just(""), PART)
 CALL = st.sampled_from([0, 1]) | st.integers(0, 12)
@@ -49,6 +49,13 @@ def test_the_text_of_a_site_is_a_pattern_that_finds_it(a: Site) -> None:
     assert a.matches(f"{a.kind}:{gr.escape(a.name)}{call}")
     assert a.matches(f"{a.kind}:{gr.escape(a.name)}#{a.call}")
     assert a.matches(f"{a.kind}:{gr.escape(a.name)}")
+
+
+@given(KIND, st.text("[]*?#ab.", min_size=1, max_size=8), st.text("[]*?#ab.", min_size=1, max_size=8), CALL)
+def test_an_escaped_name_means_this_name_alone(kind: Any, name: str, other: str, call: int) -> None:
+    assert site(kind, name, call).matches(f"{kind}:{gr.escape(name)}#{call}")
+    assert site(kind, name, call).matches(f"{kind}:{gr.escape(name)}")
+    assert site(kind, other, call).matches(f"{kind}:{gr.escape(name)}") == (name == other)
 
 
 @given(SITES, SITES)
