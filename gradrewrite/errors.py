@@ -93,7 +93,8 @@ class NoSuchSiteError(RewriteError, LookupError):
             everything = "gr.transform(model, []).memory(...) lists what is kept"
         text = f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
         kind, _, name = self.pattern.rpartition(":")
-        if any(known.partition(":")[2] == name for known in self.known):  # one is named as the pattern is written
+        written = self.known if kind else [known.partition(":")[2] for known in self.known]
+        if self.pattern in written and not set(name).isdisjoint("[*?#"):  # one is named as the pattern is written
             start = f"{kind + ':'!r} + " if kind else ""
             text += f". [ * ? # are signs of patterns: write gr.on({start}gr.escape({name!r}), ...)"
         return text

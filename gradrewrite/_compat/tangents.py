@@ -37,7 +37,7 @@ def _of_tensor(tensor: Tensor, force_use_memory_format: bool = False) -> Any:
 
 
 def may_overlap(tensor: Tensor) -> bool:
-    """Whether elements of a tensor may share memory; False where sizes or strides are symbols."""
+    """Whether elements of a tensor may share memory; False for symbolic sizes or strides."""
     if tensor.layout is not torch.strided or not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
         return False
     reached = 0  # the largest offset of the dimensions so far

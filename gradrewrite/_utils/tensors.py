@@ -34,5 +34,5 @@ def kept_random_state() -> Iterator[None]:
 
 
 def computable(tensor: Tensor) -> Tensor:
-    """Return a tensor, in float32 where torch has no arithmetic for its dtype (floating-point numbers of 8 bits)."""
+    """Return a tensor, in float32 if its numbers have 8 bits: torch has no arithmetic for these."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

@@ -100,7 +100,7 @@ def copy_to_host(pack: Tensor) -> Tensor:
     """Return a copy in host memory; where that is under way, nothing waits."""
     if pack.device.type == "cpu":
         return pack.contiguous()
-    # Into pinned memory: a copy into any other waits for the device.
     if pack.is_meta:  # there are no values
         return torch.full_like(pack, torch.nan, device="cpu")
+    # Into pinned memory: a copy into any other waits for the device.
     return torch.empty_like(pack, device="cpu", pin_memory=True).copy_(pack, non_blocking=True)

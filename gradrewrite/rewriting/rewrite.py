@@ -186,7 +186,7 @@ def rewrite_joint_graph(
 
 
 def _possible(answers: tuple[Answered, ...], layout: torch.layout | None = None) -> tuple[Answered, ...]:
-    """Return answers without the lenient ones, where a tensor is sparse or a subclass."""
+    """Leave out lenient answers at sparse tensors and subclasses."""
     return answers if layout is torch.strided else tuple(found for found in answers if not found.is_lenient)
 
 

@@ -131,6 +131,9 @@ def test_names_with_signs_of_patterns() -> None:
         assert [edit.site.name for edit in rewritten.explain().graphs[0].edits] == [site]
     with pytest.raises(gr.NoSuchSiteError, match=r"write gr.on\('error:' \+ gr.escape\('parts.\[0\]'\), ...\)"):
         gr.transform(Named(), gr.on("error:parts.[0]", ClipByNorm(1.0)))(X).backward()
+    with pytest.raises(gr.NoSuchSiteError) as found:  # a site of another kind has this name
+        gr.transform(nn.Linear(4, 4), gr.on("error:weight", ClipByNorm(1.0)))(X).sum().backward()
+    assert "escape" not in str(found.value)
 
 
 def test_two_calls_of_a_normalization_inside_a_checkpoint() -> None:
