@@ -43,6 +43,7 @@ from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
+from gradrewrite.rewriting.function_values import FunctionValues
 from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_and_compare, rewrite_joint_graph
 from gradrewrite.sites import Site
 
@@ -170,6 +171,7 @@ class GraphCompilation:
     written_at: tuple[int, ...] = ()  # their positions among the inputs of the forward
     live: LiveTensors | None = None  # None where nothing of the user's is closed over
     live_forms: Mapping[str, Form] = field(default_factory=dict)  # of all live tensors, for which code is compiled
+    values_read: Sequence[FunctionValues] = ()  # by the functions of its actions
     store: _StoredCompilation | None = None  # None where AOTAutograd's cache is not used
 
     @property
@@ -318,6 +320,7 @@ class GraphCompilation:
         """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
         self.session.sampling.note(self.result.answers)
+        self.values_read = self.session.values.note(dict(zip(self.result.sites, self.result.answers, strict=True)))
         self.session.note_skips(edit.action for edit in self.result.edits)
         self.session.has_checks |= bool(self.result.outputs.checks)
         if not self.is_whole and self.region is None:
@@ -476,6 +479,7 @@ class GraphCompilation:
                 self.parallelism,
                 self.measured,
                 self.live,
+                self.values_read,
             )
         )
 

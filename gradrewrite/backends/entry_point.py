@@ -72,17 +72,19 @@ class EntryPoint:
         self._session, self._backend, self._backends = session, backend, [evaluating_backend]
         self._settings = {**options, "dynamic": session.config.dynamic}
         self._evaluating = self._compile(evaluating_backend, fullgraph=False)
-        self._compiled: dict[Measured, dynamo_cache.CompiledFunction] = {}
+        self._compiled: dict[tuple[Measured, int], dynamo_cache.CompiledFunction] = {}
+        self._values = 0  # number of the set of Python values that it compiles for
         self._live_forms = session.live_forms.number()  # for which it compiles
         self._function("all")
         self._refusal = ("", "")  # text and code of the error, where the model cannot be one graph without a backward
 
     def _function(self, measured: Measured) -> dynamo_cache.CompiledFunction:
-        """Return the compiled function for steps with these measurements; made lazily."""
-        if measured not in self._compiled:
+        """Return the compiled function for these measurements and the present Python values; made lazily."""
+        key = (measured, self._values)
+        if key not in self._compiled:
             self._backends.append(self._backend(measured))
-            self._compiled[measured] = self._compile(self._backends[-1], fullgraph=self._fullgraph)
-        return self._compiled[measured]
+            self._compiled[key] = self._compile(self._backends[-1], fullgraph=self._fullgraph)
+        return self._compiled[key]
 
     def _compile(self, backend: Compiler, *, fullgraph: bool) -> dynamo_cache.CompiledFunction:
         name = f"gradrewrite_entry_{next(_counter)}"
@@ -124,8 +126,10 @@ class EntryPoint:
             return self._evaluate(model, args, kwargs)
         self._session.begun.add(self._method)
         self._follow_live_forms()
+        self._values = self._session.values.number()
         measured = self._session.sampling.begin()
-        with show_progress("compile", "a second graph") if measured not in self._compiled else contextlib.nullcontext():
+        is_new = (measured, self._values) not in self._compiled
+        with show_progress("compile", "a second graph") if is_new else contextlib.nullcontext():
             return self._run(self._function(measured), model, args, kwargs)
 
     def _follow_live_forms(self) -> None:

@@ -85,6 +85,7 @@ class ModelState:
         if self.regions is not None:
             self.regions.forget()
         self._num_graphs = 0
+        self._values = self.session.values.number() if self.regions is not None else 0  # of the regions' code
         self._num_calls = 0  # of a model with regions, with gradients
 
     def _entry_points(self, session: Session, options: Mapping[str, Any], engine: Engine) -> dict[str, EntryPoint]:
@@ -133,6 +134,7 @@ class ModelState:
                 self.regions = self._find_regions()
                 self._watch.remove()
                 self._install(self.session.config, self.compile_options, self.engine)
+            self._follow_values()
             return self._call_regions(self.regions, model, method, args, kwargs)
         is_sharded = method == "forward" and data_parallel.is_sharded(model)
         if is_sharded != self._is_sharded and method == "forward":
@@ -143,6 +145,12 @@ class ModelState:
         plain = type(self.original)
         hooked = self._hooked.around(lambda *a, **k: self._call(model, method, a, k), model, plain, plain.__name__)
         return nn.Module.__call__(hooked, *args, **kwargs)
+
+    def _follow_values(self) -> None:
+        """Compile regions anew after a change of Python values: they share code where the policy answers equally."""
+        if torch.is_grad_enabled() and (number := self.session.values.number()) != self._values:
+            self._values = number
+            self.restart()
 
     def _call_regions(
         self, regions: Regions, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

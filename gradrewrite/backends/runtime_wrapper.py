@@ -10,13 +10,16 @@ from torch import Tensor
 
 from gradrewrite._compat import autograd, dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
+from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.backends.graph_uses import GraphUse
 from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
 from gradrewrite.backends.session import Session
-from gradrewrite.errors import PolicyError
+from gradrewrite.backends.traced_values import first_change, shown_value
+from gradrewrite.errors import CallbackError, PolicyError
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warnings_in_parts
 from gradrewrite.policy.state_store import write_states
+from gradrewrite.rewriting.function_values import FunctionValues
 
 _BATCHED = (
     "autograd.grad(..., is_grads_batched=True), or another transform of torch.func around the backward: it computes "
@@ -27,6 +30,11 @@ _CHANGED = (
     "a tensor that an action closes over was {} when this backward was compiled, and is {} now. Change dtype, device "
     "or sizes (module.to(...), t.data = ...) before the forward: the next call of a rewritten model compiles anew; "
     "with gr.backend call torch.compiler.reset() first"
+)
+_OTHER_VALUE = (
+    "{} reads {}, which is {} now and was something else when this backward was traced. Change it before the "
+    "forward: the next call of a rewritten model traces anew; with gr.backend call torch.compiler.reset() first. Or "
+    "let the function close over a tensor that is changed in place (tensor.fill_(...)), which is read at every backward"
 )
 
 
@@ -44,12 +52,14 @@ class RewrittenBackward:
     parallelism: DataParallelism
     measured: Measured
     live_calls: LiveTensors | None = None  # None where nothing of the user's is closed over
+    values_read: Sequence[FunctionValues] = ()  # by its actions' functions, when they were traced
 
     def __call__(self, args: list[Any]) -> Any:
         """Run; gradients are returned, records go to the session's recorder."""
         session, use = self.session, self.use()
         outputs = use.outputs
         _refuse_batched(args, records=bool(outputs.packs or outputs.checks))
+        self._check_values()
         use.coverage.note()
         if not session.has_model:
             session.check_rules()
@@ -90,6 +100,14 @@ class RewrittenBackward:
             self._warn_in_parts("again", again, outputs.noisy)
         use.accumulation.note_at_end()
         return results
+
+    def _check_values(self) -> None:
+        changed = first_change(self.values_read)
+        if changed is not None:
+            function, name, value = changed
+            raise CallbackError(
+                _OTHER_VALUE.format(describe_callable(function), name, shown_value(value)), code="changing-value"
+            )
 
     def _live_inputs(self) -> list[Tensor]:
         for tensor, form in self.live:

@@ -14,6 +14,7 @@ from gradrewrite.backends.compiled_graphs import MANY, CompiledGraphs
 from gradrewrite.backends.live_tensors import LiveForms
 from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
+from gradrewrite.backends.traced_values import TracedValues
 from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
@@ -52,6 +53,8 @@ class Session:
         self.buffers = WrittenBuffers(recorder)
         self.calls = ForwardCalls()
         self.live_forms = LiveForms()
+        self.values = TracedValues(config.policy, self.warnings)  # of the graphs
+        self.step_values = TracedValues(config.policy, self.warnings)  # of the guards
         self.has_checks = False  # whether something is checked in a graph
         self.is_replayed = False  # whether every call can be replayed, checked or not
         self._skips = rule_skips(config.policy)

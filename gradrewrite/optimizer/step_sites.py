@@ -199,7 +199,8 @@ class StepSites:
         self._measured = tuple("all" if t.session is None else t.session.sampling.of_update() for t in self._targets)
 
         def key() -> Hashable:
-            return (divides, voters, self._measured if self._measures else None, *kinds)
+            values = tuple([t.session.step_values.number() for t in self._targets if t.session is not None])
+            return (divides, voters, self._measured if self._measures else None, values, *kinds)
 
         known = self._plans.get(key())
         if known is not None and (known.plan is None or known.plan.fits_live):
@@ -427,6 +428,7 @@ class StepSites:
     def _plan(self, parameters: _Parameters, gradients: _Gradients, divides: bool, voters: tuple[int, ...]) -> _Work:
         """Ask, rewrite and compile for the present gradients."""
         asked = self._ask(parameters, gradients)
+        self._note_values(asked)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
         everywhere, missing = self._everywhere(asked, parameters, gradients, voters)
         exchange = self._exchange(asked, everywhere, missing, voters)
@@ -444,6 +446,18 @@ class StepSites:
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for site in rewrite.outputs.kept)
         return _Work(_Plan(rewrite, run, live, forms, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
+
+    def _note_values(self, asked: _Asked) -> None:
+        """Note the Python values that the functions of the answers read."""
+        for number, target in enumerate(self._targets):
+            if target.session is None:
+                continue
+            own = {
+                replace(site, call=0): tuple(replace(a, position=a.position[1:]) for a in answers)
+                for n, (site, answers) in asked.items()
+                if site is not None and (named := self._named[n]) is not None and named[0] == number
+            }
+            target.session.step_values.note(own)
 
     @property
     def _engine(self) -> Engine:

@@ -16,10 +16,10 @@ from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
-from gradrewrite.policy.actions import describe, has_units, is_action
+from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateScope
-from gradrewrite.rewriting.function_memory import Memory, changed_since, leaked_since, memory_of
+from gradrewrite.rewriting.function_values import FunctionValues, functions_in, random_state
 from gradrewrite.rewriting.lowering import Measure, Replace
 from gradrewrite.sites import Site
 
@@ -122,7 +122,7 @@ def trace_function(
     """
     given_scale, scale = (mode.scale, None) if has_units(action) else (None, mode.scale)
     refused, *left = _refusals(sites[0], action)
-    memory = {} if is_action(action) else memory_of(action)
+    values_read = _values_read(action, sites[0])
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)
     with recording(values[0].device, is_opaque=mode.is_opaque, scale=scale, states=mode.states) as reported:
 
@@ -143,14 +143,13 @@ def trace_function(
             reported.close()
             return [*results, *map(full, reported.outputs)]
 
-        def trace() -> fx.GraphModule:
-            inputs = [*values, *further]
-            return make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
-
         try:
-            graph = trace()
-            if not is_action(action):
-                _check_memory(memory, graph, trace, sites[0], action)
+            before = random_state()
+            inputs = [*values, *further]
+            graph = make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
+            if random_state() != before:
+                raise CallbackError(_OUTSIDE.format(sites[0], describe(action), "random numbers"), code="kept-value")
+            _check_writes(values_read, sites[0], action)
         except RewriteError as err:
             line = _line_of(err)
             if line or str(sites[0]) not in err.text:
@@ -168,22 +167,37 @@ def trace_function(
     return TracedAction.of(graph, reported)
 
 
-def _check_memory(
-    memory: Memory, graph: fx.GraphModule, trace: Callable[[], fx.GraphModule], site: Site, action: Any
-) -> None:
-    """Raise CallbackError for a function that would compute otherwise when it is called again."""
-    kept = leaked_since(memory, action)
-    if kept is None:
-        changed = changed_since(memory, action)
-        if changed is not None and str(trace().graph) != str(graph.graph):
-            kept = changed
-    if kept is not None:
-        raise CallbackError(
-            f"{site}: {describe(action)} keeps {kept!r} from one call to the next, and is called once, while it is "
-            "traced: every backward would see what it was then. Remember values in a gr.State, which state.set(...) "
-            "writes, and make constant tensors before the first call",
-            code="kept-value",
-        )
+_WRITES = (
+    "{}: {} keeps {!r} from one call to the next, and is called once, while it is traced: every backward would see "
+    "what it was then. Remember values in a gr.State, which state.set(...) writes, report figures with gr.record, and "
+    "make constants before the first call"
+)
+_OUTSIDE = (
+    "{}: {} reads {}, and is called once, while it is traced: every backward would see those of that call. Draw or "
+    "read them before the step, into a tensor that the function closes over (tensor.fill_(...)), which is read at "
+    "every backward"
+)
+
+
+def _values_read(action: Any, site: Site) -> FunctionValues | None:
+    """Return the values read by the user's functions in an action; CallbackError for a clock."""
+    functions = functions_in(action)
+    if not functions:
+        return None
+    found = FunctionValues(functions, in_libraries=False)
+    if found.clock:
+        raise CallbackError(_OUTSIDE.format(site, describe(action), f"{found.clock}()"), code="kept-value")
+    return found
+
+
+def _check_writes(before: FunctionValues | None, site: Site, action: Any) -> None:
+    """Raise CallbackError for a function that has changed Python values while it was traced."""
+    if before is None:
+        return
+    kept = FunctionValues(before.functions, in_libraries=False).leaked_since(before)
+    changed = (kept, None) if kept is not None else before.first_change()
+    if changed is not None:
+        raise CallbackError(_WRITES.format(site, describe(action), changed[0]), code="kept-value")
 
 
 def _global(part: Tensor, layout: Layout | None) -> Tensor:
