@@ -93,23 +93,23 @@ class WrittenBuffers:
         """Restore all buffers, or, with a 0-d number on a device, only if that is above 0."""
         found = [(b, one.copy) for one in self._copied.values() if (b := one.buffer()) is not None]
         with torch.no_grad():
-            if skipped is None:
-                if found:
-                    optimizers.foreach_copy([b for b, _ in found], [copy for _, copy in found])
-            else:
+            decision = None if skipped is None else _Decision(skipped)
+            if decision is not None:
                 for buffer, copy in found:
-                    _select(skipped, copy, buffer)
+                    decision.select(copy, buffer)
+            elif found:
+                optimizers.foreach_copy([b for b, _ in found], [copy for _, copy in found])
             for one, now in self._replaced.values():
-                self._put_back(one, now, skipped)
+                self._put_back(one, now, decision)
 
-    def _put_back(self, one: _Seen, now: Tensor, skipped: Tensor | None) -> None:
+    def _put_back(self, one: _Seen, now: Tensor, decision: _Decision | None) -> None:
         module = one.module()
         if module is None or module._buffers.get(one.name) is not now:
             return
         alike = (now.shape, now.dtype, now.device) == (one.buffer.shape, one.buffer.dtype, one.buffer.device)
-        if skipped is not None and alike:
-            _select(skipped, one.buffer, now)
-        elif skipped is None or bool(skipped > 0):
+        if decision is not None and alike:
+            decision.select(one.buffer, now)
+        elif decision is None or bool(decision.skipped > 0):
             module._buffers[one.name] = one.buffer
 
     def _begin(self) -> None:
@@ -119,8 +119,19 @@ class WrittenBuffers:
             self._replaced.clear()
 
 
-def _select(skipped: Tensor, copy: Tensor, buffer: Tensor) -> None:
-    torch.where(skipped.to(buffer.device, non_blocking=True).reshape(()) > 0, copy, buffer, out=buffer)
+class _Decision:
+    """Whether an update is skipped, a number with one element that is above 0, compared once on each device."""
+
+    def __init__(self, skipped: Tensor) -> None:
+        self.skipped = skipped
+        self._known: dict[torch.device, Tensor] = {}
+
+    def select(self, copy: Tensor, buffer: Tensor) -> None:
+        """Write the copy into the buffer if the update is skipped."""
+        device = buffer.device
+        if device not in self._known:
+            self._known[device] = self.skipped.to(device, non_blocking=True).reshape(()) > 0
+        torch.where(self._known[device], copy, buffer, out=buffer)
 
 
 def _buffers_of(model: nn.Module) -> Iterator[_Seen]:
