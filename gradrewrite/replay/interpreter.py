@@ -75,7 +75,6 @@ class _Replay(fx.Interpreter):
         self._gradients = {site: returned[at] for at, site in replay_graph.gradients.items()}
         self._states: dict[fx.Node, _State] = {}
         self._result = ReplayResult()
-        self._records: set[fx.Node] = set()
         self._failed = failed
         self._positions = self._positions_of_sites()
         self._given = self._given_values()
@@ -141,8 +140,7 @@ class _Replay(fx.Interpreter):
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         reads = [self._states[n] for n in node.all_input_nodes if n in self._states]
-        if node.target in OPAQUE or any(n in self._records for n in node.all_input_nodes):
-            self._records.add(node)  # a measurement, and what is computed from it
+        if node.target in OPAQUE:  # a measurement, from which nothing is computed before the records are packed
             self._states[node] = _State()
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])

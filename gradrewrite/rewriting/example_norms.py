@@ -59,8 +59,6 @@ def example_norms_of(replay_graph: ReplayGraph, values: Sequence[Any]) -> Exampl
     graph, named = gm.graph, {node.name: node for node in gm.graph.nodes}
     sites = {at: site for at, site in replay_graph.gradients.items() if site.kind == "gradient"}
     gradients = {at: named[replay_graph.plain[at]] for at in sites}
-    outputs = editing.outputs_of(graph.output_node())
-    editing.return_instead(graph, [gradients.get(at, node) for at, node in enumerate(outputs)])
     fake_tensors.describe_nodes(gm, values)
     squares: list[fx.Node] = []
     missing = ""
