@@ -18,7 +18,7 @@ from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager, Engine, Inductor
 from gradrewrite.backends.entry_point import EntryPoint, makes_gradients
 from gradrewrite.backends.module_hooks import HookedForwards, HookWatch
-from gradrewrite.backends.parameter_watch import ParameterWatch
+from gradrewrite.backends.parameter_watch import ParameterWatch, UseOfModel
 from gradrewrite.backends.regions import Regions, outside_of
 from gradrewrite.backends.session import Session, attached_state
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
@@ -39,6 +39,7 @@ class ModelState:
         self.engine: Engine = AotEager()
         self.compile_options: Mapping[str, Any] = {}
         self._is_dropped = False
+        self._use = UseOfModel(original)
         self._hooked = HookedForwards()
         self._is_sharded = False
         self.regions = self._find_regions() if config.regions else None
@@ -108,6 +109,7 @@ class ModelState:
 
     def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an entry point. The hooks of ``fully_shard`` cannot be traced, and run around the forward's graph."""
+        self._use.note()
         self.session.calls.begin()
         with self._buffers_watched():
             return self._call_any(model, method, args, kwargs)
@@ -128,12 +130,14 @@ class ModelState:
             session.buffers.after_call(seen)
 
     def _call_any(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.regions is not None:
-            if self.regions.have_changed():
+        has_new_regions = self.regions is not None and self.regions.have_changed()
+        if has_new_regions or self.session.has_other_policy:
+            if self.regions is not None:
                 self.regions.remove()
                 self.regions = self._find_regions()
-                self._watch.remove()
-                self._install(self.session.config, self.compile_options, self.engine)
+            self._watch.remove()
+            self._install(self.session.config, self.compile_options, self.engine)
+        if self.regions is not None:
             self._follow_values()
             return self._call_regions(self.regions, model, method, args, kwargs)
         is_sharded = method == "forward" and data_parallel.is_sharded(model)
@@ -173,6 +177,8 @@ class ModelState:
 
     def _watch_new_graphs(self) -> None:
         if len(self.session.graphs) != self._num_graphs:  # parameters may have come, or need a gradient by now
+            if self.regions is None and len(self.session.config.methods) == 1:
+                self.session.rules.check_again(self._num_graphs)
             self._num_graphs = len(self.session.graphs)
             self._watch.refresh()
 
@@ -189,6 +195,7 @@ class ModelState:
 
         PolicyError where gradients that are not in one region are clipped together.
         """
+        self._use.note()
         config, regions = self.session.config, self.regions
         if regions is None:
             return config
@@ -249,6 +256,7 @@ class ModelState:
 
     def drop(self) -> None:
         """Let go of compiled code and of the hooks on parameters."""
+        self._use.note()
         self._watch.remove()
         if self.regions is not None:
             self.regions.remove()

@@ -12,6 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradrewrite._compat import autograd
+from gradrewrite._utils.formatting import listed
+from gradrewrite._utils.warnings import warn
+
+_UNUSED = (
+    "a backward reached {} of a {} that was given to gr.transform, but what gr.transform returned was never called and "
+    "is gone, so that the policy holds nowhere: keep the result and call it, model = gr.transform(model, policy), or "
+    "rewrite the object itself, gr.transform(model, policy, inplace=True)"
+)
 
 
 class GraphCoverage:
@@ -36,6 +44,7 @@ class _ParameterHook:
 
     def __init__(self) -> None:
         self.watches: list[weakref.ref[ParameterWatch]] = []
+        self.kept: list[ParameterWatch] = []  # those of models that are gone
         self._graphs: list[weakref.ref[GraphCoverage]] = []
         self._handle: RemovableHandle | None = None
 
@@ -49,6 +58,7 @@ class _ParameterHook:
 
     def remove_watch(self, watch: ParameterWatch | None) -> None:
         """Remove one watch and those that are gone; without any, the parameter has no hook."""
+        self.kept = [known for known in self.kept if known is not watch]
         self.watches = [ref for ref in self.watches if ref() is not None and ref() is not watch]
         if not self.watches and self._handle is not None:
             self._handle.remove()
@@ -89,30 +99,30 @@ class ParameterWatch:
         self._report = report  # called at the end of that backward, with the names of the parameters
         self._parameters = parameters
         self._outside: set[int] = set()
-        self._hooks: list[_ParameterHook] = []
+        self.hooks: list[_ParameterHook] = []  # it is on
         self._is_over = False
         self.refresh()
-        weakref.finalize(self, _remove_watch, self._hooks).atexit = False
+        weakref.finalize(self, _remove_watch, self.hooks).atexit = False
 
     def refresh(self) -> None:
         """Watch the current parameters that need a gradient."""
         model = self._model()
         if model is None or self._is_over:
             return
-        known = set(map(id, self._hooks))
+        known = set(map(id, self.hooks))
         for parameter in model.parameters() if self._parameters is None else self._parameters():
             if not parameter.requires_grad or not parameter.is_leaf or is_lazy(parameter):
                 continue
             hook = _hook_of(parameter)
             if id(hook) not in known:
                 hook.add_watch(self, parameter)
-                self._hooks.append(hook)
+                self.hooks.append(hook)
 
     def remove(self) -> None:
         """Take the hooks off, for good."""
         self._is_over = True
-        _remove_watch(self._hooks, self)
-        self._hooks.clear()
+        _remove_watch(self.hooks, self)
+        self.hooks.clear()
 
     def note_outside(self, parameter: Tensor) -> None:
         """Record a parameter with a gradient from outside of the rewritten graphs."""
@@ -127,6 +137,32 @@ class ParameterWatch:
         if model is not None and names:  # others were replaced since
             self.remove()
             self._report(model, names)
+
+
+class UseOfModel:
+    """Whether a rewritten model was ever used; where it was not, and is gone, a backward of the plain one warns."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        """Watch the life of this object, which belongs to the rewritten model."""
+        self._use = [False]
+        weakref.finalize(self, _watch_unused, weakref.ref(plain), self._use).atexit = False
+
+    def note(self) -> None:
+        """The model is used."""
+        self._use[0] = True
+
+
+def _watch_unused(ref: weakref.ref[nn.Module], use: Sequence[bool]) -> None:
+    model = ref()
+    if model is None or use[0]:
+        return
+    watch = ParameterWatch(model, _warn_of_unused)
+    for hook in watch.hooks:
+        hook.kept.append(watch)  # nobody else holds it
+
+
+def _warn_of_unused(model: nn.Module, names: Sequence[str]) -> None:
+    warn(_UNUSED.format(listed(names), type(model).__name__))
 
 
 def _remove_watch(hooks: Iterable[_ParameterHook], watch: ParameterWatch | None = None) -> None:

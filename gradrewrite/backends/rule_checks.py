@@ -23,6 +23,10 @@ _OP_BY_OP = (
     "{!r} matches no tensor that is kept where the model runs op by op; the compiled model may keep others. "
     "model.memory(...) lists those"
 )
+_LOST = (
+    "{!r} matched a site and matches none since the model has changed (a module was replaced, or is not used any "
+    "more): the rule does nothing. Nearest sites: {}"
+)
 _NOTHING: Mapping[Site, str] = MappingProxyType({})
 
 
@@ -50,6 +54,24 @@ class RuleChecks:
             self.check_forms()
             self.check_on(dict.fromkeys(site for graph in self._graphs for site in graph.sites), not_saved)
             self._is_done = True
+
+    def check_again(self, first: int) -> None:
+        """Warn of rules that matched a site of an earlier graph and none of those from this number on.
+
+        A module was replaced: a graph of other inputs has the names of the first one.
+        """
+        graphs = list(self._graphs)
+        before, new = graphs[:first], graphs[first:]
+        if not self._is_done or not new or not all(graph.is_whole for graph in new):
+            return
+        known = dict.fromkeys(site for graph in before for site in graph.sites)
+        sites = dict.fromkeys(site for graph in new for site in graph.sites)
+        for rule in rules_of(self._policy):
+            pattern = Pattern.parse(rule.pattern)
+            if not any(map(pattern.matches, known)) or any(map(pattern.matches, sites)):
+                continue
+            near = ", ".join([*self._likely_sites(pattern, sites), *nearest(rule.pattern, list(map(str, sites)))][:5])
+            self._warnings.warn_once(f"lost {rule.pattern}", _LOST.format(rule.pattern, near or "none"))
 
     def note_forms(self, saved: SavedRewrite) -> None:
         """Note the answers with forms of saved tensors that a graph followed, and those that it refused at a site."""

@@ -18,7 +18,7 @@ from gradrewrite.backends.traced_values import TracedValues
 from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.policy.rules import Answered, callbacks_of, rule_skips
+from gradrewrite.policy.rules import Answered, callbacks_of, parts_of, rule_skips
 from gradrewrite.policy.sampling import Sampling
 from gradrewrite.policy.scope import skips_updates
 from gradrewrite.rewriting.config import RewriteConfig
@@ -57,6 +57,7 @@ class Session:
         self.step_values = TracedValues(config.policy, self.warnings)  # of the guards
         self.has_checks = False  # whether something is checked in a graph
         self.is_replayed = False  # whether every call can be replayed, checked or not
+        self._parts = parts_of(config.policy)
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
         self._has_regions = outside is not None
@@ -68,6 +69,12 @@ class Session:
             awaited.discard("forward")  # which a framework calls through the other methods while it trains
         if self._has_regions or self.begun.issuperset(awaited):
             self.rules.check()
+
+    @property
+    def has_other_policy(self) -> bool:
+        """Whether rules were added to the policy's lists, or taken out, since this session began."""
+        now = parts_of(self.config.policy)
+        return len(now) != len(self._parts) or any(a is not b for a, b in zip(now, self._parts, strict=True))
 
     @property
     def may_skip(self) -> bool:

@@ -192,6 +192,11 @@ def rules_of(policy: Policy) -> tuple[Rule, ...]:
     return tuple(rule for item in policy for rule in rules_of(item))
 
 
+def parts_of(policy: Policy) -> tuple[Any, ...]:
+    """Return the rules and callbacks of a policy's nested lists, as they are now."""
+    return (policy,) if callable(policy) else tuple(part for item in policy for part in parts_of(item))
+
+
 def rule_skips(policy: Policy) -> bool:
     """Whether a rule of a policy may skip updates."""
     return any(skips_updates(action) for rule in rules_of(policy) for action in _flat(rule.action))

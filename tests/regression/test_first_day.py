@@ -1,0 +1,131 @@
+"""What a new user meets: results that are thrown away, rules that come late, modules that are replaced."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByValue, Scale
+
+_X = torch.ones(2, 2)
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def _backward(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(_X).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("regions", [(), "0"])
+@pytest.mark.parametrize("way", ["transform", "compile", "guard", "monitor"])
+def test_a_result_that_is_thrown_away_is_said(way: str, regions: Any) -> None:
+    net = _net()
+    model = gr.transform(net, gr.on("gradient:*", Scale(2.0)), regions=regions)
+    if way == "compile":
+        model.compile()
+    elif way == "monitor":
+        assert model.monitor.skipped == 0
+    elif way == "guard":
+        gr.guard(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    del model
+    gc.collect()
+    with pytest.warns(gr.RewriteWarning, match=r"never called and is gone.*inplace=True"):
+        _backward(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _backward(net)
+
+
+@pytest.mark.parametrize("way", ["call", "trace", "memory", "restore", "again", "inplace", "copy"])
+def test_a_result_that_was_used_is_not(way: str) -> None:
+    net = _net()
+    policy = gr.on("gradient:*", Scale(2.0))
+    model = gr.transform(net, policy, inplace=way == "inplace")
+    if way in ("call", "inplace"):
+        _backward(model)
+    elif way == "trace":
+        model.trace(_X)
+    elif way == "memory":
+        model.memory(_X)
+    elif way == "restore":
+        gr.restore(model)
+    elif way == "copy":
+        net = copy.deepcopy(model)
+    again = gr.transform(net, policy) if way == "again" else net
+    if way != "inplace":
+        del model
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _backward(again)
+
+
+@pytest.mark.parametrize("regions", [(), "0"])
+def test_a_rule_that_is_added_later_holds(regions: Any) -> None:
+    net = _net()
+    plain, policy = _backward(copy.deepcopy(net)), [gr.on("gradient:0.weight", Scale(2.0))]
+    model = gr.transform(net, policy, regions=regions)
+    _backward(model)
+    policy.append(gr.on("gradient:0.bias", Scale(3.0)))
+    found = _backward(model)
+    torch.testing.assert_close(found["0.weight"], 2 * plain["0.weight"])
+    torch.testing.assert_close(found["0.bias"], 3 * plain["0.bias"])
+    policy[:] = policy[1:]
+    torch.testing.assert_close(_backward(model)["0.weight"], plain["0.weight"])
+    policy.append(gr.on("gradient:0.weigth", Scale(3.0)))
+    with pytest.raises(gr.NoSuchSiteError, match=r"gradient:0\.weight"):
+        _backward(model)
+
+
+def test_a_rule_for_the_step_that_is_added_later_holds() -> None:
+    net = _net()
+    policy: list[Any] = [gr.on("gradient:*", ClipByValue(1e9))]
+    model = gr.transform(net, policy)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    plain = _backward(model)
+    optimizer.step()
+    policy.append(gr.on("step:0.weight", Scale(0.0)))
+    _backward(model)
+    optimizer.step()
+    assert not net[0].weight.grad.any()
+    assert plain["0.weight"].any()
+
+
+def test_a_rule_that_loses_its_last_site_is_said() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = nn.Linear(3, 2)
+
+        def forward(self, h: Tensor) -> Tensor:
+            return self.projection(h)
+
+    net = _net()
+    model = gr.transform(net, [gr.on("gradient:2.weight", Scale(2.0)), gr.on("gradient:0.weight", Scale(2.0))])
+    _backward(model)
+    net[2] = Head()
+    with pytest.warns(
+        gr.RewriteWarning, match=r"'gradient:2.weight' matched .*gradient:2\.projection\.weight"
+    ) as caught:
+        _backward(model)
+    assert len(caught) == 1
+
+
+def test_other_lengths_lose_no_rule() -> None:
+    model = gr.transform(_net(), gr.on("gradient:0.weight", Scale(2.0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (1, 2, 3):
+            model(torch.ones(rows, 2)).sum().backward()
