@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,6 +105,12 @@ def scaler_in_use(depth: int = 40) -> torch.amp.GradScaler | None:
             return None
         frame = frame.f_back
     return None
+
+
+def living_scaler() -> torch.amp.GradScaler | None:
+    """Return a GradScaler of this process that has scaled a loss; None without one. All objects are looked at."""
+    scalers = (found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler))
+    return next((scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None), None)
 
 
 def unscale_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.renaming import Renaming, calls_by_name
 from gradrewrite.policy.actions import action_key
 from gradrewrite.policy.rules import Answered, ask_in_order
-from gradrewrite.policy.scope import group_of
+from gradrewrite.policy.scope import bounds_one_gradient, group_of
 from gradrewrite.replay.step_snapshot import PendingForwards
 
 
@@ -32,8 +32,9 @@ class GraphUse:
     outputs: BackwardOutputs
     parameters: Sequence[weakref.ref[Tensor]]  # those with gradients from the graph
     coverage: GraphCoverage
-    accumulation: Accumulation  # of those that are clipped together
+    accumulation: Accumulation  # of those that are clipped
     forwards: PendingForwards | None  # None where nothing is checked
+    bounds: Sequence[Edit]  # clips of single gradients
 
 
 class Accumulation:
@@ -124,8 +125,10 @@ class GraphUses:
         self, outputs: BackwardOutputs, inputs: Mapping[int, GraphInput], forwards: PendingForwards | None
     ) -> GraphUse:
         parameters = [given.parameter for given in inputs.values() if given.parameter is not None]
-        accumulation = Accumulation(grouped(self.report.edits, self.inputs, inputs))
-        return GraphUse(outputs, parameters, GraphCoverage(parameters), accumulation, forwards)
+        bounds = tuple(filter(bounds_one_gradient, self.report.edits))
+        bounded = _parameters_of(bounds[:1], self.inputs, inputs)  # who accumulates does so for all of them
+        accumulation = Accumulation(grouped(self.report.edits, self.inputs, inputs) or bounded)
+        return GraphUse(outputs, parameters, GraphCoverage(parameters), accumulation, forwards, bounds)
 
     def _join(self, region: RegionCall, module: nn.Module) -> GraphUse:
         assert self.region is not None
@@ -180,7 +183,13 @@ def grouped(
     edits: Sequence[Edit], own: Mapping[int, GraphInput], inputs: Mapping[int, GraphInput]
 ) -> list[weakref.ref[Tensor]]:
     """Return the parameters that are clipped together: ``inputs`` are ``own``, of the edits, as a region names them."""
-    names = {edit.site.name for edit in edits if group_of(edit.action) is not None}
+    return _parameters_of([edit for edit in edits if group_of(edit.action) is not None], own, inputs)
+
+
+def _parameters_of(
+    edits: Sequence[Edit], own: Mapping[int, GraphInput], inputs: Mapping[int, GraphInput]
+) -> list[weakref.ref[Tensor]]:
+    names = {edit.site.name for edit in edits}
     found = [given for known, given in zip(own.values(), inputs.values(), strict=True) if known.name in names]
     return [given.parameter for given in found if given.parameter is not None]
 

@@ -86,6 +86,7 @@ class ModelState:
         if self.regions is not None:
             self.regions.forget()
         self._num_graphs = 0
+        self._tree = _tree_of(self.original)  # when graphs were counted
         self._values = self.session.values.number() if self.regions is not None else 0  # of the regions' code
         self._num_calls = 0  # of a model with regions, with gradients
 
@@ -177,8 +178,10 @@ class ModelState:
 
     def _watch_new_graphs(self) -> None:
         if len(self.session.graphs) != self._num_graphs:  # parameters may have come, or need a gradient by now
-            if self.regions is None and len(self.session.config.methods) == 1:
+            tree = _tree_of(self.original)
+            if self.regions is None and len(self.session.config.methods) == 1 and tree != self._tree:
                 self.session.rules.check_again(self._num_graphs)
+            self._tree = tree
             self._num_graphs = len(self.session.graphs)
             self._watch.refresh()
 
@@ -269,6 +272,10 @@ class ModelState:
     def __reduce__(self) -> tuple[Any, ...]:
         """Stay behind where a module is pickled."""
         return type(None), ()
+
+
+def _tree_of(model: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(module)) for name, module in model.named_modules()]
 
 
 def state_of(value: Any) -> ModelState | None:

@@ -143,7 +143,7 @@ class UseOfModel:
     """Whether a rewritten model was ever used; where it was not, and is gone, a backward of the plain one warns."""
 
     def __init__(self, plain: nn.Module) -> None:
-        """Watch the life of this object, which belongs to the rewritten model."""
+        """Watch the life of this object, a part of the rewritten model."""
         self._use = [False]
         weakref.finalize(self, _watch_unused, weakref.ref(plain), self._use).atexit = False
 

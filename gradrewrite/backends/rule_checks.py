@@ -68,7 +68,7 @@ class RuleChecks:
         sites = dict.fromkeys(site for graph in new for site in graph.sites)
         for rule in rules_of(self._policy):
             pattern = Pattern.parse(rule.pattern)
-            if not any(map(pattern.matches, known)) or any(map(pattern.matches, sites)):
+            if pattern.kind == "saved" or not any(map(pattern.matches, known)) or any(map(pattern.matches, sites)):
                 continue
             near = ", ".join([*self._likely_sites(pattern, sites), *nearest(rule.pattern, list(map(str, sites)))][:5])
             self._warnings.warn_once(f"lost {rule.pattern}", _LOST.format(rule.pattern, near or "none"))

@@ -16,8 +16,9 @@ from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
 from gradrewrite.backends.session import Session
 from gradrewrite.backends.traced_values import first_change, shown_value
 from gradrewrite.errors import CallbackError, PolicyError
+from gradrewrite.ir.edits import Edit
 from gradrewrite.policy.sampling import Measured
-from gradrewrite.policy.scope import warnings_in_parts
+from gradrewrite.policy.scope import warning_of_bounds, warnings_in_parts
 from gradrewrite.policy.state_store import write_states
 from gradrewrite.rewriting.function_values import FunctionValues
 
@@ -59,7 +60,7 @@ class RewrittenBackward:
         session, use = self.session, self.use()
         outputs = use.outputs
         _refuse_batched(args, records=bool(outputs.packs or outputs.checks))
-        self._check_values()
+        _check_values(self.values_read)
         use.coverage.note()
         if not session.has_model:
             session.check_rules()
@@ -70,8 +71,8 @@ class RewrittenBackward:
             session.warnings.flush_warnings()
         backward = session.recorder.step_backward()
         session.note_backward(backward)
-        if outputs.groups and use.accumulation.is_accumulating():
-            self._warn_in_parts("accumulated", outputs.groups, outputs.noisy)
+        if use.accumulation.is_accumulating():
+            self._warn_in_parts("accumulated", outputs.groups, outputs.noisy, use.bounds)
         is_kept = session.may_skip and bool(session.recorder.guards)
         is_checked = bool(outputs.checks) or session.has_checks  # in this graph, or in another one of the step
         snapshot = use.forwards.snapshot(args) if use.forwards is not None and (is_checked or is_kept) else None
@@ -101,14 +102,6 @@ class RewrittenBackward:
         use.accumulation.note_at_end()
         return results
 
-    def _check_values(self) -> None:
-        changed = first_change(self.values_read)
-        if changed is not None:
-            function, name, value = changed
-            raise CallbackError(
-                _OTHER_VALUE.format(describe_callable(function), name, shown_value(value)), code="changing-value"
-            )
-
     def _live_inputs(self) -> list[Tensor]:
         for tensor, form in self.live:
             if form_of(tensor) != form:
@@ -116,11 +109,25 @@ class RewrittenBackward:
         return [tensor for tensor, _ in self.live]
 
     def _warn_in_parts(
-        self, cause: Literal["accumulated", "again"], groups: Sequence[str], noisy: Collection[str]
+        self,
+        cause: Literal["accumulated", "again"],
+        groups: Sequence[str],
+        noisy: Collection[str],
+        bounds: Sequence[Edit] = (),
     ) -> None:
+        if bounds:
+            self.session.warnings.warn_once("bounds", warning_of_bounds(bounds))
         for key, text in warnings_in_parts(cause, groups, noisy).items():
             self.session.warnings.warn_once(key, text)
         self.session.warnings.flush_warnings()
+
+
+def _check_values(values: Sequence[FunctionValues]) -> None:
+    changed = first_change(values)
+    if changed is not None:
+        function, name, value = changed
+        text = _OTHER_VALUE.format(describe_callable(function), name, shown_value(value))
+        raise CallbackError(text, code="changing-value")
 
 
 def _refuse_batched(args: Sequence[Any], *, records: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from gradrewrite._compat import optimizers
 from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.call_counts import ForwardCalls
@@ -17,12 +18,15 @@ from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.backends.traced_values import TracedValues
 from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
+from gradrewrite.ir.edits import Edit
 from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.rules import Answered, callbacks_of, parts_of, rule_skips
 from gradrewrite.policy.sampling import Sampling
 from gradrewrite.policy.scope import skips_updates
 from gradrewrite.rewriting.config import RewriteConfig
 
+SCALED = "a scale that the policy does not know"  # key of a warning
 STATE = "_gradrewrite"  # the slot of a rewritten model, or its attribute where it was rewritten in place
 
 
@@ -58,6 +62,7 @@ class Session:
         self.has_checks = False  # whether something is checked in a graph
         self.is_replayed = False  # whether every call can be replayed, checked or not
         self._parts = parts_of(config.policy)
+        self._has_looked = False  # for a GradScaler without a guard
         self._skips = rule_skips(config.policy)
         self._has_silent_callbacks = bool(callbacks_of(config.policy))  # until a guard asks them
         self._has_regions = outside is not None
@@ -115,6 +120,30 @@ class Session:
             for guard in guards:
                 guard.note_backward()
         self.rules.note_backward(backward, self.recorder)
+        if not guards and self.buffers.may_be_scaled and not self._has_looked:
+            self._look_for_scaler()
+
+    def _look_for_scaler(self) -> None:
+        """Warn, once, of a GradScaler that the policy does not know; a guard looks itself."""
+        self._has_looked = True
+        edit = self.edit_with_units() if self.config.loss_scale is None else None
+        if edit is not None and optimizers.living_scaler() is not None:
+            self.warn_of_scaler(edit)
+
+    def edit_with_units(self) -> Edit | None:
+        """Return the first edit of a graph that means something else for gradients that are multiplied."""
+        edits = (edit for graph in self.graphs for edit in graph.edits if edit.site.kind != "activation")
+        return next((edit for edit in edits if has_units(edit.action)), None)
+
+    def warn_of_scaler(self, edit: Edit) -> None:
+        """Warn once of a scale that the policy does not know."""
+        way = "gr.transform(model, policy, loss_scale=scaler)" if self.has_model else 'gr.on("step:*", action)'
+        self.warnings.warn_once(
+            SCALED,
+            f"{edit.site}: {describe(edit.action)} acts on gradients that a GradScaler has multiplied by its scale, so "
+            f"that its figures are not in units of the loss. Write {way}",
+        )
+        self.warnings.flush_warnings()
 
     def warn_outside(self, model: nn.Module, names: Sequence[str]) -> None:
         """Warn of parameters of the plain model that a backward reached through no rewritten graph."""

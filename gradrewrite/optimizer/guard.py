@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from gradrewrite._compat import dynamo, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.warnings import warn
+from gradrewrite.backends.session import SCALED
 from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
@@ -29,7 +30,6 @@ from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
 from gradrewrite.optimizer.verdict import UpdateVerdict
-from gradrewrite.policy.actions import describe, has_units
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import check_bounds
 from gradrewrite.policy.state_store import StateStore
@@ -37,7 +37,6 @@ from gradrewrite.policy.state_store import StateStore
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _METHODS = "_gradrewrite_methods"  # those of the guard among the attributes of its optimizer, and what was there
 _UPDATES_BY_OTHERS = 3
-_SCALED = "scaled by a GradScaler"
 
 
 def guard(
@@ -546,23 +545,16 @@ class Guard:
         """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""
         for target in self.targets:
             session = target.session
-            if session is None or session.config.loss_scale is not None or _SCALED in session.warnings:
+            if session is None or session.config.loss_scale is not None or SCALED in session.warnings:
                 continue
             if self._num_graphs.get(id(session)) == len(session.graphs):
                 continue
-            edits = (edit for graph in session.graphs for edit in graph.edits if edit.site.kind != "activation")
-            edit = next((edit for edit in edits if has_units(edit.action)), None)
+            edit = session.edit_with_units()
             scaler = None if edit is None else optimizers.scaler_in_use()
             if edit is None or scaler is None or not scaler.is_enabled():
                 self._num_graphs[id(session)] = len(session.graphs)
                 continue
-            way = "gr.transform(model, policy, loss_scale=scaler)" if session.has_model else 'gr.on("step:*", action)'
-            session.warnings.warn_once(
-                _SCALED,
-                f"{edit.site}: {describe(edit.action)} acts on gradients that a GradScaler has multiplied by its "
-                f"scale, so that its figures are not in units of the loss. Write {way}",
-            )
-            session.warnings.flush_warnings()
+            session.warn_of_scaler(edit)
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
         for keys, ratios in self._ratios.after(before) if self._ratios is not None else ():

@@ -13,10 +13,13 @@ from gradrewrite.policy.actions import (
     ExampleAction,
     ExampleClip,
     GroupAction,
+    LossAction,
     LossWeighing,
     Measurement,
     UpdateJudge,
     describe,
+    has_units,
+    is_action,
     kinds_of,
 )
 from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Site
@@ -246,6 +249,26 @@ def warnings_in_parts(
         for number, (named, text) in enumerate(texts)
         if named
     }
+
+
+def bounds_one_gradient(edit: Edit) -> bool:
+    """Return whether an edit clips the gradient of one parameter, in each backward by itself."""
+    action = edit.action
+    if edit.site.kind != "gradient" or not is_action(action) or not has_units(action) or group_of(action) is not None:
+        return False
+    return not isinstance(action, Measurement | ExampleAction | LossAction)
+
+
+def warning_of_bounds(edits: Sequence[Edit]) -> str:
+    """Return the warning for clips of single gradients that are accumulated."""
+    first, *others = edits
+    sites = f"{first.site}" + (f" and {len(others)} more gradients" if others else "")
+    action = describe(first.action)
+    return (
+        f"{sites}: {_IN_PARTS['accumulated']}{action} acts on the gradient of each backward by itself, so that their "
+        f"sum may have as many times the bound. To clip the sum, write gr.on('step:*', {action}) and "
+        "gr.guard(optimizer, model)"
+    )
 
 
 def skips_updates(action: Any) -> bool:

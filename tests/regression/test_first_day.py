@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByValue, Scale
+from gradrewrite.passes import AdaptiveClip, CheckFinite, ClipByNorm, ClipByValue, Keep, Observe, Scale
 
 _X = torch.ones(2, 2)
 
@@ -129,3 +130,71 @@ def test_other_lengths_lose_no_rule() -> None:
         warnings.simplefilter("error")
         for rows in (1, 2, 3):
             model(torch.ones(rows, 2)).sum().backward()
+
+
+BOUNDS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "norm": (ClipByNorm(1e-3), lambda g: g.norm()),
+    "value": (ClipByValue(1e-3), lambda g: g.abs().max()),
+    "adaptive": (AdaptiveClip(1e-3), lambda g: g.norm()),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+@pytest.mark.parametrize("regions", [(), "0"])
+def test_a_bound_on_each_micro_batch_is_said(case: str, regions: Any) -> None:
+    action, size = BOUNDS[case]
+    model = gr.transform(_net(), gr.on("gradient:0.weight", action), regions=regions)
+    model(_X).sum().backward()
+    first = model[0].weight.grad.clone()
+    with pytest.warns(gr.RewriteWarning, match=r"each backward by itself.*gr\.on\(.step:\*., .*gr\.guard") as caught:
+        model(_X).sum().backward()
+    assert float(size(model[0].weight.grad)) == pytest.approx(2 * float(size(first)))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(_X).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gr.on("gradient:*", Scale(2.0)),
+        gr.on("gradient:*", Observe("norm")),
+        gr.on("gradient:*", Keep()),
+        gr.on("gradient:*", CheckFinite("record")),
+        gr.on("error:*", ClipByValue(1.0)),
+        gr.on("step:*", ClipByValue(1.0)),
+    ],
+)
+def test_what_has_no_bound_on_a_sum_is_not_warned_of(policy: Any) -> None:
+    model = gr.transform(_net(), policy)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model(_X).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler")
+@pytest.mark.parametrize("told", [False, True])
+def test_a_scale_that_the_policy_does_not_know_is_said(told: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = gr.transform(_net(), gr.on("error:*", ClipByNorm(1.0)), loss_scale=scaler if told else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(_X).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step()
+    texts = [str(w.message) for w in caught if isinstance(w.message, gr.RewriteWarning)]
+    assert len(texts) == (0 if told else 1)
+    assert all("error:0: ClipByNorm(1.0)" in text and "loss_scale=scaler" in text for text in texts)
