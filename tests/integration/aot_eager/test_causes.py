@@ -293,3 +293,15 @@ def test_a_clip_of_the_error_on_the_way_changes_no_blame() -> None:
         net = Lambda(lambda net, x: torch.exp(torch.sqrt(net.lin(x) * 0.0)).sum(), lin=nn.Linear(3, 3))
         model = gr.transform(net, [gr.on("error:*/mul", CheckFinite()), *more])
         assert failure(model(torch.ones(2, 3)).backward).op == "/sqrt"
+
+
+def test_a_parameter_that_was_replaced_is_the_one_of_the_replay() -> None:
+    net = nn.Linear(2, 2, bias=False)
+    model = gr.transform(net, gr.on("gradient:weight", CheckFinite("raise")))
+    model(torch.ones(1, 2)).square().sum().backward()
+    model.zero_grad()
+    net.weight = nn.Parameter(torch.tensor([[1.0, float("nan")], [0.0, 1.0]]))
+    with pytest.raises(gr.NonFiniteError) as caught:
+        model(torch.ones(1, 2)).square().sum().backward()
+    assert len(model.explain().graphs) == 1  # the same code, with other inputs
+    assert caught.value.cause.startswith("the parameter weight was not finite already")
