@@ -62,7 +62,7 @@ class Health:
             of = idle[0] if len(idle) == 1 else f"{idle[0]} and {len(idle) - 1} more"
             parts.append(f"No problem: the clip at {of} never acted, for all sizes stayed below the bound.")
         skips = skipped_updates(self.run)
-        if skips:
+        if skips and verdict.kind not in ("healthy", "too short"):  # which say so themselves
             parts.append(f"{len(skips)} update{'s were' if len(skips) > 1 else ' was'} skipped, {skips_text(skips)}.")
         skipped = skipped_rules(self.run.steps)
         if skipped:

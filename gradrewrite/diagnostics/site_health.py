@@ -186,7 +186,7 @@ def _always(row: SiteHealth) -> Finding:
     bound = f", with the bound {row.bound:.4g}," if "bound" in figures else ""
     left = f", and leaves {percent(row.median_factor)} of the size (median)" if "median_factor" in figures else ""
     text = f"The clip by {by} at {row.label}{bound} acts in {percent(row.rate)} of {row.steps} steps{left}."
-    advice = "a clip that always acts sets the size of every update by itself."
+    advice = "a clip that acts in nearly all steps sets the size of the updates by itself."
     advice = f"Raise the bound: {advice}" if bound else f"Widen the range of this clip: {advice}"
     if row.suggestion > 0:
         raised = f"Raise the bound at {row.label} from {row.bound:.4g} to about {row.suggestion:g}"

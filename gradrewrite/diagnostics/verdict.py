@@ -10,9 +10,10 @@ from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import Loss
 from gradrewrite.diagnostics.judge import Evidence, Judge
-from gradrewrite.diagnostics.nonfinite_steps import has_counts
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps, has_counts
 from gradrewrite.diagnostics.run_log import Finding, Run, is_group, words
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
+from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 
 _SHOW_LAYERS = '; gr.on("error:*", Observe("norm")) shows the layers'
 _HEADLINES = {
@@ -36,6 +37,11 @@ _FAULTY = ("faulty input", "faulty learning rate")  # what was wrong before the 
 # Kinds of findings that say what a cause of another kind says, and as much of it, unless a replay found the op.
 _SAME = {"non-finite op": "non-finite", "clip too low": "clip acts always"}
 _ONCE = ("exploding", "vanishing", "dead", "saturated", "non-finite")  # have one finding, whatever its site
+_ADVICE_OF_SKIPS = (
+    "Nothing has to be changed as long as few updates are skipped; monitor.culprits() names the rank, the rows and the "
+    "layers behind the next one."
+)
+_ADVICE_UNTRAINED = "Give optimizer= to judge whether it learns."
 _LATER = "Judge its bound when the fault above is mended."
 
 
@@ -93,7 +99,7 @@ def judge(
     if not faults and (judged.outcome == "diverges" or (judged.outcome == "stalls" and not is_short)):
         faults = [_unexplained(run, judged)]
     if not faults:
-        verdict = _healthy(run, sites, loss)
+        verdict = _healthy(run, sites, loss, is_trained=judged.outcome != "untrained")
     else:
         alone = ends is not None and math.isfinite(ends[0].last) and not math.isfinite(ends[1].last)
         faults = _of_clips(faults, sites, is_needed=alone)
@@ -164,21 +170,29 @@ def _ends_higher(loss: Loss, baseline: Loss) -> bool:
     return math.isfinite(baseline.last) and not is_alike
 
 
-def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None) -> Verdict:
+def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None, *, is_trained: bool) -> Verdict:
     if not any(row.measure for row in sites):
         counted = "; what was counted is finite" if has_counts(run) else ""
         text = f"The {len(run.steps)} steps of this run have no norm and no clip{counted}."
         return Verdict("no records", "", text, 'Record norms: gr.on("gradient:*", Observe("norm")).')
-    clips = [row for row in sites if row.action]
-    parts = [f"in {len(run.steps)} steps no gradient exploded, vanished or was not finite"]
+    clips, skips, bad = [row for row in sites if row.action], skipped_updates(run), bad_steps(run)
+    what = "exploded or vanished" if skips or bad else "exploded, vanished or was not finite"
+    parts = [f"in {len(run.steps)} steps no gradient {what}"]
+    if skips:
+        parts.append(f"{len(skips)} of {len(run.steps)} updates were skipped, {skips_text(skips)}")
+    elif bad:
+        parts.append(f"not everything was finite, first in step {bad[0].step.step} at {bad[0].sites[0]}")
     if clips:
         most = max(clips, key=lambda row: row.rate)
         factor = f" (median factor x {words(most.median_factor)})" if most.median_factor >= 0 else ""
         often = f"clips acted most often at {most.site}, in {percent(most.rate)} of the steps{factor}"
         parts.append(often if most.rate > 0 else "no clip ever acted")
-    if loss is not None:
+    if not is_trained:
+        parts.append("nothing was trained (optimizer= was not given), so that learning is not judged")
+    elif loss is not None:
         parts.append(f"the loss went from {words(loss.first)} to {words(loss.last)}{loss.of('first and last')}")
     if len(run.steps) >= MIN_CLIP_STEPS:
-        return Verdict("healthy", "", f"Healthy: {'; '.join(parts)}.", "Nothing has to be changed.")
+        advice = _ADVICE_OF_SKIPS if skips else "Nothing has to be changed." if is_trained else _ADVICE_UNTRAINED
+        return Verdict("healthy", "", f"Healthy: {'; '.join(parts)}.", advice)
     advice = f"Wait: bounds of clips, and a loss that does not fall, are judged after {MIN_CLIP_STEPS} steps."
     return Verdict("too short", "", f"Nothing wrong so far: {'; '.join(parts)}.", advice)

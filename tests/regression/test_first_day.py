@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.diagnostics.health import examine
 from gradrewrite.passes import AdaptiveClip, CheckFinite, ClipByNorm, ClipByValue, Keep, Observe, Scale
 
 _X = torch.ones(2, 2)
@@ -198,3 +199,48 @@ def test_a_scale_that_the_policy_does_not_know_is_said(told: bool) -> None:
     texts = [str(w.message) for w in caught if isinstance(w.message, gr.RewriteWarning)]
     assert len(texts) == (0 if told else 1)
     assert all("error:0: ClipByNorm(1.0)" in text and "loss_scale=scaler" in text for text in texts)
+
+
+def _report(policy: Any, bad: Collection[int], steps: int = 40) -> str:
+    """Train with batches that are NaN in some steps, and return what the report says."""
+    torch.manual_seed(0)
+    model = gr.transform(_net(), policy)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.full((4, 2), torch.nan) if step in bad else torch.randn(4, 2)
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.monitor.log("loss", loss.detach())
+    return str(examine(model.monitor.steps()))
+
+
+def test_a_run_with_skipped_updates_is_not_said_to_be_finite() -> None:
+    policy = [gr.on("gradient:*", CheckFinite("skip")), gr.on("gradient:*", Observe("norm"))]
+    text = _report(policy, bad=(7, 20))
+    assert "no gradient exploded, vanished or was not finite" not in text
+    assert "Nothing has to be changed." not in text.splitlines()
+    assert "2 of 40 updates were skipped, first in step 7, last in step 20 (not finite" in text
+    assert "culprits" in text
+
+
+def test_a_run_without_skipped_updates_is() -> None:
+    policy = [gr.on("gradient:*", CheckFinite("skip")), gr.on("gradient:*", Observe("norm"))]
+    text = _report(policy, bad=())
+    assert "no gradient exploded, vanished or was not finite" in text
+
+
+def test_a_diagnosis_without_an_optimizer_says_what_it_cannot_judge() -> None:
+    batches = [torch.randn(4, 2) * (1 + number) for number in range(30)]
+    net = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
+    found = gr.diagnose(net, batches, loss=lambda output, x: (output - 1).square().mean())
+    assert found.outcome == "untrained"
+    assert "the loss went from" not in str(found)
+    assert "nothing was trained" in str(found)
+    assert "optimizer=" in str(found)
+
+
+def test_a_clip_that_acts_in_most_steps_is_said_to() -> None:
+    text = _report(gr.on("gradient:*", ClipByNorm(0.05, log=True)), bad=())
+    assert "always acts" not in text

@@ -376,7 +376,8 @@ def test_nothing_is_a_fault_where_the_loss_falls() -> None:
     for health in (always, behind):
         assert (health.verdict.kind, health.verdict.outcome, health.verdict.causes) == ("healthy", "learns", ())
     assert (
-        "ClipByNorm at error:layers.2 always acts, and leaves 0.001 of the size (median)" in always.verdict.remarks[3]
+        "ClipByNorm at error:layers.2 acts in 100 % of the steps, and leaves 0.001 of the size (median)"
+        in always.verdict.remarks[3]
     )
     assert any(
         text.startswith("One layer explodes: on its way back through layers.3") for text in behind.verdict.remarks
