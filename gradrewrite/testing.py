@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import assert_never
 
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
+from gradrewrite._eager_step import EagerStep
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import PolicyError, TraceError
@@ -39,23 +40,29 @@ from gradrewrite.ir.reports import HostBound, Kept, Leaf, NormClip, StateUpdate,
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
+from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import GroupAction, Policy, describe
 from gradrewrite.policy.recording import Recording, recording
-from gradrewrite.policy.rules import ask_in_order
+from gradrewrite.policy.rules import ask_in_order, rules_at
 from gradrewrite.policy.sampling import Omitted
 from gradrewrite.policy.scope import Context, group_of, needs_examples, needs_losses
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.lowering import Average, Insertion, Measure, Replace, ScaleParameter, lower_action
 from gradrewrite.rewriting.record_nodes import RecordNumbering
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import AT_GUARD, Kind, Site
 
 __all__ = ["Comparison", "assert_inert", "assert_matches_eager"]
 
 Loss = Callable[[Any], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _Key = tuple[Any, int]  # autograd node, or the tensor itself where there is none; output of the node
 
 _SLACK = 10.0  # times the difference between plain torch.compile and eager mode
 _LARGEST_PLAIN_ERROR = 1e-3
+_NO_OPTIMIZER = (
+    "{}: the actions of this rule run in optimizer.step(), and assert_matches_eager has no optimizer: give one, "
+    "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), and its steps are compared too"
+)
 # Relative tolerances: one of the largest gradient, and one of each element.
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -106,6 +113,7 @@ def assert_matches_eager(
     compiled: bool = True,
     loss_fn: Loss | None = None,
     steps: int = 1,
+    optimizer: MakeOptimizer | None = None,
     rtol: float | None = None,
     **kwargs: Any,
 ) -> Comparison:
@@ -126,7 +134,11 @@ def assert_matches_eager(
         compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
         loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,
             otherwise the sum of all differentiable outputs, each element weighted differently.
-        steps: Steps of gradient descent after which gradients are compared again.
+        steps: Steps of gradient descent after which gradients are compared again; with an optimizer, its steps.
+        optimizer: From parameters to an optimizer. One is guarded and updates the rewritten model, another one the
+            plain model, with the policy's actions at ``step``, ``param`` and ``state`` sites run by hand; parameters,
+            the optimizer's state, gradients and records have to agree after each step. Losses are not logged, so that
+            no update is judged by them.
         rtol: Tolerance relative to the element, and to the largest gradient of the model. None: 1e-9 for float64, 1e-4
             for float32, 1e-2 for float16, 5e-2 for bfloat16. NaN equals NaN.
         **kwargs: Inputs of the model.
@@ -140,6 +152,7 @@ def assert_matches_eager(
             among them: actions that change zeros where the loss ignores an output, gradients of parameters and inputs
             that the model returns, an ``nn.Identity`` with hooks of its own.
         RewriteError: The policy cannot be followed on this model.
+        PolicyError: The policy has rules for ``step``, ``param`` or ``state`` sites, and no optimizer was given.
         TraceError: No output needs a gradient, or the model computes nothing.
 
     Example:
@@ -156,6 +169,7 @@ def assert_matches_eager(
     changed = transform(rewritten, policy)
     if compiled:
         changed.compile(options={"fallback_random": True})
+    updates = _updates_of(optimizer, plain, changed, policy, steps)
     found: list[dict[str, None]] = [{} for _ in range(5)]
     states = StateStore()
     plain_error = 0.0
@@ -191,16 +205,16 @@ def assert_matches_eager(
                     raise AssertionError(f"{err}\n{_blame(plain_error)}") from None
             if _writes_buffers(before, got):  # where torch's partitioners may read what was written
                 plain_error = max(plain_error, _plain_error(before, held, loss_fn, compiled=compiled))
+            updates.compare(rtol, where, _SLACK * plain_error, failed=hooked.failed)
             of_step: tuple[Iterable[str], ...] = (
-                hooked.acted,
-                hooked.changed,
+                hooked.acted | updates.acted,
+                hooked.changed | updates.changed,
                 sorted(lost),
                 got.gradients,
-                hooked.records,
+                hooked.records | updates.records,
             )
             for names, new in zip(found, of_step, strict=True):
                 names |= dict.fromkeys(new)
-            _descend(plain, rewritten)
     acted, altered, refused, gradients, records = map(tuple, found)
     return Comparison(acted, altered, refused, gradients, records, plain_error)
 
@@ -396,14 +410,129 @@ def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _paths(f"{path}[{number}]", item)
 
 
-def _descend(plain: nn.Module, rewritten: nn.Module) -> None:
+def _updates_of(
+    make: MakeOptimizer | None, plain: nn.Module, rewritten: RewrittenModule, policy: Policy, steps: int
+) -> _Updates | _Descent:
+    """Return what updates both models; PolicyError for a rule that a guarded optimizer runs, without one."""
+    if make is not None:
+        return _Updates.of(make, plain, rewritten, policy, steps)
+    rules = [rule.pattern for kind in sorted(AT_GUARD) for rule in rules_at(policy, kind)]
+    if rules:
+        raise PolicyError(_NO_OPTIMIZER.format(rules[0]), code="action-not-allowed")
+    return _Descent(plain, rewritten)
+
+
+@dataclass
+class _Descent:
+    """Gradient descent with the plain model's gradients, which the rewritten one follows."""
+
+    plain: nn.Module
+    rewritten: nn.Module
+    acted: dict[str, None] = field(default_factory=dict)
+    changed: dict[str, None] = field(default_factory=dict)
+    records: dict[str, float] = field(default_factory=dict)
+
+    def compare(self, rtol: float | None, where: str, slack: float, *, failed: bool) -> None:
+        """Make a step; there is nothing to be compared."""
+        with torch.no_grad():
+            for parameter in self.plain.parameters():
+                grad = None if parameter.grad is None else parameter.grad.to_dense()
+                if grad is not None and bool(torch.isfinite(grad).all()):
+                    parameter.sub_(grad, alpha=1e-2)
+        _copy_parameters(self.plain, self.rewritten)
+
+
+def _copy_parameters(plain: nn.Module, rewritten: nn.Module) -> None:
     others = dict(rewritten.named_parameters())
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            grad = None if parameter.grad is None else parameter.grad.to_dense()
-            if grad is not None and bool(torch.isfinite(grad).all()):
-                parameter.sub_(grad, alpha=1e-2)
             others[name].copy_(parameter)
+
+
+@dataclass
+class _Updates:
+    """The guarded optimizer of the rewritten model, and the reference of its steps."""
+
+    guarded: torch.optim.Optimizer
+    rewritten: RewrittenModule
+    eager: EagerStep
+    reports: _Reports
+
+    @classmethod
+    def of(
+        cls, make: MakeOptimizer, plain: nn.Module, rewritten: RewrittenModule, policy: Policy, steps: int
+    ) -> _Updates:
+        guarded = guard(make(rewritten.parameters()), rewritten, max_consecutive_skips=steps + 1)
+        reports = _Reports()
+        eager = EagerStep(make(plain.parameters()), plain, policy, _apply, reports.note)
+        return cls(guarded, rewritten, eager, reports)
+
+    @property
+    def acted(self) -> dict[str, None]:
+        """Sites with an action."""
+        return self.eager.acted
+
+    @property
+    def changed(self) -> dict[str, None]:
+        """Sites at which an action changed the gradient."""
+        return self.eager.changed
+
+    @property
+    def records(self) -> dict[str, float]:
+        """What actions reported, by address."""
+        return self.reports.figures
+
+    def compare(self, rtol: float | None, where: str, slack: float, *, failed: bool) -> None:
+        """Make both updates, and compare what they have left; ``failed``: a check of the backward has failed."""
+        self.reports.clear()
+        self.guarded.step()
+        self.eager(failed=failed)
+        ours = _after_update(self.rewritten, self.guarded)
+        theirs = _after_update(self.eager.model, self.eager.optimizer)
+        got = _Step({}, {}, ours, self.rewritten.monitor.latest())
+        _check_step(got, _Step({}, {}, theirs, self.reports.figures), rtol, where, slack)
+        _copy_parameters(self.eager.model, self.rewritten)
+
+
+def _after_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        found[f"parameter {name}"] = parameter.detach()
+        found[f"gradient of the update {name}"] = parameter.grad
+        state = optimizer.state.get(parameter, {})
+        found |= {f"state {name}.{key}": t for key, t in state.items() if isinstance(t, Tensor) and t.dim()}
+    return found
+
+
+class _Reports:
+    """What actions report, by address."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self._numbering = RecordNumbering()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.figures = {}
+        self._numbering = RecordNumbering()
+
+    def note(self, reported: Recording, where: str, members: Sequence[str] = ()) -> None:
+        """Note the reports of an action, and the factors of clips."""
+
+        def number(_: str, leaf: Leaf) -> float:
+            if isinstance(leaf, HostBound):
+                return acting_bound(number_of(leaf.value))
+            return float(reported.outputs[leaf.number].reshape(-1)[leaf.element])
+
+        reports = [report for report in reported.reports if not isinstance(report, Kept | StateUpdate)]
+        placed = self._numbering.of_action(reports, where, members)
+        for report, (keys, factor) in zip(reports, placed, strict=True):
+            figures = report.map(number)
+            self.figures |= zip(map(str, leaves(keys)), leaves(figures), strict=True)
+            if isinstance(figures, NormClip | ValueClip):
+                self.figures[str(factor)] = figures.factor()
+            if isinstance(keys, ValueClip):  # whose norms are no records
+                del self.figures[str(keys.before)], self.figures[str(keys.after)]
 
 
 class _Hooked:
@@ -418,8 +547,8 @@ class _Hooked:
         self._order = {str(site): number for number, site in enumerate(known)}
         self.made: set[str] = set()  # every error site
         self.acted: dict[str, None] = {}  # sites with an action whose gradient was computed
-        self.records: dict[str, float] = {}  # what actions reported there, by address
-        self._numbering = RecordNumbering()
+        self.failed = False  # whether a check that skips the update has failed
+        self._reports = _Reports()
         self.changed: dict[str, None] = {}  # where an action changed it
         self._groups: list[_Member] = []
         self._handles: list[Any] = []
@@ -459,30 +588,19 @@ class _Hooked:
                     result = _apply(insertion, result, value)
                     states.write()
                 if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
-                    self._note_records(reported, str(site))
+                    self._reports.note(reported, str(site))
+                is_check = isinstance(insertion, Measure) and insertion.fails == "skip"
+                self.failed |= is_check and not bool(result.isfinite().all())
             if not torch.equal(result, g):
                 self.changed[str(site)] = None
             return result
 
         self._handles.append(register(act))
 
-    def _note_records(self, reported: Recording, where: str, members: Sequence[str] = ()) -> None:
-        """Note the reports of an action, and the factors of clips."""
-
-        def number(_: str, leaf: Leaf) -> float:
-            if isinstance(leaf, HostBound):
-                return acting_bound(number_of(leaf.value))
-            return float(reported.outputs[leaf.number].reshape(-1)[leaf.element])
-
-        reports = [report for report in reported.reports if not isinstance(report, Kept | StateUpdate)]
-        placed = self._numbering.of_action(reports, where, members)
-        for report, (keys, factor) in zip(reports, placed, strict=True):
-            figures = report.map(number)
-            self.records |= zip(map(str, leaves(keys)), leaves(figures), strict=True)
-            if isinstance(figures, NormClip | ValueClip):
-                self.records[str(factor)] = figures.factor()
-            if isinstance(keys, ValueClip):  # whose norms are no records
-                del self.records[str(keys.before)], self.records[str(keys.after)]
+    @property
+    def records(self) -> dict[str, float]:
+        """What actions reported there, by address."""
+        return self._reports.figures
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):
@@ -512,7 +630,7 @@ class _Hooked:
             results = action.apply_group(grads)
             states.write()
         if all(g.dtype == torch.float64 for g in grads):
-            self._note_records(reported, where, [member.site for member in members])
+            self._reports.note(reported, where, [member.site for member in members])
         for member, g, result in zip(members, grads, results, strict=True):
             member.parameter.grad = result
             if not torch.equal(result, g):

@@ -27,11 +27,11 @@ def _step(*, copies: bool) -> tuple[Counter[str], int, int]:
         with mock.patch.object(WrittenBuffers, "copy", WrittenBuffers.copy if copies else _copy_nothing):
             for _ in range(4):
                 optimizer.zero_grad()
-                before = Counter(gpu.operations, launches=len(gpu.launches), waits=len(gpu.waits))
+                before = gpu.operations + Counter(launches=len(gpu.launches), waits=len(gpu.waits))
                 rewritten(x).backward()
                 written = buffers.num_copied, buffers.bytes_copied
                 optimizer.step()
-                after = Counter(gpu.operations, launches=len(gpu.launches), waits=len(gpu.waits))
+                after = gpu.operations + Counter(launches=len(gpu.launches), waits=len(gpu.waits))
         return after - before, *written
 
 

@@ -1,0 +1,132 @@
+"""The reference of a guarded ``optimizer.step()``: the same actions by hand, and the plain optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradrewrite.ir.statistics import norm_of, total_norm_of
+from gradrewrite.policy.actions import Measurement, Policy, UpdateJudge
+from gradrewrite.policy.recording import Recording, recording
+from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, state_site, step_site
+from gradrewrite.policy.scope import group_of
+from gradrewrite.policy.state_store import StateStore
+from gradrewrite.rewriting.lowering import Insertion, ScaleParameter, lower_action
+from gradrewrite.sites import Site
+
+Apply = Callable[[Insertion, Tensor, Tensor], Tensor]
+Note = Callable[[Recording, str, Sequence[str]], None]
+
+
+@dataclass
+class EagerStep:
+    """A plain optimizer of a plain model, and the policy's actions before and after its update."""
+
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    policy: Policy
+    apply: Apply  # an insertion, by a gradient and its value
+    note: Note  # the reports of an action, by its site and those of its group
+    acted: dict[str, None] = field(default_factory=dict)  # sites with an action
+    changed: dict[str, None] = field(default_factory=dict)  # where an action changed the gradient
+    _states: StateStore = field(default_factory=StateStore)
+
+    def __call__(self, *, failed: bool) -> None:
+        """Update the parameters, unless a check has failed, here or in the backward before."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        own = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in names]
+        present = [(step_site(names[id(p)], p), p) for p in own if p.grad is not None]
+        factors: list[tuple[Tensor, Any]] = []
+        with torch.no_grad():
+            groups = self._run_single(present, factors)
+            skips = failed or self._failed
+            for members in groups:  # before an action of a group has changed anything
+                action = members[0][1].action
+                if isinstance(action, UpdateJudge):
+                    skips |= self._judge(action, [parameter for *_, parameter in members], is_skipped=skips)
+            for members in groups:
+                self._run_group(members)
+            if skips:
+                return
+            self.optimizer.step()
+            for parameter, action in factors:
+                parameter.mul_(action.parameter_factor)
+            self._measure(names, own)
+
+    def _run_single(
+        self, present: Sequence[tuple[Site, Tensor]], factors: list[tuple[Tensor, Any]]
+    ) -> list[list[tuple[Site, Answered, Tensor]]]:
+        """Run actions of one gradient in their order; return the members of each group, in the order of the policy."""
+        groups: dict[Any, list[tuple[Site, Answered, Tensor]]] = {}
+        self._failed = False
+        for site, parameter in present:
+            for answered in ask_in_order(self.policy, site):
+                self.acted[str(site)] = None
+                if group_of(answered.action) is not None:
+                    groups.setdefault(group_of(answered.action), []).append((site, answered, parameter))
+                    continue
+                insertion = lower_action(answered.action, site)
+                if isinstance(insertion, ScaleParameter):
+                    factors.append((parameter, insertion.action))
+                if isinstance(answered.action, Measurement) and answered.action.fails == "skip":
+                    self._failed |= not bool(_grad(parameter).isfinite().all())
+                self._replace(site, parameter, self._run(insertion, site, _grad(parameter), parameter))
+        return sorted(groups.values(), key=lambda members: min(answered.position for _, answered, _ in members))
+
+    def _run(self, insertion: Insertion, site: Site, tensor: Tensor, value: Tensor) -> Tensor:
+        states = self._states.scope(str(site))
+        with recording(tensor.device, states=states) as reported:
+            states.begin()
+            result = self.apply(insertion, tensor, value)
+            states.write()
+        if tensor.dtype == torch.float64:
+            self.note(reported, str(site), ())
+        return result
+
+    def _run_group(self, members: Sequence[tuple[Site, Answered, Tensor]]) -> None:
+        action, grads = members[0][1].action, [_grad(parameter) for *_, parameter in members]
+        where = f"step:group:{action.group}"
+        states = self._states.scope(where)
+        with recording(grads[0].device, states=states) as reported:
+            results = action.apply_group(grads)
+            states.write()
+        if all(g.dtype == torch.float64 for g in grads):
+            self.note(reported, where, [str(site) for site, *_ in members])
+        for (site, _, parameter), result in zip(members, results, strict=True):
+            self._replace(site, parameter, result)
+
+    def _judge(self, action: UpdateJudge, parameters: Sequence[Tensor], *, is_skipped: bool) -> bool:
+        """Judge an update by the total norm; the states are written where it is made."""
+        states = self._states.scope(f"judge:{action.group}")
+        with recording(parameters[0].device, states=states):
+            figure, _ = total_norm_of([norm_of(_grad(p)) for p in parameters])
+            _, is_spike = action.judge(figure)
+            if not is_spike and not is_skipped:
+                states.write()
+        return bool(is_spike)
+
+    def _replace(self, site: Site, parameter: Tensor, result: Tensor) -> None:
+        if not torch.equal(result, _grad(parameter)):
+            self.changed[str(site)] = None
+        parameter.grad = result
+
+    def _measure(self, names: Mapping[int, str], parameters: Sequence[Tensor]) -> None:
+        """Run the measurements of parameters and of the optimizer's state, as the update leaves them."""
+        for parameter in parameters:
+            name = names[id(parameter)]
+            found = [(parameter_site(name, parameter), parameter)]
+            state = self.optimizer.state.get(parameter, {}).items()
+            found += [(state_site(name, key, t), t) for key, t in state if isinstance(t, Tensor)]
+            for site, tensor in found:
+                for answered in ask_in_order(self.policy, site):
+                    self.acted[str(site)] = None
+                    self._run(lower_action(answered.action, site), site, tensor.detach(), tensor)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
