@@ -89,13 +89,13 @@ class Diagnosis:
         """Write ``path.html``, a page that loads nothing.
 
         Args:
-            path: Where; the extension is added where it is missing.
+            path: Where; folder and extension are added where they are missing.
 
         Returns:
             The path of the file.
 
         Raises:
-            OSError: The file cannot be written; its folder must exist.
+            OSError: The file cannot be written.
         """
         return self._report().render(path)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite.ir.statistics import norm_of, total_norm_of
-from gradrewrite.policy.actions import Measurement, Policy, UpdateJudge
+from gradrewrite.policy.actions import Policy, UpdateJudge
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, state_site, step_site
 from gradrewrite.policy.scope import group_of
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.lowering import Insertion, ScaleParameter, lower_action
+from gradrewrite.rewriting.lowering import Insertion, Measure, ScaleParameter, lower_action
 from gradrewrite.sites import Site
 
 Apply = Callable[[Insertion, Tensor, Tensor], Tensor]
@@ -72,7 +72,7 @@ class EagerStep:
                 insertion = lower_action(answered.action, site)
                 if isinstance(insertion, ScaleParameter):
                     factors.append((parameter, insertion.action))
-                if isinstance(answered.action, Measurement) and answered.action.fails == "skip":
+                if isinstance(insertion, Measure) and insertion.fails == "skip":
                     self._failed |= not bool(_grad(parameter).isfinite().all())
                 self._replace(site, parameter, self._run(insertion, site, _grad(parameter), parameter))
         return sorted(groups.values(), key=lambda members: min(answered.position for _, answered, _ in members))

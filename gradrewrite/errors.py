@@ -72,14 +72,16 @@ class NoSuchSiteError(RewriteError, LookupError):
     Attributes:
         pattern: The pattern of the rule.
         known: Names of the nearest sites, the best first.
+        source: ``file:line`` where the rule was made; ``""`` if not known.
     """
 
     code = "no-such-site"
 
-    def __init__(self, pattern: str, known: Sequence[str]) -> None:
-        super().__init__(pattern, tuple(known))
+    def __init__(self, pattern: str, known: Sequence[str], source: str = "") -> None:
+        super().__init__(pattern, tuple(known), source)
         self.pattern = pattern
         self.known = tuple(known)
+        self.source = source
 
     @property
     def text(self) -> str:
@@ -91,7 +93,8 @@ class NoSuchSiteError(RewriteError, LookupError):
         everything = f"{traced}.sites has all of them"
         if self.pattern.startswith("saved:"):
             everything = "gr.transform(model, []).memory(...) lists what is kept"
-        text = f"no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
+        start = f"{self.source}: " if self.source else ""
+        text = f"{start}no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
         kind, _, name = self.pattern.rpartition(":")
         written = self.known if kind else [known.partition(":")[2] for known in self.known]
         if self.pattern in written and not set(name).isdisjoint("[*?#"):  # one is named as the pattern is written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,14 +19,14 @@ from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.backend import monitor_or_new
 from gradrewrite.backends.capture import capture_joint_graph, capture_memory
 from gradrewrite.backends.explanation import Explanation
-from gradrewrite.backends.model_state import ModelState, state_of
+from gradrewrite.backends.model_state import TORCHSCRIPT, ModelState, state_of
 from gradrewrite.backends.session import STATE
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.memory import Memory
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy
-from gradrewrite.policy.rules import check_policy
+from gradrewrite.policy.rules import Rule, check_policy, parts_of
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.loss_scale import LossScale
 
@@ -375,11 +376,16 @@ class RewrittenModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the plain module, policy and settings, without compiled code and records."""
         settings = _settings(self)
+        _check_pickled(settings[0].policy)
         if not settings[-1]:
             return _rebuild, (_state(self).original, settings)
         # The object comes first, for its attributes may refer to it.
         original = _state(self).original
         return _empty, (type(original),), (original, settings), None, None, _fill_in_place
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script."""
+        raise TypeError(TORCHSCRIPT)
 
     def _replicate_for_data_parallel(self) -> Any:
         """Refuse nn.DataParallel; its replicas would run without the policy."""
@@ -509,6 +515,19 @@ def _definition(model: nn.Module, name: str) -> Any:
         return _OwnAttribute(name)
     found = inspect.getattr_static(type(model), name, None)
     return None if found is vars(nn.Module).get(name) else found
+
+
+def _check_pickled(policy: Policy) -> None:
+    """Raise TypeError for a part of a policy without a pickle."""
+    for part in parts_of(policy):
+        try:
+            pickle.dumps(part)
+        except (pickle.PicklingError, AttributeError, TypeError) as err:
+            source = f" ({part.source})" if isinstance(part, Rule) and part.source else ""
+            raise TypeError(
+                f"the policy of this model cannot be pickled: {part!r}{source}: {err}. Functions at the top level of a "
+                "module can; or save model.state_dict() and gr.state_dict(model) instead, and transform the model anew"
+            ) from err
 
 
 def _settings(model: nn.Module) -> tuple[Any, ...]:

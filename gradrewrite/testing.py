@@ -413,7 +413,7 @@ def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _updates_of(
     make: MakeOptimizer | None, plain: nn.Module, rewritten: RewrittenModule, policy: Policy, steps: int
 ) -> _Updates | _Descent:
-    """Return what updates both models; PolicyError for a rule that a guarded optimizer runs, without one."""
+    """Return the updates of both models; PolicyError for a rule of the update without an optimizer."""
     if make is not None:
         return _Updates.of(make, plain, rewritten, policy, steps)
     rules = [rule.pattern for kind in sorted(AT_GUARD) for rule in rules_at(policy, kind)]
@@ -424,7 +424,7 @@ def _updates_of(
 
 @dataclass
 class _Descent:
-    """Gradient descent with the plain model's gradients, which the rewritten one follows."""
+    """Gradient descent of both models with the plain one's gradients."""
 
     plain: nn.Module
     rewritten: nn.Module
@@ -474,16 +474,16 @@ class _Updates:
 
     @property
     def changed(self) -> dict[str, None]:
-        """Sites at which an action changed the gradient."""
+        """Sites with a changed gradient."""
         return self.eager.changed
 
     @property
     def records(self) -> dict[str, float]:
-        """What actions reported, by address."""
+        """The reports of actions, by address."""
         return self.reports.figures
 
     def compare(self, rtol: float | None, where: str, slack: float, *, failed: bool) -> None:
-        """Make both updates, and compare what they have left; ``failed``: a check of the backward has failed."""
+        """Make both updates and compare the results; ``failed``: a check of the backward has failed."""
         self.reports.clear()
         self.guarded.step()
         self.eager(failed=failed)
@@ -505,7 +505,7 @@ def _after_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 class _Reports:
-    """What actions report, by address."""
+    """The reports of actions, by address."""
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
@@ -599,7 +599,7 @@ class _Hooked:
 
     @property
     def records(self) -> dict[str, float]:
-        """What actions reported there, by address."""
+        """The reports of actions, by address."""
         return self._reports.figures
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
+from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
 from gradrewrite.viz._fonts import displayable, figure_style
@@ -64,7 +66,7 @@ class Curves:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
 
         Args:
-            path: Where; the extension is added where it is missing.
+            path: Where; folder and extension are added where they are missing.
             format: ``"png"``, ``"svg"`` or ``"pdf"``.
 
         Returns:
@@ -72,7 +74,7 @@ class Curves:
 
         Raises:
             ValueError: The format is none of these.
-            OSError: The file cannot be written; its folder must exist.
+            OSError: The file cannot be written.
         """
         return write_figure("Curves", self.figure, path, format)
 
@@ -147,7 +149,7 @@ def figure_of(panels: Sequence[Panel], heading: str = "", bad: Sequence[int] = (
     return figure
 
 
-def _save(figure: Figure, file: str | BytesIO, format: Format) -> None:
+def _save(figure: Figure, file: Path | BytesIO, format: Format) -> None:
     with figure_style():
         figure.savefig(file, format=format, dpi=_DPI, metadata=_METADATA[format])
 
@@ -157,7 +159,9 @@ def write_figure(name: str, make: Callable[[], Figure], path: str | os.PathLike[
     if format not in _METADATA:
         raise ValueError(f"{name}.render: format is one of {', '.join(get_args(Format))}, got {format!r}")
     written = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
-    _save(make(), written, format)
+    figure = make()
+    with written_whole(written) as part:
+        _save(figure, part, format)
     return written
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
+from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.run_log import Run, last_run
@@ -65,7 +66,7 @@ class Drawing:
         """Write ``path.format``.
 
         Args:
-            path: Where, in a folder that is there; the extension is added where it is missing.
+            path: Where; folder and extension are added where they are missing.
             format: ``"svg"``, ``"png"``, ``"pdf"``, ``"dot"`` (Graphviz source), or ``"html"``: a page that works
                 offline, to search, fold and click through the whole graph.
 
@@ -80,8 +81,8 @@ class Drawing:
             raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(Format)))}")
         target = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
         data = self._bytes(format)
-        with open(target, "wb") as file:
-            file.write(data)
+        with written_whole(target) as part:
+            part.write_bytes(data)
         return target
 
     def __repr__(self) -> str:

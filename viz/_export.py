@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import networkx as nx
 
+from gradrewrite._utils.files import written_whole
 from gradrewrite.ir.graph_view import GraphView, Node, call_name, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._fonts import xml_safe
@@ -62,7 +63,7 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
 
     Args:
         graph: What ``model.trace(...)`` returned.
-        path: Where; the extension is added where it is missing.
+        path: Where; folder and extension are added where they are missing.
         format: ``"json"`` (docs/graph-schema.md describes it) or ``"graphml"`` (Gephi, yEd, Cytoscape).
 
     Returns:
@@ -77,8 +78,8 @@ def export(graph: JointGraph, path: str | os.PathLike[str], format: ExportFormat
         raise ValueError(f"format={format!r}: choose one of {', '.join(map(repr, get_args(ExportFormat)))}")
     text = _to_json(graph) if format == "json" else _to_graphml(graph)
     target = f"{os.fspath(path).removesuffix(f'.{format}')}.{format}"
-    with open(target, "w", encoding="utf-8") as file:
-        file.write(text)
+    with written_whole(target) as part:
+        part.write_text(text, encoding="utf-8")
     return target
 
 

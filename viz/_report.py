@@ -6,9 +6,9 @@ import html
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_ranks
 from gradrewrite.ir.joint_graph import JointGraph
@@ -55,18 +55,18 @@ class Report:
         """Write ``path.html``; who opens it sees the old page or the new one, never a part.
 
         Args:
-            path: Where; the extension is added where it is missing.
+            path: Where; folder and extension are added where they are missing.
             reload: After how many seconds the open page reads the file again and keeps its place; 0 for never.
 
         Returns:
             The path of the file.
 
         Raises:
-            OSError: The file cannot be written; its folder must exist.
+            OSError: The file cannot be written.
         """
         written = f"{os.fspath(path).removesuffix('.html')}.html"
-        Path(f"{written}.part").write_text(self._html(reload), encoding="utf-8")
-        os.replace(f"{written}.part", written)
+        with written_whole(written) as part:
+            part.write_text(self._html(reload), encoding="utf-8")
         return written
 
     def _repr_html_(self) -> str:

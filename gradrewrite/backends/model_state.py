@@ -28,6 +28,11 @@ from gradrewrite.policy.scope import refuse_group_in_regions
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.sites import Site
 
+TORCHSCRIPT = (
+    "TorchScript has no backward of ours: torch.jit.script and torch.jit.trace take the plain model, model.original or "
+    "gr.restore(model)"
+)
+
 
 class ModelState:
     """The policy of one model at work."""
@@ -111,6 +116,8 @@ class ModelState:
     def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an entry point. The hooks of ``fully_shard`` cannot be traced, and run around the forward's graph."""
         self._use.note()
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise TypeError(TORCHSCRIPT)
         self.session.calls.begin()
         with self._buffers_watched():
             return self._call_any(model, method, args, kwargs)

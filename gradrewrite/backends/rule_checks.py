@@ -127,7 +127,7 @@ class RuleChecks:
         known = [site for own in self._state_sites.values() for site in own]
         for rule in rules_at(self._policy, "state"):
             if not any(map(Pattern.parse(rule.pattern).matches, known)):
-                raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, list(map(str, known)))[:5])
+                raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, list(map(str, known)))[:5], rule.source)
 
     def _warn_of_silent_callbacks(self) -> None:
         answered = (self._step_answers or frozenset()).union(*(graph.answered for graph in self._graphs))
@@ -162,7 +162,7 @@ class RuleChecks:
             if not silent:
                 meant = self._likely_sites(pattern, sites)
                 known = [*meant, *nearest(rule.pattern, [str(s) for s in sites if str(s) not in meant])]
-                raise NoSuchSiteError(rule.pattern, known[:5])
+                raise NoSuchSiteError(rule.pattern, known[:5], rule.source)
             self._warnings.warn_once(
                 rule.pattern,
                 f"{rule.pattern!r} matches {', '.join(silent[:3])}, which made no differentiable value "

@@ -32,6 +32,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("data-dependent", "a size or a branch depends on the values of a tensor",
      "make sizes fixed (masks in the place of selections),"),
 )  # fmt: skip
+_FULL_HOOKS = (
+    "the model has full backward hooks (register_full_backward_hook, register_full_backward_pre_hook), which "
+    "torch.compile cannot trace. Take them off, and let the policy do what they do: gr.on('error:0', function) changes "
+    "or measures the error of module '0', gr.passes.Observe and gr.passes.Keep record it"
+)
 _SKIP = "or pass fullgraph=False: what is skipped is then listed in model.explain()"
 _LONGEST = 300
 _LARGEST_COPY = 1 << 26  # bytes
@@ -82,6 +87,8 @@ def _graph_break(text: str, line: str) -> GraphBreakError:
         detail = [p.partition(sign)[2].strip() for p in paragraphs[1:] if sign in p]
         known = textwrap.shorten(" ".join([*detail, paragraphs[0]]), _LONGEST, placeholder=" ..."), "change the line,"
     what, way_out = known
+    if "Module-level backwards hooks" in text:
+        return GraphBreakError(_FULL_HOOKS, code="graph-break")
     begin = "the tracer cannot follow this line, so the policy could not reach all of the model"
     return GraphBreakError(_in_lines(f"{begin}: {what}", line, f"{way_out[0].upper()}{way_out[1:]} {_SKIP}"))
 

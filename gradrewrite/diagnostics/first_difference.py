@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from pathlib import Path
 from typing import Literal, TypeAlias
 
+from gradrewrite._utils.files import written_whole
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 from gradrewrite._utils.formatting import html_table, plain_table
 from gradrewrite.diagnostics.run_log import Step, as_executed, last_run, listed, words
@@ -155,7 +155,7 @@ class Difference:
         """Write ``path.html``, a self-contained page; return its path.
 
         Raises:
-            OSError: The file cannot be written; its folder must exist.
+            OSError: The file cannot be written.
         """
         return write_page(path, "First difference", self._repr_html_())
 
@@ -171,7 +171,8 @@ _KINDS = {
 def write_page(path: str | os.PathLike[str], title: str, body: str) -> str:
     """Write ``path.html`` around a body; return its path."""
     written = f"{os.fspath(path).removesuffix('.html')}.html"
-    Path(written).write_text(_PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
+    with written_whole(written) as part:
+        part.write_text(_PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
     return written
 
 

@@ -153,6 +153,7 @@ class JsonLines:
         rank = this_rank()
         self._sets: list[Header] = []  # by their numbers in the file
         self._rank = {} if rank is None else {"rank": rank}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._mend()
 

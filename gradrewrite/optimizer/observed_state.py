@@ -104,7 +104,7 @@ class ObservedState:
             for rule in [] if target.session is None else rules_at(target.session.config.policy, "param"):
                 # A backend knows no parameters before its first graph.
                 if parameters and not any(map(Pattern.parse(rule.pattern).matches, sites)):
-                    raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, list(map(str, sites)))[:5])
+                    raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, list(map(str, sites)))[:5], rule.source)
 
     @property
     def may_act(self) -> bool:

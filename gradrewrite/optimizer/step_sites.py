@@ -142,7 +142,9 @@ class StepSites:
                     continue  # a backend knows no parameters before its first graph
                 frozen = [name for name, p in parameters.items() if pattern.matches(step_site(name, p))]
                 if not frozen:
-                    raise NoSuchSiteError(rule.pattern, nearest(rule.pattern, [str(site) for site in sites])[:5])
+                    raise NoSuchSiteError(
+                        rule.pattern, nearest(rule.pattern, [str(site) for site in sites])[:5], rule.source
+                    )
                 assert session is not None
                 session.warnings.warn_once(
                     rule.pattern,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -23,6 +26,7 @@ class Rule:
 
     pattern: str
     action: Answer
+    source: str = field(default="", compare=False)  # ``file:line`` of the call of ``on``
 
     def __call__(self, site: Site, /) -> Answer:
         """Answer with the action where the pattern matches and, if it names no kind, the action is allowed."""
@@ -63,7 +67,12 @@ def on(pattern: str, action: Answer) -> Rule:
     Pattern.parse(pattern)
     if not actions_of(action, where=f"on({pattern!r}, ...)"):
         raise PolicyError(f"on({pattern!r}, ...): no action was given")
-    return Rule(pattern, action)
+    return Rule(pattern, action, _line_of(sys._getframe(1)))
+
+
+def _line_of(frame: FrameType) -> str:
+    file = frame.f_code.co_filename
+    return "" if file.startswith("<") else f"{Path(file).name}:{frame.f_lineno}"
 
 
 def check_policy(policy: Any) -> None:
@@ -163,8 +172,13 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     except Exception as err:
         raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}") from err
     actions = actions_of(answer, where=str(site))
-    for action in actions:
-        refuse(action, Context(site))
+    try:
+        for action in actions:
+            refuse(action, Context(site))
+    except PolicyError as err:
+        if not isinstance(policy, Rule) or not policy.source:
+            raise
+        raise PolicyError(f"{policy.source}: {err.text}", code=err.code) from None
     return actions
 
 

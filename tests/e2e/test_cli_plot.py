@@ -73,7 +73,7 @@ def test_plot_against_a_baseline(shell: Shell) -> None:
         (("none.jsonl",), "cannot read none.jsonl: No such file or directory; give a file of monitor.to_jsonl"),
         (("bad.jsonl",), "bad.jsonl, line 1: wanted one JSON object"),
         (("run.jsonl", "--out", "x.html"), "--out x.html: the ending says the format; use one of .png, .svg, .pdf"),
-        (("run.jsonl", "--out", "folder/x.png"), "cannot write folder/x.png: No such file or directory"),
+        (("run.jsonl", "--out", "/dev/null/x.png"), "cannot write /dev/null/x.png: File exists"),
         ((".",), "cannot read .: Is a directory"),
     ],
 )

@@ -45,7 +45,7 @@ def test_report(shell: Shell) -> None:
         (("bad.jsonl",), "bad.jsonl, line 1: wanted one JSON object"),
         (("run.jsonl", "--baseline", "none.jsonl"), "cannot read none.jsonl: No such file or directory"),
         (("run.jsonl", "--out", "x.png"), "--out x.png: the ending says the format; use one of .html"),
-        (("run.jsonl", "--out", "folder/x.html"), "cannot write folder/x.html: No such file or directory"),
+        (("run.jsonl", "--out", "/dev/null/x.html"), "cannot write /dev/null/x.html: File exists"),
         (("bad.jsonl", "--follow"), "bad.jsonl, line 1: wanted one JSON object"),
     ],
 )

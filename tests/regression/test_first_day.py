@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import pickle
 import warnings
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -244,3 +248,87 @@ def test_a_diagnosis_without_an_optimizer_says_what_it_cannot_judge() -> None:
 def test_a_clip_that_acts_in_most_steps_is_said_to() -> None:
     text = _report(gr.on("gradient:*", ClipByNorm(0.05, log=True)), bad=())
     assert "always acts" not in text
+
+
+@pytest.mark.parametrize("what", ["to_jsonl", "report", "draw", "export", "plot"])
+def test_a_missing_folder_is_made(what: str, tmp_path: Path) -> None:
+    model = gr.transform(_net(), gr.on("gradient:*", Observe("norm")))
+    path = tmp_path / "runs" / "first" / "x"
+    if what == "to_jsonl":
+        model.monitor.to_jsonl(path)
+    _backward(model)
+    model.monitor.flush()
+    graph = model.trace(_X)
+    written = {
+        "to_jsonl": lambda: path,
+        "report": lambda: gr.viz.report(model.monitor).render(path),
+        "draw": lambda: gr.viz.draw(graph, "overview").render(path, "dot"),
+        "export": lambda: gr.viz.export(graph, path),
+        "plot": lambda: gr.viz.plot(model.monitor).render(path),
+    }[what]()
+    assert Path(written).stat().st_size > 0
+    assert [p.name for p in path.parent.iterdir()] == [Path(written).name]
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
+    model = gr.transform(_net(), gr.on("gradient:*", Observe("norm")))
+    _backward(model)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch("gradrewrite._utils.files.os.replace", side_effect=full),
+        pytest.raises(OSError, match=r"No space left on device: .*x\.html"),
+    ):
+        gr.viz.report(model.monitor).render(tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rule_without_a_site_is_named_with_its_line() -> None:
+    model = gr.transform(_net(), gr.on("gradient:nope", Scale(2.0)))
+    with pytest.raises(gr.NoSuchSiteError, match=r"test_first_day\.py:\d+: no site matches 'gradient:nope'"):
+        _backward(model)
+    again = gr.transform(_net(), gr.on("activation:*", ClipByNorm(1.0)))
+    with pytest.raises(gr.PolicyError, match=r"test_first_day\.py:\d+: activation:.* does not apply"):
+        _backward(again)
+    late = gr.transform(_net(), gr.on("step:nope", Scale(2.0)))
+    with pytest.raises(gr.NoSuchSiteError, match=r"test_first_day\.py:\d+: no site matches 'step:nope'"):
+        gr.guard(torch.optim.SGD(late.parameters(), lr=0.1), late)
+
+
+def test_equal_rules_of_two_lines_are_equal() -> None:
+    first = gr.on("gradient:*", Scale(2.0))
+    second = gr.on("gradient:*", Scale(2.0))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert pickle.loads(pickle.dumps(first)) == second
+    assert repr(first) == "on('gradient:*', Scale(2.0))"
+
+
+def test_what_cannot_be_pickled_names_the_rule() -> None:
+    model = gr.transform(_net(), [gr.on("gradient:*", Scale(2.0)), gr.on("error:0", lambda g: g * 2)])
+    with pytest.raises(TypeError, match=r"on\('error:0', .*test_first_day\.py:\d+.*gr\.state_dict") as caught:
+        pickle.dumps(model)
+    assert "lambda" in str(caught.value)
+    assert pickle.loads(pickle.dumps(gr.transform(_net(), gr.on("gradient:*", Scale(2.0))))) is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_torchscript_is_refused_with_the_way_out(way: str) -> None:
+    model = gr.transform(_net(), gr.on("gradient:*", Scale(2.0)))
+    run = {"script": lambda: torch.jit.script(model), "trace": lambda: torch.jit.trace(model, _X)}[way]
+    with pytest.raises(TypeError, match=r"TorchScript has no backward of ours.*model\.original"):
+        run()
+
+
+@pytest.mark.parametrize("pre", [False, True])
+def test_full_backward_hooks_are_refused_with_the_way_out(pre: bool) -> None:
+    net = _net()
+    if pre:
+        net[0].register_full_backward_pre_hook(lambda *_: None)
+    else:
+        net[0].register_full_backward_hook(lambda *_: None)
+    model = gr.transform(net, gr.on("gradient:*", Scale(2.0)))
+    with pytest.raises(gr.GraphBreakError) as caught:
+        _backward(model)
+    assert "gr.on('error:0', function)" in caught.value.text
+    assert "compiled_autograd" not in caught.value.text

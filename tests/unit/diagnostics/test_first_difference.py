@@ -190,7 +190,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diff", same, other, "--tolerance", "0.5"]) == 0
     assert main(["diff", same, other, "--sites", "activation:a"]) == 0
     capsys.readouterr()
-    for wrong in (["--tolerance", "-1"], ["--sites", "x:*"], ["--html", str(tmp_path / "no" / "out.html")]):
+    for wrong in (["--tolerance", "-1"], ["--sites", "x:*"], ["--html", str(tmp_path / "a.jsonl" / "out.html")]):
         assert main(["diff", same, other, *wrong]) == 2
     assert main(["diff", same, str(tmp_path / "none.jsonl")]) == 2
     assert "cannot read" in capsys.readouterr().err

@@ -52,8 +52,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         viz.draw(graph, monitor=gr.Monitor(), color_by="loss")
     with pytest.raises(ValueError, match=r"the monitor has no records for that \(it has nothing\)"):
         viz.draw(graph, monitor=gr.Monitor(), color_by="clip strength")
-    with pytest.raises(FileNotFoundError):
-        viz.draw(graph).render(tmp_path / "missing" / "x")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        viz.draw(graph).render(tmp_path / "file" / "x")
 
 
 def root_of_zero() -> Lambda:
