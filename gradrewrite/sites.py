@@ -122,6 +122,18 @@ class Pattern:
             raise ValueError(f"pattern {text!r}: '#' is followed by the number of a call, got {number!r}")
         return cls(kind, glob, int(number))
 
+    def matches_text(self, site: str) -> bool:
+        """Return whether the text of a site, ``kind:name[#call]``, matches, as in the address of a record."""
+        kind, colon, rest = site.partition(":")
+        kind, rest = (kind, rest) if colon else ("", site)
+        name, sharp, number = rest.rpartition("#")
+        name, number = (name, number) if sharp and number.isdecimal() else (rest, "")
+        return (
+            self.kind in (None, kind)
+            and (self.call is None or str(self.call) == (number or "0"))
+            and (fnmatchcase(name, self.glob) or fnmatchcase(rest, self.glob))
+        )
+
     def matches(self, site: Site) -> bool:
         """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
         if site.kind != self.kind and (self.kind is not None or site.kind not in _WITHOUT_KIND):

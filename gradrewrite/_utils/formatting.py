@@ -6,17 +6,20 @@ import html
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from types import FunctionType
 from typing import Any
 
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
+from gradrewrite._utils.grouping import grouped
 
 _COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
 _BOUNDS = ("bound", "limit")  # records of clips; an infinite one clips nothing
+_CALL = re.compile(r"#\d+$")
+_FEW_CALLS = 5  # of one site that have a row each where a table is shown
 _MOST_ROWS = 40  # of a table in a notebook
 
 
@@ -47,6 +50,7 @@ class Table:
 
     rows: tuple[Summary, ...]  # one summary a record
     caption: str  # how many steps it covers, and what is missing
+    shown: tuple[Summary, ...] = ()  # the rows that are shown: many calls of a site are one
 
     def __rich__(self) -> Any:
         from rich.table import Table as RichTable
@@ -55,16 +59,16 @@ class Table:
         table.add_column(_COLUMNS[0], overflow="fold")
         for name in _COLUMNS[1:]:
             table.add_column(name, justify="right")
-        for row in self.rows:
+        for row in self.shown:
             table.add_row(*row.cells())
         return table
 
     def _repr_html_(self) -> str:
-        more = f"; the first {_MOST_ROWS} of {len(self.rows)} records" if len(self.rows) > _MOST_ROWS else ""
-        return html_table(_COLUMNS, [row.cells() for row in self.rows[:_MOST_ROWS]], f"{self.caption}{more}")
+        more = f"; the first {_MOST_ROWS} of {len(self.shown)} records" if len(self.shown) > _MOST_ROWS else ""
+        return html_table(_COLUMNS, [row.cells() for row in self.shown[:_MOST_ROWS]], f"{self.caption}{more}")
 
     def __str__(self) -> str:
-        widest = max((len(row.address) for row in self.rows), default=20)
+        widest = max((len(row.address) for row in self.shown), default=20)
         return _as_text(self, max(100, widest + 80))
 
 
@@ -117,8 +121,26 @@ def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
         numbers |= {address: math.nan if one.inf or one.nan else one.total for address, one in exponents.items()}
         for address, value in numbers.items():
             values.setdefault(address, []).append(value)
-    summaries = (_summary(address, known, texts.get(address, "")) for address, known in values.items())
-    return Table(tuple(summaries), caption)
+    summaries = tuple(_summary(address, known, texts.get(address, "")) for address, known in values.items())
+    shown = tuple(_folded(summaries, values))
+    if len(shown) < len(summaries):
+        caption += f"; a row with #0-n is of all calls together (.rows has all {len(summaries)} records)"
+    return Table(summaries, caption, shown)
+
+
+def _folded(rows: Sequence[Summary], values: Mapping[str, list[float]]) -> Iterator[Summary]:
+    """Yield rows, with one for many calls of a site; "last" is the last call's."""
+    calls = grouped((_CALL.sub("", row.address), row) for row in rows)
+    for row in rows:
+        start = _CALL.sub("", row.address)
+        own = calls[start]
+        if len(own) < _FEW_CALLS or any(one.text for one in own):
+            yield row
+        elif row is own[0]:
+            together = _summary(start, [value for one in own for value in values[one.address]], "")
+            numbers = [int(found[0][1:]) if (found := _CALL.search(one.address)) else 0 for one in own]
+            steps = max(one.steps for one in own)
+            yield replace(together, address=f"{start}#{min(numbers)}-{max(numbers)}", steps=steps)
 
 
 def _summary(address: str, values: list[float], text: str) -> Summary:

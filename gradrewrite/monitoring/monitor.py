@@ -27,7 +27,7 @@ from gradrewrite.monitoring.wholes import How, Summands
 from gradrewrite.monitoring.writers import JsonLines, TensorBoard, path_of_rank
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.replay.root_cause import find_anywhere
-from gradrewrite.sites import Site
+from gradrewrite.sites import Pattern, Site
 
 
 class _Records(dict[str, float]):
@@ -223,13 +223,28 @@ class Monitor:
             found = records[-1].kept if records else {}
             return {site: tensor for (own, site), tensor in found.items() if own == what}
 
-    def table(self) -> Table:
-        """All records over the steps in the buffer; ``print`` shows it. Waits for the device.
+    def table(self, pattern: str = "*") -> Table:
+        """Records over the steps in the buffer; ``print`` shows it. Waits for the device.
 
         The caption counts skipped updates, and says of the first and the last one in the buffer why it was skipped.
+        Five or more calls of one site are one row where it is shown; ``rows`` has each.
+
+        Args:
+            pattern: Which sites, ``[kind:]glob[#call]`` as in a rule: ``"error:*"``; by default all.
+
+        Raises:
+            KeyError: There are records, and none at such a site.
+            ValueError: The pattern is malformed.
         """
-        steps = self._steps()
+        steps, wanted = self._steps(), Pattern.parse(pattern)
         rows = [step.records for step in steps]
+        if pattern != "*":
+            known = dict.fromkeys(address.partition("@")[2] for row in rows for address in row)
+            own = {site for site in known if wanted.matches_text(site)}
+            if known and not own:
+                near = ", ".join(nearest(pattern, list(known))[:5])
+                raise KeyError(f"no record at {pattern!r}; nearest sites with records: {near}")
+            rows = [{key: value for key, value in row.items() if key.partition("@")[2] in own} for row in rows]
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
         if self.dropped:
             parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")

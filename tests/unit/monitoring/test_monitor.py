@@ -20,7 +20,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm, Keep, Observe
@@ -362,3 +362,58 @@ def test_only_the_last_row_keeps_tensors() -> None:
     model = gr.transform(Probe(), gr.on("error:h", Keep()))
     run_probe(model, 1.0, 2.0)
     assert [len(row.kept) for row in model.monitor._recorder.records] == [0, 1]
+
+
+class _Again(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.cell, self.head, self.times = nn.Linear(2, 2), nn.Linear(2, 1), times
+
+    def forward(self, h: Tensor) -> Tensor:
+        for _ in range(self.times):
+            h = self.cell(h)
+        return self.head(h).sum()
+
+
+def test_a_printed_table_has_one_row_for_many_calls() -> None:
+    model = gr.transform(_Again(40), [gr.on("error:*", Observe("norm")), gr.on("gradient:*", Observe("norm"))])
+    for _ in range(3):
+        model(torch.ones(1, 2)).backward()
+    table = model.monitor.table()
+    assert sum(row.address.startswith("norm@error:cell") for row in table.rows) == 40
+    text = str(table)
+    (line,) = [line for line in text.splitlines() if "error:cell" in line]
+    assert "norm@error:cell#0-39" in line
+    norms = [
+        value for number in range(40) for value in model.monitor.history(f"norm@error:cell#{number}".removesuffix("#0"))
+    ]
+    for figure in (min(norms), max(norms), statistics.median(norms)):
+        assert f"{figure:.4g}" in line
+    assert text.count("\n") < 20
+    assert "error:cell#17" not in table._repr_html_()
+    few = gr.transform(_Again(2), gr.on("error:*", Observe("norm")))
+    few(torch.ones(1, 2)).backward()
+    assert "norm@error:cell#1" in str(few.monitor.table())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ("error:*", {"norm@error:cell", "norm@error:cell#1", "norm@error:head"}),
+        ("error:cell", {"norm@error:cell", "norm@error:cell#1"}),
+        ("error:cell#1", {"norm@error:cell#1"}),
+        ("head*", {"norm@error:head", "norm@gradient:head.weight", "norm@gradient:head.bias"}),
+        ("gradient:*.bias", {"norm@gradient:cell.bias", "norm@gradient:head.bias"}),
+    ],
+)
+def test_a_table_of_some_sites(pattern: str, wanted: set[str]) -> None:
+    policy = [
+        gr.on("error:cell", Observe("norm")),
+        gr.on("error:head", Observe("norm")),
+        gr.on("gradient:*", Observe("norm")),
+    ]
+    model = gr.transform(_Again(2), policy)
+    model(torch.ones(1, 2)).backward()
+    assert {row.address for row in model.monitor.table(pattern).rows} == wanted
+    with pytest.raises(KeyError, match=r"no record at 'error:nope'.*error:head"):
+        model.monitor.table("error:nope")
