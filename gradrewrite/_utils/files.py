@@ -25,4 +25,6 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as err:
+        if err.errno is None:  # of a library, which names no file
+            raise
         raise OSError(err.errno, err.strerror, str(target)) from err
