@@ -239,10 +239,10 @@ class Monitor:
         steps, wanted = self._steps(), Pattern.parse(pattern)
         rows = [step.records for step in steps]
         if pattern != "*":
-            known = dict.fromkeys(address.partition("@")[2] for row in rows for address in row)
-            own = {site for site in known if wanted.matches_text(site)}
-            if known and not own:
-                near = ", ".join(nearest(pattern, list(known))[:5])
+            sites = dict.fromkeys(address.partition("@")[2] for row in rows for address in row)
+            own = {site for site in sites if wanted.matches_text(site)}
+            if sites and not own:
+                near = ", ".join(nearest(pattern, list(sites))[:5])
                 raise KeyError(f"no record at {pattern!r}; nearest sites with records: {near}")
             rows = [{key: value for key, value in row.items() if key.partition("@")[2] in own} for row in rows]
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
