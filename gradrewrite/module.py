@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -376,7 +377,8 @@ class RewrittenModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the plain module, policy and settings, without compiled code and records."""
         settings = _settings(self)
-        _check_pickled(settings[0].policy)
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in ("cloudpickle", "dill"):
+            _check_pickled(settings[0].policy)
         if not settings[-1]:
             return _rebuild, (_state(self).original, settings)
         # The object comes first, for its attributes may refer to it.
