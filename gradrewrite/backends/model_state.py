@@ -162,7 +162,8 @@ class ModelState:
         """Compile regions anew after a change of Python values: they share code where the policy answers equally."""
         if torch.is_grad_enabled() and (number := self.session.values.number()) != self._values:
             self._values = number
-            self.restart()
+            assert self.regions is not None
+            self.regions.use(number)
 
     def _call_regions(
         self, regions: Regions, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -110,6 +110,8 @@ class Regions:
         self._make_entry = make_entry
         self._entries: list[_Entry] = []
         self._known: dict[RegionCall, _Entry] = {}
+        self._set = 0  # number of the set of Python values of these
+        self._of_sets: dict[int, tuple[list[_Entry], dict[RegionCall, _Entry]]] = {}
         self._hooked = HookedForwards()
         self._most_calls: Counter[str] = Counter()  # of each region in one call of the model, with gradients
         self._without_gradients: set[str] = set()  # regions that the last of these called without them
@@ -141,10 +143,17 @@ class Regions:
         where = site.name if site.kind == "gradient" else site.module
         return next((name for name in self.modules if where == name or where.startswith(f"{name}.")), None)
 
+    def use(self, number: int) -> None:
+        """Use the compiled functions for another set of Python values; those of the last one are kept."""
+        self._of_sets[self._set] = self._entries, self._known
+        self._set = number
+        self._entries, self._known = self._of_sets.get(number, ([], {}))
+
     def forget(self) -> None:
         """Drop the compiled functions."""
         self._entries.clear()
         self._known.clear()
+        self._of_sets.clear()
         self._most_calls.clear()
         self._without_gradients.clear()
 
