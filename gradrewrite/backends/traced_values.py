@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
+
+from torch import nn
 
 from gradrewrite._utils.formatting import describe_callable
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.errors import CallbackError
-from gradrewrite.policy.actions import Policy, action_key
+from gradrewrite.policy.actions import Policy, action_key, is_action
 from gradrewrite.policy.rules import Answered, ask_in_order, callbacks_of
 from gradrewrite.rewriting.function_values import FunctionValues, functions_in
 from gradrewrite.sites import Site
@@ -30,8 +33,8 @@ _PRINTS = (
 @dataclass(eq=False)
 class _Set:
     functions: dict[int, FunctionValues] = field(default_factory=dict)  # traced ones, by identity
-    answers: dict[Site, Hashable] = field(default_factory=dict)  # keys of the answers
-    callbacks: FunctionValues = field(default_factory=lambda: FunctionValues(()))
+    answers: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
+    callbacks: list[FunctionValues] = field(default_factory=list)
 
 
 class TracedValues:
@@ -47,13 +50,13 @@ class TracedValues:
         """Note answers, just traced, and return the values that each of their functions reads."""
         own, found = self._sets[self._current], {}
         for site, given in answers.items():
-            own.answers[site] = _key_of(given)
+            own.answers[site] = given
             for function in (f for answered in given for f in functions_in(answered.action)):
                 if id(function) not in own.functions:
                     own.functions[id(function)] = FunctionValues([function])
                     self._note_print(own.functions[id(function)])
                 found[id(function)] = own.functions[id(function)]
-        own.callbacks = FunctionValues(self._callbacks)
+        own.callbacks = self._read_callbacks()
         return list(found.values())
 
     def _note_print(self, values: FunctionValues) -> None:
@@ -78,18 +81,21 @@ class TracedValues:
         self._current = len(self._sets) - 1
         return self._current
 
+    def _read_callbacks(self) -> list[FunctionValues]:
+        return [FunctionValues([callback]) for callback in self._callbacks]
+
     def _first_change(self, known: _Set) -> tuple[Any, str, Any] | None:
-        for values in known.functions.values():
-            changed = values.first_change()
-            if changed is not None:
-                return values.functions[0], *changed
-        changed = known.callbacks.first_change()
+        changed = first_change(known.functions.values())
+        if changed is not None:
+            return changed
+        changed = first_change(known.callbacks)
         if changed is None:
             return None
-        if all(_key_of(ask_in_order(self._policy, site)) == key for site, key in known.answers.items()):
-            known.callbacks = FunctionValues(self._callbacks)  # it answers as before
+        asked = ((ask_in_order(self._policy, site), given) for site, given in known.answers.items())
+        if all(_key_of(now) == _key_of(given) for now, given in asked):
+            known.callbacks = self._read_callbacks()  # they answer as before
             return None
-        return self._callbacks[0], *changed
+        return changed
 
 
 def shown_value(value: Any) -> str:
@@ -103,15 +109,23 @@ def _key_of(given: tuple[Answered, ...]) -> Hashable:
 
 
 def _action_key(action: Any) -> Hashable:
-    """Return a key of an action; functions that are made anew at each answer are equal if they read equal values."""
-    if not isinstance(action, FunctionType):
+    """Return a key of an action; callables that are made anew at each answer are equal if they hold equal values."""
+    if isinstance(action, FunctionType):
+        held = [cell.cell_contents for cell in action.__closure__ or ()]
+        held += [*(action.__defaults__ or ()), *(action.__kwdefaults__ or {}).values()]
+        return action.__code__, tuple(map(_value_key, held))
+    if isinstance(action, functools.partial):
+        return _action_key(action.func), tuple(map(_value_key, (*action.args, *sorted(action.keywords.items()))))
+    if isinstance(action, MethodType):
+        return _action_key(action.__func__), _value_key(action.__self__)
+    if is_action(action) or not hasattr(action, "__dict__") or isinstance(action, nn.Module):
         return action_key(action)
-    cells = [cell.cell_contents for cell in action.__closure__ or ()]
-    read = (cells, action.__defaults__ or (), list((action.__kwdefaults__ or {}).values()))
-    return action.__code__, *(tuple(map(_value_key, values)) for values in read)
+    return type(action), tuple((name, _value_key(value)) for name, value in sorted(vars(action).items()))
 
 
 def _value_key(value: Any) -> Hashable:
+    if isinstance(value, tuple):
+        return tuple(map(_value_key, value))
     return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else id(value)
 
 
