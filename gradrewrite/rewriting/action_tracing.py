@@ -143,13 +143,15 @@ def trace_function(
             reported.close()
             return [*results, *map(full, reported.outputs)]
 
-        try:
-            before = random_state()
+        def trace() -> fx.GraphModule:
             inputs = [*values, *further]
-            graph = make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
-            if random_state() != before:
-                raise CallbackError(_OUTSIDE.format(sites[0], describe(action), "random numbers"), code="kept-value")
-            _check_writes(values_read, sites[0], action)
+            return make_fx.trace(make_fx.trace_parts(whole, inputs) if sharded else whole, inputs)
+
+        try:
+            before = random_state() if values_read is not None else ()
+            graph = trace()
+            if values_read is not None:
+                _check_repeats(values_read, before, graph, trace, f"{sites[0]}: {describe(action)}")
         except RewriteError as err:
             line = _line_of(err)
             if line or str(sites[0]) not in err.text:
@@ -167,13 +169,13 @@ def trace_function(
     return TracedAction.of(graph, reported)
 
 
-_WRITES = (
-    "{}: {} keeps {!r} from one call to the next, and is called once, while it is traced: every backward would see "
+_KEEPS = (
+    "keeps {!r} from one call to the next, and is called once, while it is traced: every backward would see "
     "what it was then. Remember values in a gr.State, which state.set(...) writes, report figures with gr.record, and "
     "make constants before the first call"
 )
 _OUTSIDE = (
-    "{}: {} reads {}, and is called once, while it is traced: every backward would see those of that call. Draw or "
+    "reads {}, and is called once, while it is traced: every backward would see those of that call. Draw or "
     "read them before the step, into a tensor that the function closes over (tensor.fill_(...)), which is read at "
     "every backward"
 )
@@ -186,18 +188,36 @@ def _values_read(action: Any, site: Site) -> FunctionValues | None:
         return None
     found = FunctionValues(functions, in_libraries=False)
     if found.clock:
-        raise CallbackError(_OUTSIDE.format(site, describe(action), f"{found.clock}()"), code="kept-value")
+        outside = _OUTSIDE.format(f"{found.clock}()")
+        raise CallbackError(f"{site}: {describe(action)} {outside}", code="kept-value")
     return found
 
 
-def _check_writes(before: FunctionValues | None, site: Site, action: Any) -> None:
-    """Raise CallbackError for a function that has changed Python values while it was traced."""
-    if before is None:
+def _check_repeats(
+    read: FunctionValues,
+    numbers: tuple[int, ...],
+    graph: fx.GraphModule,
+    trace: Callable[[], fx.GraphModule],
+    start: str,
+) -> None:
+    """Raise CallbackError for a function with another result, or another change, in a second call.
+
+    What is made in a first call and used in the next ones (a cached property) is no difference.
+    """
+    after = FunctionValues(read.functions, in_libraries=False)
+    kept, changed = after.leaked_since(read), read.first_change()
+    if kept is None and changed is None and random_state() == numbers:
         return
-    kept = FunctionValues(before.functions, in_libraries=False).leaked_since(before)
-    changed = (kept, None) if kept is not None else before.first_change()
-    if changed is not None:
-        raise CallbackError(_WRITES.format(site, describe(action), changed[0]), code="kept-value")
+    if kept is None:
+        is_other = str(trace().graph) != str(graph.graph)  # another thread may draw random numbers, too
+        if changed is None and is_other:
+            raise CallbackError(f"{start} {_OUTSIDE.format('random numbers')}", code="kept-value")
+        again = after.first_change()
+        changed = again or (changed if is_other else None)
+        if changed is None:
+            return
+        kept, _ = changed
+    raise CallbackError(f"{start} {_KEEPS.format(kept)}", code="kept-value")
 
 
 def _global(part: Tensor, layout: Layout | None) -> Tensor:
