@@ -1,9 +1,12 @@
-"""Python values that functions and callbacks read: followed, or an error; never the first value for ever."""
+"""Python values that functions and callbacks read are followed; what cannot be followed is an error."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByValue, Scale
+from gradrewrite.passes import ClipByValue, Scale, WeighLosses
 
 from models.python_values import WAYS, Function
 
@@ -185,6 +188,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Function], str]] = {
     "list": (_write_list, "keeps 'norms'"),
     "dict": (_write_dict, "keeps 'seen"),
     "iterator": (_take_next, "keeps 'numbers'"),
+    "cycle": (lambda: (lambda own: lambda g: g * next(own))(itertools.cycle([1.0, 2.0])), "keeps 'own'"),
     "random": (lambda: lambda g: g * random.random(), "random numbers"),
     "random object": (lambda: (lambda own: lambda g: g * own.random())(random.Random(0)), "keeps 'own'"),
     "numpy": (lambda: lambda g: g * np.random.rand(), "random numbers"),
@@ -211,6 +215,161 @@ def test_what_is_outside_of_the_graph_is_an_error(case: str, kind: str) -> None:
         step()
     assert caught.value.code == "kept-value"
     assert f"{kind}:" in caught.value.text
+
+
+class _Hidden(nn.Linear):
+    """Keeps a hidden state of its own, as recurrent models do."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = super().forward(x)
+        return self.hidden
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.step, self.bound, self.data = 0, 0.1, [0.5]
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        self.step += 1
+        self.data = [0.5]  # made anew, and equal
+        return _gradient(model)
+
+
+class _Lazy:
+    @functools.cached_property
+    def factor(self) -> float:
+        return 0.5
+
+
+def _cached(masks: dict[Any, float]) -> Function:
+    def run(g: Tensor) -> Tensor:
+        if g.shape not in masks:
+            masks[g.shape] = 0.5
+        return g * masks[g.shape]
+
+    return run
+
+
+def test_the_state_of_a_model_is_no_value_of_a_function_that_asks_for_its_mode() -> None:
+    net = _Hidden(2, 2)
+    model = gr.transform(net, gr.on("gradient:weight", lambda g: g * 2 if net.training else g))
+    for _ in range(10):
+        _gradient(model)
+    assert len(model.explain().graphs) == 1
+
+
+@pytest.mark.parametrize("case", ["attribute", "equal list", "cached property", "cache"])
+def test_what_only_looks_like_a_change_is_none(case: str) -> None:
+    trainer, lazy = _Trainer(), _Lazy()
+    function: Function = {
+        "attribute": lambda g: g.clamp(-trainer.bound, trainer.bound),
+        "equal list": lambda g: g * trainer.data[0],
+        "cached property": lambda g: g * lazy.factor,
+        "cache": _cached({}),
+    }[case]
+    model = gr.transform(nn.Linear(2, 2), gr.on("gradient:weight", function))
+    plain = _plain_gradient(model.original)
+    for _ in range(10):
+        torch.testing.assert_close(trainer(model), function(plain))
+    assert len(model.explain().graphs) == 1
+
+
+def test_an_equal_list_is_followed_from_then_on() -> None:
+    own = {"factors": [0.5]}
+    model = gr.transform(nn.Linear(2, 2), gr.on("gradient:weight", lambda g: g * own["factors"][0]))
+    plain = _plain_gradient(model.original)
+    _gradient(model)
+    own["factors"] = [0.5]
+    torch.testing.assert_close(_gradient(model), plain * 0.5)
+    own["factors"][0] = 2.0
+    torch.testing.assert_close(_gradient(model), plain * 2)
+
+
+class _Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return g * self.factor
+
+
+def _multiply(factor: float, g: Tensor) -> Tensor:
+    return g * factor
+
+
+@pytest.mark.parametrize("answer", ["partial", "object", "lambda"])
+def test_callables_that_are_made_anew_are_equal(answer: str) -> None:
+    epoch = {"now": 0}
+
+    def policy(site: gr.Site) -> Any:
+        if str(site) != "gradient:weight" or epoch["now"] < 0:
+            return None
+        made = {"partial": functools.partial(_multiply, 0.5), "object": _Scaled(0.5), "lambda": lambda g: g * 0.5}
+        return made[answer]
+
+    model = gr.transform(nn.Linear(2, 2), policy)
+    for _ in range(12):
+        _gradient(model)
+        epoch["now"] += 1
+    assert len(model.explain().graphs) == 1
+
+
+def test_another_thread_may_draw_random_numbers() -> None:
+    stops = threading.Event()
+
+    def draw() -> None:
+        while not stops.is_set():
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for policy in (gr.on("gradient:*", ClipByValue(1.0)), gr.on("gradient:*", lambda g: g * 2)):
+            _gradient(gr.transform(nn.Linear(2, 2), policy))
+    finally:
+        stops.set()
+        thread.join()
+
+
+def test_values_that_come_back_are_kept_in_regions() -> None:
+    is_on = {"value": True}
+    net = nn.Sequential(nn.Linear(2, 2))
+    model = gr.transform(net, gr.on("gradient:0.weight", lambda g: g * 2 if is_on["value"] else g), regions="0")
+    plain = _plain_gradient(net[0])
+    for number in range(12):
+        is_on["value"] = number % 2 == 0
+        model.zero_grad()
+        model(_INPUT).sum().backward()
+        torch.testing.assert_close(net[0].weight.grad, plain * (2 if is_on["value"] else 1))
+    assert len(model.explain().graphs) == 2
+
+
+def test_functions_in_actions_are_followed() -> None:
+    class Weights:
+        second = 1.0
+
+        def __call__(self, gramian: Tensor) -> Tensor:
+            one = torch.ones_like(gramian[0, 0])
+            return torch.stack([one, one * self.second])
+
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            y = super().forward(x)
+            return y.sum(), y.square().sum()
+
+    weights = Weights()
+    model = gr.transform(Two(2, 2), gr.on("gradient:*", WeighLosses(weights)))
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        torch.stack(model(_INPUT)).sum().backward()
+        return model.weight.grad.clone()
+
+    first = gradient()
+    weights.second = 3.0
+    assert not torch.allclose(gradient(), first)
 
 
 def test_print_is_said_to_print_once(capsys: pytest.CaptureFixture[str]) -> None:

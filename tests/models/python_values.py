@@ -1,13 +1,16 @@
-"""Forty ways in which a Python value that a function reads can change between two steps.
+"""More than forty ways in which a Python value that a function reads can change between two steps.
 
 Each makes a tensor function and what changes its value; called eagerly, the function itself is the reference.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import os
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -486,3 +489,52 @@ def module_of_a_model_replaced() -> tuple[Function, Change]:
         net[0] = nn.Linear(1, 1)
 
     return lambda g: g * net[0].bias.detach(), change
+
+
+@way
+def learning_rate_of_a_scheduler() -> tuple[Function, Change]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def change() -> None:
+        optimizer.step()
+        scheduler.step()
+
+    return lambda g: g * scheduler.get_last_lr()[0], change
+
+
+@way
+def behind_a_weak_reference() -> tuple[Function, Change]:
+    net = nn.Linear(1, 1)
+    ref = weakref.ref(net)
+    return lambda g: g * 2 if ref().training else g, lambda: net.train(not net.training)
+
+
+@way
+def wrapped_as_a_function_of_torch() -> tuple[Function, Change]:
+    own = Settings()
+
+    @functools.wraps(torch.nn.functional.normalize)
+    def scale(g: Tensor) -> Tensor:
+        return g * own.factor
+
+    return scale, lambda: setattr(own, "factor", own.factor / 2)
+
+
+@way
+def environment() -> tuple[Function, Change]:
+    os.environ["A_FACTOR"] = "0.5"
+    return lambda g: g * float(os.environ["A_FACTOR"]), lambda: os.environ.update(A_FACTOR="0.25")
+
+
+@way
+def mapping_proxy() -> tuple[Function, Change]:
+    own = {"factor": 0.5}
+    shown = types.MappingProxyType(own)
+    return lambda g: g * shown["factor"], lambda: own.update(factor=own["factor"] / 2)
+
+
+@way
+def context_variable() -> tuple[Function, Change]:
+    own = contextvars.ContextVar("own", default=0.5)
+    return lambda g: g * own.get(), lambda: own.set(own.get() / 2)
