@@ -28,7 +28,7 @@ from gradrewrite._compat.make_fx import is_traced
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _ABSENT = object()
-_MOST_ELEMENTS = 256  # of a container that are looked into; of a longer one, its elements are compared by identity
+_MOST_ELEMENTS = 256  # of a container that is looked into; of a longer one, its length is compared
 _MOST_BYTES = 1 << 16  # of an array that is compared; of a larger one, its shape is
 _ITERATIONS = frozenset(("values", "items", "keys", "copy", "update"))  # that read more of a dict than constant keys
 _SPECIAL = frozenset(  # methods that operators use
