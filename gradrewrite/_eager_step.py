@@ -100,7 +100,7 @@ class EagerStep:
             self._replace(site, parameter, result)
 
     def _judge(self, action: UpdateJudge, parameters: Sequence[Tensor], *, is_skipped: bool) -> bool:
-        """Judge an update by the total norm; the states are written where it is made."""
+        """Judge an update by its total norm."""
         states = self._states.scope(f"judge:{action.group}")
         with recording(parameters[0].device, states=states):
             figure, _ = total_norm_of([norm_of(_grad(p)) for p in parameters])

@@ -159,7 +159,7 @@ class ModelState:
         return nn.Module.__call__(hooked, *args, **kwargs)
 
     def _follow_values(self) -> None:
-        """Compile regions anew after a change of Python values: they share code where the policy answers equally."""
+        """Use the regions' code for the present Python values."""
         if torch.is_grad_enabled() and (number := self.session.values.number()) != self._values:
             self._values = number
             assert self.regions is not None

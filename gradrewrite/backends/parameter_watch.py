@@ -140,7 +140,7 @@ class ParameterWatch:
 
 
 class UseOfModel:
-    """Whether a rewritten model was ever used; where it was not, and is gone, a backward of the plain one warns."""
+    """Detection of unused rewritten models: a backward of the plain one warns."""
 
     def __init__(self, plain: nn.Module) -> None:
         """Watch the life of this object, a part of the rewritten model."""

@@ -65,7 +65,7 @@ class TracedValues:
             self._warnings.warn_once(f"print {name}", _PRINTS.format(name))
 
     def number(self) -> int:
-        """Return the number of the present set; CallbackError where there were too many."""
+        """Return the number of the present set; CallbackError for too many."""
         changed = self._first_change(self._sets[self._current])
         if changed is None:
             return self._current

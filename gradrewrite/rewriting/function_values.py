@@ -248,7 +248,7 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _CodeFacts:
-    """The names and strings of code, and how it uses them."""
+    """The names, strings and calls of code."""
 
     names: frozenset[str] = frozenset()  # of attributes and globals
     globals: frozenset[str] = frozenset()
