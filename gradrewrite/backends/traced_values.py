@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -111,7 +111,7 @@ def _key_of(given: tuple[Answered, ...]) -> Hashable:
 def _action_key(action: Any) -> Hashable:
     """Return a key of an action; callables that are made anew at each answer are equal if they hold equal values."""
     if isinstance(action, FunctionType):
-        held = [cell.cell_contents for cell in action.__closure__ or ()]
+        held = [_contents(cell) for cell in action.__closure__ or ()]
         held += [*(action.__defaults__ or ()), *(action.__kwdefaults__ or {}).values()]
         return action.__code__, tuple(map(_value_key, held))
     if isinstance(action, functools.partial):
@@ -121,6 +121,13 @@ def _action_key(action: Any) -> Hashable:
     if is_action(action) or not hasattr(action, "__dict__") or isinstance(action, nn.Module):
         return action_key(action)
     return type(action), tuple((name, _value_key(value)) for name, value in sorted(vars(action).items()))
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
 
 
 def _value_key(value: Any) -> Hashable:

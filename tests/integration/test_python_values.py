@@ -316,6 +316,21 @@ def test_callables_that_are_made_anew_are_equal(answer: str) -> None:
     assert len(model.explain().graphs) == 1
 
 
+def test_a_variable_without_a_value_yet_is_no_obstacle() -> None:
+    steps: list[int] = []
+
+    def policy(site: gr.Site) -> Any:
+        steps.append(len(steps))
+        return (lambda g: g if g.dim() else late) if str(site) == "gradient:weight" else None
+        late = 2  # never reached
+
+    model = gr.transform(nn.Linear(2, 2), policy)
+    for _ in range(3):
+        steps.append(-1)
+        _gradient(model)
+    assert len(model.explain().graphs) == 1
+
+
 def test_another_thread_may_draw_random_numbers() -> None:
     stops = threading.Event()
 
