@@ -320,6 +320,7 @@ def test_a_variable_without_a_value_yet_is_no_obstacle() -> None:
     steps: list[int] = []
 
     def policy(site: gr.Site) -> Any:
+        late: int
         steps.append(len(steps))
         return (lambda g: g if g.dim() else late) if str(site) == "gradient:weight" else None
         late = 2  # never reached
