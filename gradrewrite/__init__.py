@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from gradrewrite.backends.state_dict import state_dict as state_dict
     from gradrewrite.diagnostics.causes import Cause as Cause
     from gradrewrite.diagnostics.first_difference import Difference as Difference
+    from gradrewrite.diagnostics.run_file import read_jsonl as read_jsonl
     from gradrewrite.diagnostics.run_log import Finding as Finding
+    from gradrewrite.diagnostics.run_log import Origin as Origin
     from gradrewrite.diagnostics.run_log import Step as Step
-    from gradrewrite.diagnostics.run_log import read_jsonl as read_jsonl
     from gradrewrite.errors import CallbackError as CallbackError
     from gradrewrite.errors import GraphBreakError as GraphBreakError
     from gradrewrite.errors import NonFiniteError as NonFiniteError
@@ -70,7 +71,8 @@ _PUBLIC = {
     "backends.state_dict": "load_state_dict state_dict",
     "diagnostics.causes": "Cause",
     "diagnostics.first_difference": "Difference",
-    "diagnostics.run_log": "Finding Step read_jsonl",
+    "diagnostics.run_file": "read_jsonl",
+    "diagnostics.run_log": "Finding Origin Step",
     "errors": (
         "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "
         "RewriteError RewriteWarning SpikeError TraceError UnsupportedGradientError"

@@ -146,6 +146,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
             gradient the op through whose backward it came; ``""`` if no op did (see ``cause``) or it is not known.
         source: That op's line, ``file:line "code"``.
         step: Number of the backward, from 0.
+        update: Number of the update, from 0, as in ``gr.state_dict``; where no optimizer has a guard, of the backward.
+        micro_batch: Number of the backward among those of its update, from 0; None where an update has one.
         others: Every other site that is not finite, in the order of execution.
         window: Sites executed just before, the nearest last, with their absolute values.
         cause: What came into the model already non-finite (an input, a parameter, the loss); ``""`` if an op made it.
@@ -180,6 +182,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.cause = cause
         self.note = note
         self.rank = rank
+        self.update = step
+        self.micro_batch: int | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.site,), dict(self.__dict__)
@@ -192,7 +196,9 @@ class NonFiniteError(RewriteError, ArithmeticError):
         elements = f"of {number} elements" if number is not None else "of the elements"
         share = f"{self.percent:.3g} %" if not math.isnan(self.percent) else "some"
         where = "" if self.rank is None else f" on rank {self.rank}"
-        parts = [f"step {self.step}{where}: first non-finite: {self.site}, {share} {elements}"]
+        parts = [
+            f"{step_text(self.update, self.micro_batch)}{where}: first non-finite: {self.site}, {share} {elements}"
+        ]
         if self.op:
             made = "made by" if self.site.kind == "activation" else "made by the backward of"
             parts.append(f"{made} {self.op}{', ' + self.source if self.source else ''}")
@@ -216,27 +222,36 @@ class SpikeError(RewriteError, ArithmeticError):
         figure: Its value.
         limit: The largest value that would have been accepted; infinite where only NaN and infinity skip.
         step: Number of the last step of the monitor, from 0.
+        update: Number of the last update, from 0, as in ``gr.state_dict``.
         note: How many updates were skipped.
     """
 
     code = "spikes"
 
-    def __init__(self, address: str, *, figure: float, limit: float, step: int = 0, note: str = "") -> None:
+    def __init__(
+        self, address: str, *, figure: float, limit: float, step: int = 0, update: int | None = None, note: str = ""
+    ) -> None:
         super().__init__(address)
         self.address, self.figure, self.limit, self.step, self.note = address, figure, limit, step, note
+        self.update = step if update is None else update
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _spike_error, (self.address, self.figure, self.limit, self.step, self.note)
+        return _spike_error, (self.address, self.figure, self.limit, self.step, self.update, self.note)
 
     @property
     def text(self) -> str:
         """See ``RewriteError``."""
-        found = f"step {self.step}: {spike_text(self.address, self.figure, self.limit)}"
+        found = f"step {self.update}: {spike_text(self.address, self.figure, self.limit)}"
         return f"{found}; {self.note}" if self.note else found
 
 
-def _spike_error(address: str, figure: float, limit: float, step: int, note: str) -> SpikeError:
-    return SpikeError(address, figure=figure, limit=limit, step=step, note=note)
+def _spike_error(address: str, figure: float, limit: float, step: int, update: int, note: str) -> SpikeError:
+    return SpikeError(address, figure=figure, limit=limit, step=step, update=update, note=note)
+
+
+def step_text(update: int, micro_batch: int | None) -> str:
+    """Return a step in words: ``step 33``, or ``update 33, micro-batch 3`` where an update has several."""
+    return f"step {update}" if micro_batch is None else f"update {update}, micro-batch {micro_batch + 1}"
 
 
 def spike_text(address: str, figure: float, limit: float) -> str:

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
-from gradrewrite.diagnostics.run_log import Run, Step, last_run, read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.viz._fonts import displayable, figure_style
 from gradrewrite.viz._panels import Baseline, Panel, panels_of
 
@@ -41,13 +41,11 @@ class Curves:
     Attributes:
         run: The training run.
         title: Title above the panels.
-        num_runs: How many runs the source had; the last is drawn.
         baselines: The runs that it is drawn with.
     """
 
     run: Run
     title: str
-    num_runs: int = 1
     baselines: tuple[Baseline, ...] = ()
 
     @property
@@ -60,7 +58,7 @@ class Curves:
         bad = [one.step.step for one in bad_steps(self.run)]
         nothing = "neither a loss nor norms or largest values of gradients or errors were recorded."
         why_empty = f"Nothing to draw: {nothing}" if self.run.steps else "No steps: nothing was recorded."
-        return figure_of(panels_of(self.run, self.baselines), self._heading(len(bad)), bad, why_empty)
+        return figure_of(panels_of(self.run, self.baselines), self.run, self._heading(len(bad)), bad, why_empty)
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
@@ -82,9 +80,9 @@ class Curves:
         return svg_of(self.figure())
 
     def _heading(self, num_bad: int) -> str:
-        steps = self.run.steps
-        parts = [f"steps {steps[0].step} to {steps[-1].step}" if steps else "no steps"]
-        parts += [f"the last of {self.num_runs} runs in the file"] if self.num_runs > 1 else []
+        run = self.run
+        parts = [run.span(run.steps[0].step, run.steps[-1].step) if run.steps else "no steps", *run.resumed_text]
+        parts += [f"the last of {run.num_before + 1} runs in the file"] if run.num_before else []
         parts += [f"not finite (red): {num_bad}"] if num_bad else []
         return f"{displayable(self.title, _WIDEST_TITLE)}\n{'; '.join(parts)}".lstrip()
 
@@ -117,8 +115,7 @@ def plot(source: Source, *, baseline: Source | Mapping[str, Source] | None = Non
         ('loss',)
     """
     steps = steps_of(source)
-    num_runs = 1 + sum(after.step <= before.step for before, after in pairwise(steps))
-    return Curves(last_run(steps), title or name_of(source, "training run"), num_runs, baselines_of(baseline))
+    return Curves(last_run(steps), title or name_of(source, "training run"), baselines_of(baseline))
 
 
 def baselines_of(baseline: Source | Mapping[str, Source] | None) -> tuple[Baseline, ...]:
@@ -128,8 +125,10 @@ def baselines_of(baseline: Source | Mapping[str, Source] | None) -> tuple[Baseli
     return () if baseline is None else (Baseline(last_run(steps_of(baseline)), name_of(baseline, "baseline")),)
 
 
-def figure_of(panels: Sequence[Panel], heading: str = "", bad: Sequence[int] = (), why_empty: str = "") -> Figure:
-    """Return panels as a figure, with the steps that are not finite in red."""
+def figure_of(
+    panels: Sequence[Panel], run: Run, heading: str = "", bad: Sequence[int] = (), why_empty: str = ""
+) -> Figure:
+    """Return panels as a figure over the updates of a run, with the steps that are not finite in red."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -143,9 +142,9 @@ def figure_of(panels: Sequence[Panel], heading: str = "", bad: Sequence[int] = (
         axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
         figure.subplots_adjust(left=0.07, right=0.99, top=1 - 0.9 / height, bottom=0.5 / height, hspace=0.25)
         for panel, ax in zip(panels, axes, strict=True):
-            panel.draw(ax, bad)
+            panel.draw(ax, bad, run)
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-        axes[-1].set_xlabel("step (number of the backward)")
+        axes[-1].set_xlabel("update" if run.has_micro_batches else "step")
     return figure
 
 

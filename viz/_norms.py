@@ -46,6 +46,7 @@ class SiteNorms:
     bounds: Mapping[str, float]  # last finite bound of the clip at a site
     start: int  # first step
     now: int  # last step before the first that is not finite
+    place: str  # that step in words
     scale: LogScale
 
     def values(self, sites: Sequence[str], step: int) -> list[float]:
@@ -97,7 +98,7 @@ class SiteNorms:
         ends = f"{self.record} from {self.scale.weak:.2g} to {self.scale.strong:.2g}, logarithmic"
         ticks = "ticks: at the start (thin), bound of the clip (thick)"
         return [
-            LegendEntry(theme.STRONG, theme.LINE, f"bar: {ends}, in step {self.now}; {ticks}"),
+            LegendEntry(theme.STRONG, theme.LINE, f"bar: {ends}, in {self.place}; {ticks}"),
             LegendEntry(theme.NO_DATA, theme.LINE, "no data"),
         ]
 
@@ -111,7 +112,7 @@ def norms_of(run: Run, graph_view: GraphView) -> SiteNorms | None:
     start, now = run.steps[0].step, judged_steps(run)[-1].step
     until = (value for steps in by_site.values() for step, value in steps.items() if step <= now)
     bounds = {clip.site: clip.bound for clip in clips_of(run) if 0 < clip.bound < math.inf and not is_group(clip.site)}
-    return SiteNorms(record, by_site, bounds, start, now, LogScale.around(until))
+    return SiteNorms(record, by_site, bounds, start, now, run.place(now), LogScale.around(until))
 
 
 def values_by_site(run: Run, graph_view: GraphView, record: str) -> dict[str, dict[int, float]]:

@@ -21,6 +21,8 @@ _WIDEST_LINEAR = 30.0  # largest over smallest value that a linear axis shows we
 _WIDEST_LABEL = 30  # characters
 _STRETCHED = 10.0  # times the largest value of the lines that stay finite: where the axis ends
 _OWN = "this run"
+_LOGGED = "@run"  # the site of what ``monitor.log`` takes
+_MOST_LOGGED = 12  # panels
 
 Line = tuple[str, Mapping[int, float]]  # label, values by step: NaN and infinities too
 
@@ -37,12 +39,12 @@ class Baseline:
 class Panel:
     """Lines of one measure over the steps."""
 
-    name: str  # ``"loss"`` or ``"norm"``
+    name: str  # ``"loss"``, ``"norm"`` or the name of a logged scalar
     title: str  # title above the axes
     lines: Sequence[Line]
 
-    def draw(self, ax: Axes, bad_steps: Sequence[int]) -> None:
-        """Draw the lines; mark non-finite values and bad steps in red."""
+    def draw(self, ax: Axes, bad_steps: Sequence[int], run: Run) -> None:
+        """Draw the lines over the updates of a run; mark non-finite values and bad steps in red."""
         values = [value for _, line in self.lines for value in line.values() if math.isfinite(value)]
         if values and min(values) > 0 and max(values) / _WIDEST_LINEAR > min(values):
             ax.set_yscale("log")
@@ -50,14 +52,16 @@ class Panel:
         for number, (label, line) in enumerate(self.lines):
             shown = [min(max(v, -_LARGEST), _LARGEST) if math.isfinite(v) else math.nan for v in line.values()]
             style, marker = "--" if number else "-", "." if len(line) < 3 else ""
-            ax.plot(
-                [*line], shown, color=f"C{number}", ls=style, marker=marker, label=displayable(label, _WIDEST_LABEL)
-            )
+            at = [run.position(step) for step in line]
+            ax.plot(at, shown, color=f"C{number}", ls=style, marker=marker, label=displayable(label, _WIDEST_LABEL))
         top = ax.get_xaxis_transform()
-        crosses = sorted({step for _, line in self.lines for step, v in line.items() if not math.isfinite(v)})
+        bad = {step for _, line in self.lines for step, v in line.items() if not math.isfinite(v)}
+        crosses = [run.position(step) for step in sorted(bad)]
         if crosses:
             ax.plot(crosses, [0.96] * len(crosses), "x", color=NOT_FINITE, transform=top, label="not finite")
-        ax.vlines(bad_steps, 0, 1, transform=top, color=NOT_FINITE, linewidth=0.8, alpha=0.4)
+        ax.vlines(
+            [run.position(step) for step in bad_steps], 0, 1, transform=top, color=NOT_FINITE, linewidth=0.8, alpha=0.4
+        )
         ax.margins(y=0.12)
         if highest is not None:
             ax.set_ylim(top=highest)
@@ -83,7 +87,19 @@ def panels_of(run: Run, baselines: Sequence[Baseline] = ()) -> list[Panel]:
     runs = [(_OWN, run), *((one.name, one.run) for one in baselines)]
     lines = [(label, series.by_step) for label, one in runs if (series := loss_series(one)) is not None]
     norm = _norm_panel(run, baselines)
-    return [*([Panel("loss", "loss", lines)] if lines else []), *([norm] if norm is not None else [])]
+    logged = [_logged_panel(name, runs) for name in _logged_names(run)]
+    return [*([Panel("loss", "loss", lines)] if lines else []), *([norm] if norm is not None else []), *logged]
+
+
+def _logged_names(run: Run) -> list[str]:
+    """Return the names of logged scalars, without the loss."""
+    addresses = [address for address in run.series if address.endswith(_LOGGED) and address != f"loss{_LOGGED}"]
+    return [address.removesuffix(_LOGGED) for address in addresses][:_MOST_LOGGED]
+
+
+def _logged_panel(name: str, runs: Sequence[tuple[str, Run]]) -> Panel:
+    address = f"{name}{_LOGGED}"
+    return Panel(name, name, [(label, run.series[address].by_step) for label, run in runs if address in run.series])
 
 
 def trials_of(trials: Mapping[str, Sequence[float]]) -> Panel:

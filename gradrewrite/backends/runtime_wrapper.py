@@ -94,7 +94,8 @@ class RewrittenBackward:
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
             tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
-        again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due)
+        update = session.config.states.current
+        again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due, update)
         if outputs.states:
             write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
         if again and (self.is_whole or "part" not in session.warnings):

@@ -21,7 +21,7 @@ from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.ir.edits import Edit
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import describe, has_units
-from gradrewrite.policy.rules import Answered, callbacks_of, parts_of, rule_skips
+from gradrewrite.policy.rules import Answered, callbacks_of, parts_of, policy_text, rule_skips
 from gradrewrite.policy.sampling import Sampling
 from gradrewrite.policy.scope import skips_updates
 from gradrewrite.rewriting.config import RewriteConfig
@@ -53,6 +53,7 @@ class Session:
         self.sampling = Sampling(recorder.sampling, config.states, config.policy)
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
+        recorder.note_policy(policy_text(config.policy))
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
         self.buffers = WrittenBuffers(recorder)
         self.calls = ForwardCalls()

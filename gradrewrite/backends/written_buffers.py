@@ -113,8 +113,8 @@ class WrittenBuffers:
             module._buffers[one.name] = one.buffer
 
     def _begin(self) -> None:
-        if self._update != self._recorder.num_updates:
-            self._update = self._recorder.num_updates
+        if self._update != self._recorder.update_key:
+            self._update = self._recorder.update_key
             self._copied.clear()
             self._replaced.clear()
 

@@ -7,7 +7,7 @@ import json
 
 from gradrewrite.cli.messages import Refused, reading
 from gradrewrite.diagnostics.first_difference import compare_logs
-from gradrewrite.diagnostics.run_log import read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
 
 
 def diff(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from gradrewrite._utils.formatting import nearest, plain_table
 from gradrewrite.cli.loading import load_and, load_graph
 from gradrewrite.cli.messages import Refused, reading, split_ending
 from gradrewrite.cli.site_tree import site_tree
-from gradrewrite.diagnostics.run_log import read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.sites import Pattern
 
 _WIDE = 1000  # columns of a file or a pipe

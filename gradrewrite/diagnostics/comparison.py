@@ -33,6 +33,7 @@ class Loss:
     last: float  # mean of the last steps; NaN or infinite where one of them is
     peak: float  # largest finite loss; NaN without one
     bad_step: int  # first step whose loss is not finite; -1 if none
+    bad_place: str  # that step in words; ``""`` if none
     noise: float  # standard error of ``last``; 0 where it is the value of one step
     address: str  # text of the key of its record
     lowest: float  # smallest finite loss; NaN without one
@@ -54,11 +55,11 @@ def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss |
     count = max(1, min(MAX_LOSSES, len(values) // 10))
     finite = [value for value in values if math.isfinite(value)]
     bad = next((step for step, value in by_step.items() if not math.isfinite(value)), -1)
-    last = values[-count:]
+    place, last = run.place(bad) if bad >= 0 else "", values[-count:]
     noise = _standard_error(last) if count > 1 and all(map(math.isfinite, last)) else 0.0
     peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
     first, ends = mean_of(values[:count]), (steps[0], steps[-1])
-    return Loss(len(values), count, first, mean_of(last), peak, bad, noise, address, lowest, *ends)
+    return Loss(len(values), count, first, mean_of(last), peak, bad, place, noise, address, lowest, *ends)
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -85,9 +86,9 @@ def compare_runs(run: Run, baseline: Run) -> str:
         return f"This run and the baseline have no step in common: their ends are compared. {compare(loss, other)}"
     spans = []
     if loss.begin != other.begin:
-        spans.append(f"from step {begin}, where {'this run' if loss.begin == begin else 'the baseline'} begins")
+        spans.append(f"from {run.place(begin)}, where {'this run' if loss.begin == begin else 'the baseline'} begins")
     if loss.end != other.end:
-        spans.append(f"up to step {end}, where {'this run' if loss.end == end else 'the baseline'} ends")
+        spans.append(f"up to {run.place(end)}, where {'this run' if loss.end == end else 'the baseline'} ends")
     text = compare(*parts)
     return f"Compared {', '.join(spans)}: {text[0].lower()}{text[1:]}"
 
@@ -124,7 +125,7 @@ def loss_text(loss: Loss | None) -> str:
 
 
 def _loss_text(who: str, loss: Loss) -> str:
-    bad = f", first not finite in step {loss.bad_step}" if loss.bad_step >= 0 else ""
+    bad = f", first not finite in {loss.bad_place}" if loss.bad_step >= 0 else ""
     end = f"{words(loss.last)}{loss.of('last')}"
     return f"{who} peaked at {words(loss.peak)} and ended at {end} after {loss.steps} steps{bad}"
 

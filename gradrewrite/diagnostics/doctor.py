@@ -131,7 +131,7 @@ def _non_finite(run: Run) -> list[Finding]:
         return [rate]
     elements = "" if count is None else f" ({count:.0f} elements)"
     text = (
-        f"{cause} {site}{elements}, in step {step}; sites of that step that are not finite: {len(first.sites)}; "
+        f"{cause} {site}{elements}, in {run.place(step)}; sites of that step that are not finite: {len(first.sites)}; "
         f"steps: {len(bad)} of {len(run.steps)}.{_DROPPED if dropped else ''}"
     )
     return [Finding(kind, site, step, text, figures, suggestion)]
@@ -169,7 +169,7 @@ def _non_finite_loss(run: Run) -> Finding | None:
         return None
     end = "not finite" if not math.isfinite(loss.last) else f"finite again: {words(loss.last)}{loss.of('last')}"
     text = (
-        f"The loss ({loss.address}) is not finite, first in step {loss.bad_step}; no other recorded value shows it. At "
+        f"The loss ({loss.address}) is not finite, first in {loss.bad_place}; no other recorded value shows it. At "
         f"the end it is {end}."
     )
     advice = "In the loss, look at log, sqrt and divisions by zero or by an empty mask."
@@ -186,8 +186,8 @@ def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Fin
     if not faulty:
         return None
     step, rate, site = min(faulty, key=lambda row: row[0])
-    after = f", and step {figures['step']} is the first that is not finite" if figures else ""
-    text = f"The learning rate of {site} is {words(rate)} in step {step}{after}."
+    after = f", and {run.place(int(figures['step']))} is the first that is not finite" if figures else ""
+    text = f"The learning rate of {site} is {words(rate)} in {run.place(step)}{after}."
     known = {"learning_rate": rate, "learning_rate_step": step}
     known |= {("first_bad_step" if name == "step" else name): value for name, value in figures.items()}
     advice = "Look at the schedule at that step: a division by zero, or a step beyond its end."

@@ -54,11 +54,13 @@ class Difference:
             makes them, then errors as the backward makes them, then gradients.
         step: Step of the runs; None for models.
         steps: The step and all later common ones, each with its largest relative difference.
+        place: The step in words, ``update 3, micro-batch 2 of 4``; ``""`` for models.
     """
 
     rows: tuple[SiteDifference, ...]
     step: int | None = None
     steps: tuple[tuple[int, float], ...] = ()
+    place: str = ""
 
     @property
     def site(self) -> str:
@@ -124,7 +126,7 @@ class Difference:
 
     def _headline(self) -> str:
         first = self.rows[0]
-        where = f"step {self.step}, " if self.step is not None else ""
+        where = f"{self.place or f'step {self.step}'}, " if self.step is not None else ""
         name = first.site if first.other in (first.site, "") else f"{first.site} ({first.other} in the other)"
         by = "".join(f", {text}" for text in (first.op, first.source) if text)
         return f"first difference: {where}{name}{by}: {_KINDS[self.kind]}: {first.values[0]} and {first.values[1]}"
@@ -291,15 +293,17 @@ def compare_logs(
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"a tolerance is a relative difference >= 0, got {tolerance}")
-    runs = tuple({step.step: step for step in last_run(own).steps} for own in (a, b))
+    first_run = last_run(a)
+    runs = tuple({(s.update, s.micro_batch): s for s in run.steps} for run in (first_run, last_run(b)))
     ops = {one.name: one for run in reversed(runs) for step in run.values() for one in step.ops}
     seen: tuple[dict[str, int], dict[str, int]] = ({}, {})  # sites of one run alone, with their first step
     compared: dict[str, None] = {}
     first: Difference | None = None
     later: list[tuple[int, float]] = []
-    common = [step for step in runs[0] if step in runs[1]]
-    for step in common:
-        one, other = (_by_site(run[step], sites) for run in runs)
+    common = [at for at in runs[0] if at in runs[1]]
+    for at in common:
+        step = runs[0][at].step
+        one, other = (_by_site(run[at], sites) for run in runs)
         for own, lacking, alone in ((one, other, seen[0]), (other, one, seen[1])):
             for site in (site for site in own if site not in lacking):
                 alone.setdefault(site, step)
@@ -307,7 +311,7 @@ def compare_logs(
         compared |= dict.fromkeys(row.site for row in rows)
         start = next((n for n, row in enumerate(rows) if row.kind), None)
         if first is None and start is not None:
-            first = Difference(tuple(rows[start:]), step)
+            first = Difference(tuple(rows[start:]), step, place=first_run.place(step))
         if first is not None:
             later.append((step, max((row.error for row in rows), key=_known, default=0.0)))
     if not compared:
@@ -366,10 +370,10 @@ def _known(error: float) -> float:
     return -1.0 if math.isnan(error) else error
 
 
-def _steps_of_one(runs: Sequence[Mapping[int, Step]], names: tuple[str, str]) -> list[str]:
+def _steps_of_one(runs: Sequence[Mapping[tuple[int, int], Step]], names: tuple[str, str]) -> list[str]:
     remarks = []
-    for own, other, name in ((*runs, names[0]), (*runs[::-1], names[1])):
-        alone = [step for step in own if step not in other]
+    for own, other, name in ((runs[0], runs[1], names[0]), (runs[1], runs[0], names[1])):
+        alone = [step.step for at, step in own.items() if at not in other]
         if alone:
             span = f"step {alone[0]}" if len(alone) == 1 else f"{len(alone)} steps, {alone[0]} to {alone[-1]}"
             remarks.append(f"only in {name}: {span}")

@@ -48,7 +48,7 @@ def growth_over_steps(run: Run) -> list[Finding]:
     Groups have one only where no single site grows.
     """
     clipped = {clip.site for clip in clips_of(run) if any(clip.acted)}
-    every = (_growth(one, is_clipped=one.at.site in clipped) for one in measured_over_steps(run))
+    every = (_growth(run, one, is_clipped=one.at.site in clipped) for one in measured_over_steps(run))
     found = [growth for growth in every if growth is not None]
     if not found:
         return []
@@ -71,7 +71,7 @@ def measured_over_steps(run: Run) -> list[Series]:
     return run.select(MAGNITUDES, BACKWARD - {"outside"})
 
 
-def _growth(series: Series, *, is_clipped: bool) -> Finding | None:
+def _growth(run: Run, series: Series, *, is_clipped: bool) -> Finding | None:
     pairs = [(step, math.log(v)) for step, v in series.by_step.items() if 0 < v < math.inf]
     if len(pairs) < MIN_STEPS:
         return None
@@ -96,7 +96,7 @@ def _growth(series: Series, *, is_clipped: bool) -> Finding | None:
         return None
     site, step, steps = series.at.site, rows[0][0], rows[-1][0] - rows[0][0]
     low, high = math.exp(part[0]), math.exp(part[-1])
-    text = f"{site} grows by a factor of {factor:.4g} per step: from {low:.4g} in step {step} to {high:.4g}"
+    text = f"{site} grows by a factor of {factor:.4g} per step: from {low:.4g} in {run.place(step)} to {high:.4g}"
     clip = f", or clip by a norm near {low:.2g}, the level at which growth begins"
     figures = {"growth_per_step": factor, "from": low, "to": high, "steps": steps}
     advice = f"Lower the learning rate{'' if is_clipped else clip}."

@@ -37,7 +37,8 @@ class Health:
     # of its key instead of a site; None if all were finite.
     first_bad: tuple[str, int, float] | None
     loss: str  # one or two sentences on the loss, compared with that of the baseline if there is one
-    baseline_bad: tuple[str, int, float] | None = None  # as ``first_bad``, of the baseline; None without one
+    # Site of the first value of the baseline that is not finite, and its step in words; None without one.
+    baseline_bad: tuple[str, str] | None = None
 
     @property
     def first_bad_text(self) -> str:
@@ -45,11 +46,11 @@ class Health:
         text = "Every recorded value of this run was finite."
         if self.first_bad is not None:
             site, step, count = self.first_bad
-            text = f"First at {site} in step {step}{'' if math.isnan(count) else f', {count:.0f} elements'}."
+            text = f"First at {site} in {self.run.place(step)}{'' if math.isnan(count) else f', {count:.0f} elements'}."
         if self.baseline_bad is None:
             return text
-        site, step, _ = self.baseline_bad
-        return f"{text} In the baseline, the first value that was not finite is at {site}, in step {step}."
+        site, place = self.baseline_bad
+        return f"{text} In the baseline, the first value that was not finite is at {site}, in {place}."
 
     @property
     def findings_text(self) -> str:
@@ -96,7 +97,8 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
         sites = tuple(replace(row, mark="see the verdict") if row.site == verdict.site else row for row in sites)
     verdict = replace(verdict, remarks=(*verdict.remarks, *conflicts_in(run), *remarks_on(run)))
     text = loss_text(loss) if compared is None else compare_runs(run, compared)
-    baseline_bad = None if compared is None else _first_bad(compared, other)
+    bad = None if compared is None else _first_bad(compared, other)
+    baseline_bad = None if compared is None or bad is None else (bad[0], compared.place(bad[1]))
     return Health(run, verdict, sites, findings, faults, _first_bad(run, loss), text, baseline_bad)
 
 

@@ -244,7 +244,8 @@ class Judge:
         for step, size in self.evidence.batches.items():
             if usual > 0 and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
                 times = f"{words(size / usual)} times the usual {words(usual)}"
-                text = f"The batch of step {step} has values up to {words(size)}, {times}, and the step goes wrong."
+                batch = f"The batch of {self.run.place(step)}"
+                text = f"{batch} has values up to {words(size)}, {times}, and the step goes wrong."
                 advice = "Look at that batch, and filter or normalize such values."
                 return self._bounded("bad batch", size / usual, step, text, advice)
         return []
@@ -269,7 +270,8 @@ class Judge:
         if not (usual > 0 and size >= OUTLIER * max(usual, median(near))):
             return []
         text = (
-            f"The gradients of step {step} are {words(size / usual)} times as large as usual, those around it are not."
+            f"The gradients of {self.run.place(step)} are {words(size / usual)} times as large as usual, those around "
+            "it are not."
         )
         return self._bounded("spike", size / usual, step, text, "Look at that step.")
 
@@ -282,8 +284,9 @@ class Judge:
             if len(finite) > 1 and 0 < finite[0][1] * RISES < finite[-1][1]:
                 (begin, first), (end, last) = finite[0], finite[-1]
                 text = (
-                    f"The {what} grew {words(last / first)}-fold from step {begin} to step {end}, in a network that "
-                    "was sound at the start: each update overshoots, so the learning rate is too high."
+                    f"The {what} grew {words(last / first)}-fold from {self.run.place(begin)} to "
+                    f"{self.run.place(end)}, in a network that was sound at the start: each update overshoots, so the "
+                    "learning rate is too high."
                 )
                 lowest = min(finite, key=lambda row: row[1])[0]
                 advice = "Lower the learning rate, for a start to a tenth, or warm it up."

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, bad_steps
-from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_with_rank
+from gradrewrite.diagnostics.run_file import read_with_rank
+from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,13 @@ class FirstBad:
 
     rank: int  # rank that recorded it
     step: int
+    place: str  # the step in words
     site: str
     also: tuple[int, ...] = ()  # other ranks with such a value in that step, ascending
 
     def __str__(self) -> str:
         also = f" ({_named(self.also)} in the same step)" if self.also else ""
-        return f"The first value that is not finite was on rank {self.rank}{also}: {self.site} in step {self.step}."
+        return f"The first value that is not finite was on rank {self.rank}{also}: {self.site} in {self.place}."
 
 
 def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]:
@@ -94,7 +96,7 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
     run = last_run(runs[there[0][0]])
     order = {site: n for n, site in enumerate(as_executed(one.at.site for one in run.series.values()))}
     rank, site = min(there, key=lambda row: (order.get(row[1], math.inf), row[0]))
-    return FirstBad(rank, step, site, tuple(other for other, _ in there if other != rank))
+    return FirstBad(rank, step, run.place(step), site, tuple(other for other, _ in there if other != rank))
 
 
 def _subject(fault: Finding) -> tuple[str, ...]:

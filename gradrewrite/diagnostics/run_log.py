@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import glob
-import json
 import math
-import os
-import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import ClipRecords, SiteOp
-from gradrewrite.ir.reports import Clip, LogFigures, NormClip, ValueClip
 
 MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding
@@ -39,10 +36,20 @@ _EXECUTION = (
     "state",
 )
 
-Header: TypeAlias = tuple[tuple[ClipRecords, ...], tuple[SiteOp, ...]]  # what steps of one set of graphs share
 
-_CLIPS: dict[str, Any] = {"norm": NormClip, "value": ValueClip}  # by their names in a file
-_WAY_OUT = "mend or remove the line, or give a file of monitor.to_jsonl"
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Version, policy and configuration of the steps in a part of a run log.
+
+    Attributes:
+        version: Version of gradrewrite.
+        policy: Its rules, each as text with the line that made it.
+        config: What was given to ``monitor.to_jsonl(config=...)``.
+    """
+
+    version: str
+    policy: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -56,6 +63,10 @@ class Step:
         clips: The records of each clip; ``()`` if there is none, or where that is not known.
         ops: The op and the source line of each recorded activation and error; ``()`` where that is not known.
         culprits: Who made its update skip, in words; ``""`` where nobody asked ``monitor.culprits()``.
+        update: Number of the update, from 0, skipped ones too; it goes on after ``gr.load_state_dict``. Where no
+            optimizer has a guard, of the backward.
+        micro_batch: Number of the backward among those of its update, from 0.
+        origin: What made it, where it was read from a file that tells; else None.
 
     Raises:
         ValueError: A name has no ``@``.
@@ -66,8 +77,13 @@ class Step:
     clips: tuple[ClipRecords, ...] = ()
     ops: tuple[SiteOp, ...] = ()
     culprits: str = field(default="", compare=False)
+    update: int = -1
+    micro_batch: int = 0
+    origin: Origin | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if self.update < 0:
+            object.__setattr__(self, "update", self.step)
         wrong = next((name for name in self.records if "@" not in name), None)
         if wrong is not None:
             raise ValueError(f"wanted record@site as the name of a record, got {wrong!r}")
@@ -145,6 +161,68 @@ class Run:
     series: Mapping[str, Series]  # its records by the text of their keys, in the order of their first appearance
     # Records of each clip of its steps; of clips with the same records the last one.
     clips: tuple[ClipRecords, ...] = ()
+    # By the number of a step: of its update, among the micro-batches of that, and of these; empty where each step is an
+    # update with its number.
+    numbers: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+    resumed: tuple[int, ...] = ()  # updates with which later parts begin
+    num_before: int = 0  # runs that ended before it in the same steps
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether an update has several backwards."""
+        return any(count > 1 for _, _, count in self.numbers.values())
+
+    @property
+    def origin(self) -> Origin | None:
+        """The origin of its last step; None if that is not known."""
+        return self.steps[-1].origin if self.steps else None
+
+    def place(self, step: int) -> str:
+        """Return a step in words: ``step 33``, or ``update 33, micro-batch 3 of 4``."""
+        update, micro_batch, count = self.numbers.get(step, (step, 0, 1))
+        if not self.has_micro_batches:
+            return f"step {update}"
+        return f"update {update}, micro-batch {micro_batch + 1} of {count}"
+
+    def position(self, step: float) -> float:
+        """Return the place of a step on an axis of updates, micro-batches at equal distances between them."""
+        if not self.numbers:
+            return step
+        last = self.steps[-1].step
+        update, micro_batch, count = self.numbers.get(int(step), self.numbers[last])
+        beyond = max(step - last, 0)  # of a longer run beside it
+        return update + (micro_batch + beyond) / count
+
+    def update(self, step: int) -> int:
+        """Return the number of a step's update."""
+        return self.numbers.get(step, (step, 0, 1))[0]
+
+    def span(self, first: int, last: int) -> str:
+        """Return steps in words: ``steps 3 to 9``, ``updates 3 to 9``."""
+        what = "updates" if self.has_micro_batches else "steps"
+        return f"{what} {self.update(first)} to {self.update(last)}"
+
+    def place_of_update(self, step: int) -> str:
+        """Return the update of a step in words: ``step 33``, or ``update 33`` where updates have micro-batches."""
+        return f"{'update' if self.has_micro_batches else 'step'} {self.update(step)}"
+
+    @property
+    def num_updates(self) -> int:
+        """Number of its updates."""
+        return len({update for update, _, _ in self.numbers.values()}) or len(self.steps)
+
+    @property
+    def length(self) -> str:
+        """The number of its steps in words: ``300 steps``, ``75 updates (300 backwards)``."""
+        number = len(self.steps)
+        if not self.has_micro_batches:
+            return f"{number} step{'s' * (number != 1)}"
+        return f"{self.num_updates} update{'s' * (self.num_updates != 1)} ({number} backwards)"
+
+    @property
+    def resumed_text(self) -> list[str]:
+        """The first updates of later parts, in words; empty without such."""
+        return [f"resumed at {', '.join(map(str, self.resumed))}"] if self.resumed else []
 
     def select(self, records: Collection[str], kinds: Collection[str]) -> list[Series]:
         """Return the records of some names at sites of some kinds."""
@@ -157,56 +235,15 @@ class Run:
         return table_of([step.records for step in self.steps], self._extent())._repr_html_()
 
     def _extent(self) -> str:
-        span = f", {self.steps[0].step} to {self.steps[-1].step}" if self.steps else ""
-        return f"{len(self.steps)} steps{span}; {len(self.series)} records"
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> list[Step]:
-    """Read a file of ``monitor.to_jsonl``.
-
-    An unfinished last line is left out. A line ``{"graphs": 0, "clips": [...]}`` says which records belong to which
-    clip, for the following steps with ``"graphs": 0``; steps without it have no clips. ``"ops"`` in it are the op and
-    the source line of sites.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: Any other line is not ``{"step": 3, "graphs": 0, "records": {"record@site": 1.5}}``.
-    """
-    return read_with_rank(path)[0]
-
-
-def read_with_rank(path: str | os.PathLike[str]) -> tuple[list[Step], int | None]:
-    """Read a file and its rank; None without one."""
-    steps: list[Step] = []
-    rank = None
-    headers: dict[int, Header] = {}
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{os.fspath(path)}, line {number}"
-            try:
-                data = json.loads(line, parse_constant=_refuse)
-            except (ValueError, RecursionError) as err:
-                if not line.endswith(b"\n"):
-                    break  # only the last line has no end
-                raise ValueError(f"{where}: wanted one JSON object, got {line[:60]!r}; {_WAY_OUT}") from err
-            try:
-                if isinstance(data, dict) and "clips" in data:
-                    if not isinstance(data["clips"], list):
-                        raise ValueError(f"wanted a list as clips, got {data['clips']!r:.60}")
-                    clips = tuple(map(clip_of_json, data["clips"]))
-                    headers[_whole(data, "graphs")] = clips, ops_of_json(data.get("ops", {}))
-                    continue
-                steps.append(_step(data, headers))
-                rank = _whole(data, "rank") if "rank" in data else rank
-            except (ValueError, OverflowError) as err:
-                raise ValueError(f"{where}: {err}; {_WAY_OUT}") from err
-    return steps, rank
+        span = ""
+        if self.steps:
+            span = f", {self.update(self.steps[0].step)} to {self.update(self.steps[-1].step)}"
+        return "; ".join((f"{self.length}{span}", *self.resumed_text, f"{len(self.series)} records"))
 
 
 def last_run(steps: Sequence[Step]) -> Run:
-    """Return the last run, after the last falling step number."""
-    begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
-    last = steps[begins[-1] :] if begins else steps
+    """Return the last run: the steps after the last falling step number, and those that they go on from."""
+    last, resumed, num_before = _joined(steps)
     known = {address for step in last for address in step.records}
     series: dict[str, Series] = {}
     sets: list[tuple[ClipRecords, ...]] = []
@@ -221,7 +258,36 @@ def last_run(steps: Sequence[Step]) -> Run:
             series[address].steps.append(step.step)
             series[address].values.append(value)
     clips = {clip.factor: clip for clip in chain.from_iterable(sets)}
-    return Run(last, series, tuple(clips.values()))
+    return Run(last, series, tuple(clips.values()), _numbers_of(last), resumed, num_before)
+
+
+def _joined(steps: Sequence[Step]) -> tuple[Sequence[Step], tuple[int, ...], int]:
+    """Return the steps of the last run, numbered throughout, updates of its resumes, and the number of runs before.
+
+    A part goes on from the one before where its first update is a later one than the first update of that. What was
+    computed a second time after the resume replaces the first.
+    """
+    begins = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after.step <= before.step]
+    run, resumed, num_before = [*steps[: begins[0]]] if begins else steps, list[int](), 0
+    for begin, end in pairwise([*begins, len(steps)]):
+        part = steps[begin:end]
+        first = part[0]
+        before = [step for step in run if step.update < first.update]
+        if not before:
+            run, resumed, num_before = part, [], num_before + 1
+            continue
+        shift = before[-1].step + 1 - first.step
+        run = [*before, *(replace(step, step=step.step + shift) for step in part)]
+        resumed = [update for update in resumed if update < first.update] + [first.update]
+    return run, tuple(resumed), num_before
+
+
+def _numbers_of(steps: Sequence[Step]) -> dict[int, tuple[int, int, int]]:
+    """Return the numbers of steps in a run; empty where each is an update with its number."""
+    if all(step.update == step.step for step in steps):
+        return {}
+    counts = Counter(step.update for step in steps)
+    return {step.step: (step.update, step.micro_batch, counts[step.update]) for step in steps}
 
 
 def loss_series(run: Run) -> Series | None:
@@ -271,69 +337,3 @@ def listed(sites: Sequence[str]) -> str:
 def listed_values(sites: Sequence[tuple[str, float]]) -> str:
     """The first sites with values, and the number of others."""
     return listed([f"{site} ({value:.4g})" for site, value in sites])
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def clip_to_json(clip: ClipRecords) -> dict[str, object]:
-    """Return the records of a clip as JSON takes them."""
-    by = next(name for name, form in _CLIPS.items() if isinstance(clip.report, form))
-    report = {"by": by, **asdict(clip.report.map(lambda _, key: str(key)))}
-    names = ("kind", "name", "call", "action", "rule")
-    return {**{name: getattr(clip, name) for name in names}, "report": report, "factor": str(clip.factor)}
-
-
-def clip_of_json(data: Any) -> ClipRecords:
-    """Return the records of a clip from JSON; ValueError otherwise."""
-    try:
-        given = dict(data["report"])
-        form, log = _CLIPS[given.pop("by")], given["log"]
-        given["log"] = None if log is None else LogFigures(**log)
-        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        report: Clip[str] = form(**given)
-        keys = report.map(lambda _, text: RecordKey.parse(text))
-        return ClipRecords(**{**data, "report": keys, "factor": RecordKey.parse(data["factor"])})
-    except (TypeError, KeyError, AttributeError) as err:
-        raise ValueError(f"wanted the records of a clip, got {data!r:.60} ({type(err).__name__}: {err})") from err
-
-
-def ops_to_json(ops: Sequence[SiteOp]) -> dict[str, list[str]]:
-    """Return the ops of sites as JSON takes them: ``{"decoder.0#1": ["decoder.0/linear", "model.py:41 ..."]}``."""
-    return {one.name: [one.op, one.source] for one in ops}
-
-
-def ops_of_json(data: Any) -> tuple[SiteOp, ...]:
-    """Return the ops of sites from JSON; ValueError otherwise."""
-    rows = data.values() if isinstance(data, dict) else [None]
-    if not all(isinstance(row, list) and len(row) == 2 and all(isinstance(one, str) for one in row) for row in rows):
-        raise ValueError(f'wanted {{"site": ["module/op", "source"]}} as ops, got {data!r:.60}')
-    return tuple(SiteOp(name, *row) for name, row in data.items())
-
-
-def _step(data: object, headers: Mapping[int, Header]) -> Step:
-    if not isinstance(data, dict) or not isinstance(data.get("records"), dict):
-        raise ValueError(f'wanted {{"step": number, "records": {{...}}}}, got {data!r:.60}')
-    step = _whole(data, "step")
-    graphs = _whole(data, "graphs") if "graphs" in data else None
-    if graphs is not None and graphs not in headers:
-        raise ValueError(f'no line {{"graphs": {graphs}, "clips": [...]}} stands before it')
-    # the same addresses come in every row: kept once
-    records = {sys.intern(address): _number(address, value) for address, value in data["records"].items()}
-    return Step(step, records, *(((), ()) if graphs is None else headers[graphs]), str(data.get("culprits", "")))
-
-
-def _whole(data: Mapping[str, object], name: str) -> int:
-    number = data.get(name)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"wanted a whole number >= 0 as {name}, got {number!r:.60}")
-    return number
-
-
-def _number(address: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    raise ValueError(f'wanted a number, "NaN", "Infinity" or "-Infinity" for {address!r}, got {value!r:.60}')

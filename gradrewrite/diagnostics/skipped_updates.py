@@ -17,6 +17,7 @@ class SkippedUpdate:
     """An update that a guard skipped."""
 
     step: int  # number of the backward before it
+    place: str  # its number in words
     reason: str
 
 
@@ -32,7 +33,7 @@ def skipped_updates(run: Run) -> list[SkippedUpdate]:
         first_bad = first_bad or bad.get(step.step, "")
         skips = [value for address, value in step.records.items() if address.startswith("skipped@optimizer:")]
         if any(value > 0 for value in skips):
-            found.append(SkippedUpdate(step.step, _reason(step, first_bad)))
+            found.append(SkippedUpdate(step.step, run.place_of_update(step.step), _reason(step, first_bad)))
         if skips:
             first_bad = ""
     return found
@@ -44,10 +45,10 @@ def skips_text(skips: Sequence[SkippedUpdate]) -> str:
         return ""
     first, last = skips[0], skips[-1]
     if len(skips) == 1:
-        return f"in step {first.step} ({first.reason})"
+        return f"in {first.place} ({first.reason})"
     if last.reason == first.reason:
-        return f"first in step {first.step}, last in step {last.step} ({first.reason})"
-    return f"first in step {first.step} ({first.reason}), last in step {last.step} ({last.reason})"
+        return f"first in {first.place}, last in {last.place} ({first.reason})"
+    return f"first in {first.place} ({first.reason}), last in {last.place} ({last.reason})"
 
 
 def spike_reason(values: Mapping[RecordKey, float]) -> str:

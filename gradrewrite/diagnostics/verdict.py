@@ -173,15 +173,15 @@ def _ends_higher(loss: Loss, baseline: Loss) -> bool:
 def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None, *, is_trained: bool) -> Verdict:
     if not any(row.measure for row in sites):
         counted = "; what was counted is finite" if has_counts(run) else ""
-        text = f"The {len(run.steps)} steps of this run have no norm and no clip{counted}."
+        text = f"In {run.length} no norm and no clip was recorded{counted}."
         return Verdict("no records", "", text, 'Record norms: gr.on("gradient:*", Observe("norm")).')
     clips, skips, bad = [row for row in sites if row.action], skipped_updates(run), bad_steps(run)
     what = "exploded or vanished" if skips or bad else "exploded, vanished or was not finite"
-    parts = [f"in {len(run.steps)} steps no gradient {what}"]
+    parts = [f"in {run.length} no gradient {what}"]
     if skips:
-        parts.append(f"{len(skips)} of {len(run.steps)} updates were skipped, {skips_text(skips)}")
+        parts.append(f"{len(skips)} of {run.num_updates} updates were skipped, {skips_text(skips)}")
     elif bad:
-        parts.append(f"not everything was finite, first in step {bad[0].step.step} at {bad[0].sites[0]}")
+        parts.append(f"not everything was finite, first in {run.place(bad[0].step.step)} at {bad[0].sites[0]}")
     if clips:
         most = max(clips, key=lambda row: row.rate)
         factor = f" (median factor x {words(most.median_factor)})" if most.median_factor >= 0 else ""

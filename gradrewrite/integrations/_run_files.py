@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.health import Health
-from gradrewrite.diagnostics.run_log import Step, read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.monitor import Monitor, recorder_of, steps_since
@@ -46,8 +48,8 @@ class RunFiles:
             self.diagnosis.unlink(missing_ok=True)
             if path.exists():
                 os.replace(path, path_of_rank(self.folder / "run.previous.jsonl"))
-        self.sink = JsonLines(path)
         recorder = recorder_of(self.monitor)
+        self.sink = JsonLines(path, partial(recorder.origin, {}))
         with recorder.lock:
             recorder.writers.attach(self.sink, (), first=self.first_step)
 

@@ -106,10 +106,10 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
     """Return the culprits of the last skipped update; see ``Monitor.culprits``."""
     with recorder.lock:
         records = _last_skipped(recorder)
-        update = records[-1].update
+        update, key = records[-1].update, records[-1].update_key
         modules = [module for ref in recorder.modules if (module := ref()) is not None]
-        with data_parallel.unsharded(modules if recorder.can_replay(update) else ()):
-            own = _replayed(recorder.kept_step, update, k)
+        with data_parallel.unsharded(modules if recorder.can_replay(key) else ()):
+            own = _replayed(recorder.kept_step, key, update, k)
         if isinstance(own, str):
             own = _of_records(records, update, own, k)
         own = replace(
@@ -127,7 +127,7 @@ def _last_skipped(recorder: StepRecorder) -> list[StepRecord]:
     for record in reversed(recorder.records):
         record.fetch()
         if any(key.record == "skipped" and value > 0 for key, value in record.values().items()):
-            of_update = [one for one in recorder.records if one.update == record.update]
+            of_update = [one for one in recorder.records if one.update_key == record.update_key]
             for one in of_update:
                 one.fetch()
             return of_update
@@ -153,9 +153,9 @@ def _of_ranks(own: _Suspect, group: dist.ProcessGroup | None) -> Culprits:
     return replace(gathered[at].found, rank=dist.get_process_group_ranks(group)[at])
 
 
-def _replayed(kept: KeptStep | None, update: int, k: int) -> _Suspect | str:
+def _replayed(kept: KeptStep | None, key: int, update: int, k: int) -> _Suspect | str:
     """Return the micro-batch of a kept step with the largest row, or gradient; or why it cannot be replayed."""
-    if kept is None or kept.update != update:
+    if kept is None or kept.update_key != key:
         return "rows are not known: the step can be replayed until the next one's first forward, which has begun"
     try:
         norms = [_norms_of(kept, snapshots) for snapshots in kept.micro_batches.values()]

@@ -14,7 +14,7 @@ from gradrewrite.replay.step_snapshot import StepSnapshot, VersionedRef
 class KeptStep:
     """The step snapshots of one update, from its first backward to the first forward after it."""
 
-    update: int  # number of the update
+    update_key: int  # of its records
     # By the number of the backward, those of its graphs; None of a graph that cannot be replayed.
     micro_batches: dict[int, list[StepSnapshot | None]] = field(default_factory=dict)
     is_over: bool = False  # whether the update is made, or skipped

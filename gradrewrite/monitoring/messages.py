@@ -34,9 +34,17 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
     failed = tuple(tuple(check.key for check in graph.failed(modes)) for graph in graphs)
     if failed not in record.failures:
         is_backward = any(check.site.kind not in AT_GUARD for graph in graphs for check in graph.failed(modes))
-        record.failures[failed] = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)
+        found = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)
+        record.failures[failed] = numbered(found, record)
     error = copy.copy(record.failures[failed])  # each is raised once: it collects tracebacks
     error.note = "; ".join(part for part in (reason, error.note) if part)
+    return error
+
+
+def numbered(error: NonFiniteError, record: StepRecord) -> NonFiniteError:
+    """Return an error with the numbers of a step."""
+    error.update = record.update
+    error.micro_batch = record.micro_batch if record.is_accumulated else None
     return error
 
 
@@ -86,9 +94,9 @@ class StepMessages:
     def _warn(self, patience: int) -> None:
         for record, modes in _arrived(self._checked, patience):
             if record.has_failed(_WARN):
-                warn(str(analyse_checks(record.step, record.checked_graphs(), _WARN)))
+                warn(str(numbered(analyse_checks(record.step, record.checked_graphs(), _WARN), record)))
             elif record.has_failed(modes):
-                unheard = analyse_checks(record.step, record.checked_graphs(), modes)
+                unheard = numbered(analyse_checks(record.step, record.checked_graphs(), modes), record)
                 warn(f"{unheard}; CheckFinite('skip') skips nothing without gr.guard(optimizer, model)")
 
 

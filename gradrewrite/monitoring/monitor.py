@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor, distributed
@@ -12,6 +13,7 @@ from torch import Tensor, distributed
 from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.health import examine
+from gradrewrite.diagnostics.run_file import checked_config
 from gradrewrite.diagnostics.run_log import Finding, Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 from gradrewrite.errors import NonFiniteError
@@ -19,15 +21,17 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.culprits import Culprits, find_culprits
 from gradrewrite.monitoring.host_copy import pack_of
-from gradrewrite.monitoring.messages import failure_of
+from gradrewrite.monitoring.messages import failure_of, numbered
 from gradrewrite.monitoring.rank_reduction import RankReduction
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.monitoring.wholes import How, Summands
-from gradrewrite.monitoring.writers import JsonLines, TensorBoard, path_of_rank
+from gradrewrite.monitoring.writers import JsonLines, Mode, TensorBoard, path_of_rank
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.replay.root_cause import find_anywhere
 from gradrewrite.sites import Pattern, Site
+
+_OF_UPDATES = ("step", "param", "state", "optimizer")  # kinds of sites whose records are one an update
 
 
 class _Records(dict[str, float]):
@@ -181,7 +185,7 @@ class Monitor:
         found = self._over_ranks(own, how, process_group or self._recorder.process_group).figures()
         return {str(key): value for key, value in found.items()}
 
-    def history(self, address: str, *, per: Literal["backward", "step"] = "backward") -> list[float]:
+    def history(self, address: str, *, per: Literal["backward", "step"] | None = None) -> list[float]:
         """One record over the steps in the buffer, oldest first; NaN where a step lacks it. Waits for the device.
 
         Args:
@@ -189,12 +193,15 @@ class Monitor:
             per: ``"backward"`` is one value for each backward. ``"step"`` is one for each update of the guarded
                 optimizer (of any of several): the figure of its micro-batches together, and of all calls in a
                 backward, as ``reduce`` combines those of ranks. The last one may still lack some. Without a guarded
-                optimizer each backward is a step.
+                optimizer each backward is a step. By default records of updates (``step:``, ``param:``, ``state:``,
+                ``optimizer:``) have one value for each update, all others one for each backward.
 
         Raises:
             KeyError: There are steps, and none has that record.
             ValueError: ``per`` is neither.
         """
+        if per is None:
+            per = "step" if address.partition("@")[2].partition(":")[0] in _OF_UPDATES else "backward"
         with self._lock:
             records = self._read()
             if per == "backward":
@@ -303,8 +310,18 @@ class Monitor:
                 "actions at step sites and gr.guard"
             )
 
-    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Append the steps to a file, one JSON object a line, and the later ones as they come.
+    def to_jsonl(
+        self,
+        path: str | os.PathLike[str],
+        mode: Mode = "a",
+        *,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the steps to a file, one JSON object a line, and the later ones as they come.
+
+        The first line is the origin of the run: the version of gradrewrite, the policy and ``config``. A run that goes
+        on after ``gr.load_state_dict`` goes on in its file: reports, plots and the doctor read the parts as one run,
+        without what was computed twice.
 
         Later steps are written every ``every`` steps (100 if None, at most half of ``capacity``), by ``flush``, and
         when the program ends. Non-finite numbers are the strings ``"NaN"``, ``"Infinity"`` and
@@ -314,12 +331,28 @@ class Monitor:
         On several ranks each writes a file of its own: ``run.jsonl`` becomes ``run.rank0.jsonl``, unless the path
         says with ``{rank}`` where the rank belongs. ``gradrewrite doctor run.rank*.jsonl`` reads them together.
 
+        Args:
+            path: The file; its folder is made. ``{rank}`` in it is the rank.
+            mode: As of ``open``: ``"a"`` appends to a file that is there, ``"w"`` writes it anew, ``"x"`` refuses it.
+            config: What the user wants to know of the run later: numbers, strings, lists and dicts by name.
+
         Raises:
-            OSError: The file cannot be written now.
+            OSError: The file cannot be written now, or is no run log, which is left as it is; ``FileExistsError`` with
+                ``"x"``.
+            TypeError: ``config`` is no dict with names, or JSON has no such value.
+            ValueError: ``mode`` is none of these, or ``config`` has NaN or an infinity.
         """
+        if mode not in get_args(Mode):
+            raise ValueError(f'Monitor.to_jsonl: mode is "a", "w" or "x", got {mode!r}')
+        given = checked_config(config)
         with self._lock:
             own, writers = path_of_rank(path), self._recorder.writers
-            writers.attach(writers.find(os.path.abspath(own)) or JsonLines(own), self._read())
+            key = os.path.abspath(own)
+            sink = writers.find(key) if mode == "a" else None
+            sink = sink or JsonLines(own, partial(self._recorder.origin, given), mode)
+            if mode != "a":
+                writers.forget(key)
+            writers.attach(sink, self._read())
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the steps with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.
@@ -356,7 +389,8 @@ class Monitor:
                 failures = (failure_of(part, get_args(OnFailure)) for part in (record, *record.updates))
                 return next((failure for failure in failures if failure is not None), None)
             record.fetch()
-            return find_anywhere(record.step, record.checked_graphs())
+            failure = find_anywhere(record.step, record.checked_graphs())
+            return None if failure is None else numbered(failure, record)
 
     def culprits(self, k: int = 5) -> Culprits:
         """Return the rank, micro-batch, rows and layers behind the last skipped update.
@@ -434,7 +468,7 @@ class Monitor:
         if key is not None:
             self._warned_of_bound = True
             warn(
-                f"{key} was 0 or negative at step {record.step}: the clip makes zeros, so that nothing is learned "
+                f"{key} was 0 or negative at step {record.update}: the clip makes zeros, so that nothing is learned "
                 "there. Give it a bound > 0 (a number in its tensor, a gr.Schedule above 0); infinity only measures"
             )
 
@@ -445,7 +479,7 @@ def _by_update(records: Sequence[StepRecord], per: str) -> dict[int, list[StepRe
         raise ValueError(f'per is "backward" or "step", got {per!r}')
     found: dict[int, list[StepRecord]] = {}
     for record in records:
-        found.setdefault(record.update, []).append(record)
+        found.setdefault(record.update_key, []).append(record)
     return found
 
 

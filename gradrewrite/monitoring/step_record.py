@@ -83,7 +83,10 @@ class StepRecord:
     """The records of one ``loss.backward()``."""
 
     step: int = -1  # number of the backward
-    update: int = -1  # equal for the micro-batches of one update; each backward has its own without a guard
+    update: int = -1  # number of the update, or, where no optimizer is guarded, of the backward; those of ``gr.State``
+    micro_batch: int = 0  # number among the backwards of the update
+    is_accumulated: bool = False  # whether updates have several, as far as that is known by then
+    update_key: int = -1  # equal for the backwards of one update; each has its own without a guard
     graphs: list[GraphRecord] = field(default_factory=list)  # its graphs, in the order in which their backwards ran
     kept: dict[tuple[str, Site], Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)  # groups that were clipped
@@ -202,7 +205,7 @@ class StepRecord:
         records = {str(key): value for key, value in self.values().items()}
         ops = [own.outputs.ops for own in reversed(self.graphs)]
         own_ops = ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops)))
-        return Step(self.step, records, self.clips(), own_ops, self.culprits)
+        return Step(self.step, records, self.clips(), own_ops, self.culprits, self.update, self.micro_batch)
 
     def clips(self) -> tuple[ClipRecords, ...]:
         """Return the clips, in the order of ``values``."""

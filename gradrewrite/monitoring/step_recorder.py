@@ -17,6 +17,8 @@ from torch import Tensor, distributed, nn
 
 from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
+from gradrewrite._version import __version__
+from gradrewrite.diagnostics.run_log import Origin
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.monitoring.kept_step import KeptStep
@@ -76,7 +78,7 @@ class StepRecorder:
         self.lock = threading.RLock()  # held while records, listeners or guards change; reentrant
         self.records: deque[StepRecord] = deque(maxlen=capacity)  # records of the last steps, oldest first
         self.num_steps = 0  # how many steps there were
-        self.num_updates = 0  # how many updates of guarded optimizers, or backwards without any
+        self.update_key = 0  # another one for each update of guarded optimizers, or backward without any
         # Told of each step before its record joins the others, for the oldest may leave them then.
         self.writers = Writers(self.records, capacity, every)
         # Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
@@ -99,6 +101,7 @@ class StepRecorder:
         self.kept_step: KeptStep | None = None
         self.modules: Sequence[weakref.ref[nn.Module]] = ()  # with shards of parameters (FSDP2)
         self.agreeing: distributed.ProcessGroup | None = None  # ranks that skip the last update together
+        self._policies: list[tuple[str, ...]] = []  # of the models, each rule as text
         self._ids: Any = None  # names of the examples of the next forward
         # Records for the next step, of a backward that records nothing: its update makes the record.
         self._early: dict[tuple[RecordKey, ...], Tensor] = {}
@@ -128,6 +131,20 @@ class StepRecorder:
     def note_data_parallel(self, module: weakref.ref[DistributedDataParallel] | None) -> None:
         """Take note of the DistributedDataParallel around the model."""
         self.data_parallel = module
+
+    @property
+    def last_update(self) -> int:
+        """Number of the last step's update; -1 without a step."""
+        return self.records[-1].update if self.records else -1
+
+    def note_policy(self, rules: Sequence[str]) -> None:
+        """Take note of a model's policy, for the origin of run logs."""
+        if tuple(rules) not in self._policies:
+            self._policies.append(tuple(rules))
+
+    def origin(self, config: Mapping[str, Any]) -> Origin:
+        """Return the origin of the steps, with a configuration of the user's."""
+        return Origin(__version__, tuple(dict.fromkeys(itertools.chain.from_iterable(self._policies))), config)
 
     def flush(self) -> None:
         """Log, warn and write the waiting steps; waits for the device."""
@@ -227,10 +244,12 @@ class StepRecorder:
         snapshot: StepSnapshot | None = None,
         parameters: Sequence[weakref.ref[Tensor]] = (),
         is_due: Callable[[int], bool] = lambda _: True,
+        update: int = -1,
     ) -> list[str]:
         """Record the report of one backward graph, inside ``backward``.
 
-        ``parameters`` are those whose gradients it computes, ``is_due`` is asked for intervals of measurements.
+        ``parameters`` are those whose gradients it computes, ``is_due`` is asked for intervals of measurements,
+        ``update`` is the number of the update.
         Returns the groups that an earlier graph of the same backward had clipped already.
         """
         with self.lock:
@@ -238,6 +257,7 @@ class StepRecorder:
             record = self._open.get(task)
             if record is None:
                 record = self._begin(task)
+                record.update = update
             again = [group for group in outputs.groups if group in record.groups]
             record.groups += outputs.groups
             record.add(outputs, tensors, snapshot, is_due)
@@ -271,12 +291,17 @@ class StepRecorder:
                 guard.note(bad, parameters)
 
     def collect_update(
-        self, outputs: BackwardOutputs, tensors: Sequence[Tensor], previous: int, is_due: Callable[[int], bool]
+        self,
+        outputs: BackwardOutputs,
+        tensors: Sequence[Tensor],
+        previous: int,
+        is_due: Callable[[int], bool],
+        number: int = -1,
     ) -> int:
         """Record the report of a step graph in the record of the last backward, or else in a record of its own.
 
-        ``previous`` is the step that took the same optimizer's last report, -1 without one. Returns the step that took
-        this one. NonFiniteError if a check that raises failed.
+        ``previous`` is the step that took the same optimizer's last report, -1 without one, ``number`` that of the
+        update. Returns the step that took this one. NonFiniteError if a check that raises failed.
         """
         update = StepRecord()
         update.add(outputs, tensors, is_due=is_due)
@@ -289,9 +314,10 @@ class StepRecorder:
                 if outputs.keys:
                     self.writers.note_late(record.step, outputs.keys[0])
             else:
-                record = StepRecord(updates=[update])
+                record = StepRecord(update=number, updates=[update])
                 update.step = self.num_steps
                 self._append(record)
+            update.update = record.update
             record.kept |= update.kept
             update.kept = {}
             if any(outputs.num_skips):
@@ -306,7 +332,7 @@ class StepRecorder:
         Later backwards belong to the next one.
         """
         with self.lock:
-            self.num_updates += 1
+            self.update_key += 1
             self.agreeing = agreeing
             if self.kept_step is not None:
                 self.kept_step.close()
@@ -331,22 +357,22 @@ class StepRecorder:
         with self.lock:
             kept = self.kept_step
             if kept is None or kept.is_over or (backward not in kept.micro_batches and self._is_cleared()):
-                kept = self.kept_step = KeptStep(self.num_updates)
+                kept = self.kept_step = KeptStep(self.update_key)
             kept.add(backward, snapshot)
 
     def _is_cleared(self) -> bool:
         """Whether no guarded optimizer has gradients."""
         return all(guard.is_cleared() for guard in self.guards if guard.is_alive)
 
-    def can_replay(self, update: int) -> bool:
+    def can_replay(self, update_key: int) -> bool:
         """Whether the inputs of an update are kept."""
-        return self.kept_step is not None and self.kept_step.update == update
+        return self.kept_step is not None and self.kept_step.update_key == update_key
 
     def drop_step(self) -> None:
         """Gradients without an update are gone, and so is their step."""
         with self.lock:
-            if self.records and self.records[-1].update == self.num_updates:
-                self.num_updates += 1  # later backwards are no micro-batches of the same update
+            if self.records and self.records[-1].update_key == self.update_key:
+                self.update_key += 1  # later backwards are no micro-batches of the same update
         if self.kept_step is not None and not self.kept_step.is_over:
             self.kept_step = None
 
@@ -403,8 +429,14 @@ class StepRecorder:
         """Let a record join the others; the lock is held."""
         record.step = self.num_steps
         if not self.guards:
-            self.num_updates += 1
-        record.update = self.num_updates
+            self.update_key += 1
+        record.update_key = self.update_key
+        last = self.records[-1] if self.records else None
+        if record.update < 0:
+            record.update = 0 if last is None else last.update + 1
+        if last is not None and last.graphs and (last.update_key, last.update) == (record.update_key, record.update):
+            record.micro_batch = last.micro_batch + 1
+        record.is_accumulated = record.micro_batch > 0 or (last is not None and last.is_accumulated)
         for keys, pack in self._early.items():
             record.add_late(keys, pack)
         self._early.clear()

@@ -11,11 +11,19 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gradrewrite._utils.exponent_counts import EDGES, ExponentCounts, split_exponents
 from gradrewrite._utils.warnings import warn
-from gradrewrite.diagnostics.run_log import Header, Step, clip_to_json, ops_to_json
+from gradrewrite.diagnostics.run_file import (
+    LINE_STARTS,
+    Header,
+    clip_to_json,
+    ops_to_json,
+    origin_to_json,
+    step_to_json,
+)
+from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import StepRecord
@@ -87,6 +95,11 @@ class Writers:
         """Write there no more."""
         self._sinks = [known for known in self._sinks if known is not sink]
 
+    def forget(self, key: object) -> None:
+        """Detach the sink of a key, and begin anew with its next one."""
+        self._sinks = [known for known in self._sinks if known.key != key]
+        self._next.pop(key, None)
+
     def _write_due(self, *, is_due: bool) -> None:
         """Write the arrived records; begin to copy the rest if it is due."""
         records = self._records
@@ -117,7 +130,8 @@ class Writers:
                 warn(f"{text}. Mend that and attach it again: steps still in the buffer are written then")
 
 
-_BEGINS = (b'{"step"', b'{"graphs"')
+Mode: TypeAlias = Literal["a", "w", "x"]  # of opening a file, as ``open`` has them
+
 _BLOCK = 1 << 16
 
 
@@ -138,23 +152,35 @@ def path_of_rank(path: str | os.PathLike[str]) -> str:
 class JsonLines:
     """A file with one object a line, ``{"step": 3, "graphs": 0, "records": {...}}``.
 
+    The first line is ``{"run": {...}}``, the origin of the steps; it comes again where a later run goes on in the file.
     Before the first step of each set of graphs comes ``{"graphs": 0, "clips": [...], "ops": {...}}``: the number of the
     set; which records belong to which clip, its action, its rule and the call of its site; the op and the source line
-    of activations and errors. On several ranks steps have ``"rank": 1`` too; one with a skipped update that was asked
-    about has ``"culprits": "update 7 was skipped ..."``.
+    of activations and errors. Steps have ``"update": 1`` where it is another number, and ``"micro_batch": 2`` but for
+    the first one of an update; on several ranks ``"rank": 1`` too. A step with a skipped update that was asked about
+    has ``"culprits": "update 7 was skipped ..."``.
 
     A step is one write, so a kill leaves whole lines. What could not be written whole (a full disk) is taken back, and
     an unfinished line that an earlier run left is taken off when the file is opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        origin: Callable[[], Origin] | None = None,  # asked at the first step
+        mode: Mode = "a",
+    ) -> None:
         self.path = Path(path)
         self.key = os.path.abspath(self.path)
         rank = this_rank()
+        self._origin = origin  # None once it is written
         self._sets: list[Header] = []  # by their numbers in the file
         self._rank = {} if rank is None else {"rank": rank}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | (os.O_EXCL if mode == "x" else 0) | getattr(os, "O_CLOEXEC", 0)
+        self._file = os.open(self.path, flags, 0o644)
+        self._check_first_line()
+        if mode == "w":
+            os.ftruncate(self._file, 0)
         self._mend()
 
     def write(self, step: Step) -> None:
@@ -162,14 +188,13 @@ class JsonLines:
         header = step.clips, step.ops
         is_new = header not in self._sets
         graphs = len(self._sets) if is_new else self._sets.index(header)
-        records = {key: plain_number(value) for key, value in step.records.items()}
-        rows: list[object] = []
+        rows: list[object] = [] if self._origin is None else [{"run": origin_to_json(self._origin())}]
         if is_new:
             clips, ops = list(map(clip_to_json, step.clips)), ops_to_json(step.ops)
             rows.append({"graphs": graphs, "clips": clips, **({"ops": ops} if ops else {})})
-        culprits = {"culprits": step.culprits} if step.culprits else {}
-        rows.append({"step": step.step, "graphs": graphs, **self._rank, "records": records, **culprits})
+        rows.append({**step_to_json(step, graphs), **self._rank})
         self._append(b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows))
+        self._origin = None
         if is_new:
             self._sets.append(header)
 
@@ -186,6 +211,13 @@ class JsonLines:
     def finish(self) -> None:
         """Write nothing: a reader of all steps can sum them up."""
 
+    def _check_first_line(self) -> None:
+        """Raise OSError if the file begins with a line of something else."""
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        begin = os.pread(self._file, min(size, max(map(len, LINE_STARTS))), 0)
+        if begin and not any(start.startswith(begin) or begin.startswith(start) for start in LINE_STARTS):
+            raise OSError(errno.EINVAL, f"{self.path} is no run log, and nothing is written into it; give another path")
+
     def _mend(self) -> None:
         """Take off a line that an earlier run did not finish; OSError if the file is none of ours."""
         at = size = os.lseek(self._file, 0, os.SEEK_END)
@@ -195,8 +227,8 @@ class JsonLines:
             at -= block
             tail = os.pread(self._file, block, at) + tail
         unfinished = tail.rpartition(b"\n")[2]
-        if unfinished and not any(unfinished.startswith(begin) or begin.startswith(unfinished) for begin in _BEGINS):
-            raise OSError(errno.EINVAL, f"{self.path} is no file of JSON lines; give another path")
+        if unfinished and not any(start.startswith(unfinished[: len(start)]) for start in LINE_STARTS):
+            raise OSError(errno.EINVAL, f"{self.path} is no run log, and nothing is written into it; give another path")
         if unfinished:
             os.ftruncate(self._file, size - len(unfinished))
 
@@ -245,11 +277,11 @@ class TensorBoard:
         """Add one scalar a record, and one histogram for the exponents at a site."""
         scalars, exponents = split_exponents(step.records)
         for address, value in scalars.items():
-            self.writer.add_scalar(address.replace("@", "/", 1), value, step.step)
+            self.writer.add_scalar(address.replace("@", "/", 1), value, step.update)
         for address, counts in exponents.items() if hasattr(self.writer, "add_histogram_raw") else ():
-            self._add_histogram(address.replace("@", "/", 1), counts, step.step)
+            self._add_histogram(address.replace("@", "/", 1), counts, step.update)
         self._rates.add(step)
-        self._last = step.step
+        self._last = step.update
 
     def _add_histogram(self, tag: str, exponents: ExponentCounts, step: int) -> None:
         counts, low = exponents.histogram(), exponents.ends
@@ -276,10 +308,3 @@ class TensorBoard:
 
 
 Sink = JsonLines | TensorBoard  # takes the records of a run, each once, in order; two sinks with one key are one
-
-
-def plain_number(value: float) -> float | str:
-    """A number as strict JSON has it; NaN and infinities as strings that ``float`` reads."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

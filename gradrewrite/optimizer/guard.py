@@ -444,7 +444,9 @@ class Guard:
         for at in self.attached:
             at.previous_step = at.last_step
             if outcome.outputs.packs or outcome.outputs.kept:
-                at.last_step = at.recorder.collect_update(outcome.outputs, outcome.tensors, at.last_step, self._is_due)
+                at.last_step = at.recorder.collect_update(
+                    outcome.outputs, outcome.tensors, at.last_step, self._is_due, self._number
+                )
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
         before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
         if bad is not None:
@@ -473,6 +475,11 @@ class Guard:
         of_loss = figures.judge_loss(sums)
         return _worst(bad, *(judgement.verdict for judgement in of_loss)), [*judgements, *of_loss]
 
+    @property
+    def _number(self) -> int:
+        """Number of the update that is made; -1 where no model tells."""
+        return max((states.step for states in self._states), default=-1)
+
     def _is_due(self, every: int) -> bool:
         """Return whether a measurement with this interval is due in this step, in one of the models."""
         sampled = [target.session.sampling for target in self.targets if target.session is not None]
@@ -500,7 +507,7 @@ class Guard:
         if found is None:
             return
         for at in self.attached:
-            at.last_step = at.recorder.collect_update(*found, at.previous_step, lambda _: True)
+            at.last_step = at.recorder.collect_update(*found, at.previous_step, lambda _: True, self._number)
 
     def _update(
         self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome

@@ -88,9 +88,11 @@ class Spike:
         """The figure and its limit."""
         return spike_text(str(self.judge.keys[0]), self.figure, self.limit)
 
-    def error(self, step: int, note: str) -> SpikeError:
+    def error(self, step: int, update: int, note: str) -> SpikeError:
         """Return the error at the end of the training."""
-        return SpikeError(str(self.judge.keys[0]), figure=self.figure, limit=self.limit, step=step, note=note)
+        return SpikeError(
+            str(self.judge.keys[0]), figure=self.figure, limit=self.limit, step=step, update=update, note=note
+        )
 
     def raise_without_parts(self) -> None:
         """Raise PolicyError if it is a mean of no losses."""

@@ -224,7 +224,7 @@ class UpdateVerdict:
             reason += "; monitor.culprits(), on all ranks, says who made the last skip"
             recorder = self._attached[0].recorder
             if spike is not None:
-                raise spike.error(recorder.num_steps - 1, reason)
+                raise spike.error(recorder.num_steps - 1, recorder.last_update, reason)
             raise _skip_error(recorder, reason, is_agreed=self._is_agreed)
 
 
@@ -255,4 +255,6 @@ def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonF
             )
         assert is_agreed or recorder.last_skip is not None
         site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site
-        return NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())
+        error = NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())
+        error.update = recorder.last_update
+        return error

@@ -211,6 +211,18 @@ def parts_of(policy: Policy) -> tuple[Any, ...]:
     return (policy,) if callable(policy) else tuple(part for item in policy for part in parts_of(item))
 
 
+def policy_text(policy: Policy) -> list[str]:
+    """Return the rules and callbacks of a policy as text, with the lines that made the rules; no address in memory."""
+    return [_part_text(part) for part in parts_of(policy)]
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Rule):
+        return without_addresses(describe_callable(part))
+    text = f"gr.{without_addresses(repr(part))}"
+    return f"{text}, {part.source}" if part.source else text
+
+
 def rule_skips(policy: Policy) -> bool:
     """Whether a rule of a policy may skip updates."""
     return any(skips_updates(action) for rule in rules_of(policy) for action in _flat(rule.action))

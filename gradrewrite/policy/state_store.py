@@ -100,6 +100,7 @@ class StateStore:
         self._steps: dict[int, int] = {}  # by the identity of the guard
         self._backwards = 0
         self._backward = -1
+        self.current = 0  # the step that the last backward belongs to, or the step sites that run
 
     @property
     def step(self) -> int:
@@ -237,7 +238,7 @@ class StateStore:
 
     def begin_step(self) -> None:
         """Bring schedules up to date: a backward begins, or the actions at step sites run."""
-        step = self.step
+        step = self.current = self.step
         for (schedule, _), scheduled in self._schedules.items():
             if scheduled.step != step:
                 number = schedule.at(step, scheduled.least)

@@ -128,13 +128,13 @@ def test_doctor_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
     assert main(["doctor", str(path)]) == 0
     assert capsys.readouterr().out.startswith(
-        "Nothing to judge\n\nThe 1 steps of this run have no norm and no clip; what was counted is finite.\n"
+        "Nothing to judge\n\nIn 1 step no norm and no clip was recorded; what was counted is finite.\n"
     )
     assert main(["doctor", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     path.write_text("")
     assert main(["doctor", str(path)]) == 0
-    assert capsys.readouterr().out.startswith("Nothing to judge\n\nThe 0 steps of this run ")
+    assert capsys.readouterr().out.startswith("Nothing to judge\n\nIn 0 steps no norm ")
 
 
 @pytest.mark.pure

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 
 from gradrewrite import Step
-from gradrewrite.diagnostics.run_log import clip_to_json
+from gradrewrite.diagnostics.run_file import clip_to_json
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.ir.reports import LogFigures, NormClip, ValueClip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import gradrewrite as gr
-from gradrewrite.diagnostics.run_log import read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.passes import CheckFinite, Observe
 
 from helpers import Probe

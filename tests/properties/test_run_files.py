@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradrewrite.diagnostics.run_log import Step, read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.monitoring.writers import JsonLines
 
 pytestmark = pytest.mark.pure

@@ -235,7 +235,7 @@ def test_writer_that_fails_does_not_end_training() -> None:
 def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"x" * 100_000)
-    with pytest.raises(OSError, match=r"weights\.bin is no file of JSON lines"):
+    with pytest.raises(OSError, match=r"weights\.bin is no run log"):
         observed().monitor.to_jsonl(path)
     assert path.read_bytes() == b"x" * 100_000
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.run_file import plain_number
 from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.diagnostics.site_health import backward_order
 from gradrewrite.ir.graph_view import GraphView, action_text, read_graph, visible_outputs
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.monitoring.writers import plain_number
 from gradrewrite.viz import _layout
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import xml_safe
@@ -80,6 +80,7 @@ def write_page(
     records, numbers = _records(run)
     data: dict[str, Any] = {"schema": f"gradrewrite/page/{VERSION}", "records": records, "norms": None}
     data["panels"] = [_panel(panel) for panel in panels]
+    data["names"] = _names(run, [numbers, *(line["steps"] for panel in data["panels"] for line in panel["lines"])])
     tools, graph_panels, aside = text["graph.html"].split("<!-- panels -->")[0], "", ""
     if graph is not None:
         data |= _graph_data(graph, run, numbers)
@@ -279,6 +280,13 @@ def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
     rows = [(site, name) for site in order for name in [one for one in _SIZES if one in values[site]][:1]]
     first = len(numbers) if last == run.steps[-1].step else numbers.index(last)
     return {"steps": numbers, "values": values, "first": first, "rows": rows}, numbers
+
+
+def _names(run: Run | None, series: Iterable[Sequence[int]]) -> dict[int, str]:
+    """Return steps in words, where a number alone is another step's."""
+    if run is None or not run.numbers:
+        return {}
+    return {step: run.place(step) for steps in series for step in steps}
 
 
 def _metric(metric: SiteMetric, numbers: Sequence[int]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gradrewrite._utils.formatting import html_table
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.health import Health
+from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.diagnostics.site_health import COLUMNS
 from gradrewrite.viz._curves import figure_of, image_of
 from gradrewrite.viz._panels import Panel
@@ -39,9 +40,12 @@ def report_tabs(
     num_more = len(verdict.code) - _MOST_CODE
     code = [*verdict.code[:_MOST_CODE], *([f"# {num_more} more in the table"] if num_more > 0 else [])]
     skips = [step.culprits for step in steps if step.culprits][-_MOST_SKIPS:]
-    span = f"Steps {steps[0].step} to {steps[-1].step}" if steps else "No steps"
+    run = health.run
+    span = [run.span(steps[0].step, steps[-1].step).capitalize() if steps else "No steps", *run.resumed_text]
+    span += [f"the last of {run.num_before + 1} runs in the file"] * (run.num_before > 0)
+    span += [f"compared with {baseline}"] * bool(baseline)
     texts = {
-        "subtitle": f"{span}{f', compared with {baseline}' if baseline else ''}.",
+        "subtitle": f"{', '.join(span)}.",
         "tone": "sound" if verdict.is_sound else "sick",
         "headline": verdict.headline,
         "sentence": verdict.text,
@@ -52,6 +56,8 @@ def report_tabs(
         "spread": "NaN and infinities spread through all later computation: the first one "
         f"{'follows from' if first is not None and first.kind in _GROWTH else 'is'} the cause.",
         "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, *skips, note) if text),
+        "origin": _origin_text(run),
+        "has_origin": "" if run.origin else "gone",
         "heat": "" if any(row.measure for row in health.sites) else "gone",
     }
     sites = [
@@ -64,15 +70,24 @@ def report_tabs(
     groups = [row.family for row in health.sites]
     parts = {name: html.escape(text) for name, text in texts.items()}
     parts["table"] = html_table([COLUMNS[n] for n in kept], table, "all sites", groups)
-    parts["where"] = _where(first) if first is not None and first.site else ""
-    parts["image"] = image_of(figure_of(panels), f"loss and norm by step. {health.loss}") if panels else ""
+    parts["where"] = _where(first, run) if first is not None and first.site else ""
+    parts["image"] = image_of(figure_of(panels, run), f"loss and norm by step. {health.loss}") if panels else ""
     template = resources.files("gradrewrite.viz.page").joinpath("report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _where(cause: Cause) -> str:
+def _origin_text(run: Run) -> str:
+    """Return version, policy and configuration of a run; ``""`` where they are not known."""
+    if run.origin is None:
+        return ""
+    config = [f"config   {name} = {value!r}" for name, value in run.origin.config.items()]
+    rules = [f"policy   {rule}" for rule in run.origin.policy]
+    return "\n".join([f"version  gradrewrite {run.origin.version}", *rules, *config])
+
+
+def _where(cause: Cause, run: Run) -> str:
     """Return the site of a cause as a button that leads to its box, with its step and its line of code."""
     site, step = html.escape(cause.site), max(cause.step, 0)
     source = f" <code>{html.escape(cause.source)}</code>" if cause.source else ""
     button = f'<button type="button" data-site="{site}" data-step="{step}">{site}</button>'
-    return f'<p id="where"><strong>Where:</strong> {button} in step {step}{source}</p>'
+    return f'<p id="where"><strong>Where:</strong> {button} in {run.place(step)}{source}</p>'

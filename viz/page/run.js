@@ -7,7 +7,7 @@
 /** @typedef {{title: string, lines: Line[]}} Panel */
 /** @typedef {{record: string, low: number, high: number, bounds: Record<string, number>, start: number, now: number}} Norms places of steps: of the first, and of the last finite one */
 /** @typedef {{steps: number[], values: Record<string, Record<string, Value[]>>, first: number, rows: [string, string][]}} Records */
-/** @typedef {{records: Records, panels: Panel[], norms: Norms | null}} RunData */
+/** @typedef {{records: Records, panels: Panel[], norms: Norms | null, names: Record<number, string>}} RunData */
 
 /** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
 function need(id, kind) {
@@ -68,6 +68,7 @@ for (const [at, name] of tabs.entries()) {
 
 // ---- the step; null is all of them
 const slider = need("step", HTMLInputElement);
+const nameOf = (/** @type {number} */ step) => run.names[step] ?? `step ${step}`;
 /** @returns {number | null} */
 const stepNow = () => run.records.steps[Number(slider.value)] ?? null;
 function setStep(/** @type {number} */ step) {
@@ -83,8 +84,8 @@ slider.max = String(run.records.steps.length);
 slider.value = String(run.records.first);
 slider.addEventListener("input", () => {
   const step = stepNow();
-  const shown = run.norms ? ` (norms: step ${run.records.steps[run.norms.now]})` : "";
-  need("stepname", HTMLSpanElement).textContent = step === null ? `all steps${shown}` : `step ${step}`;
+  const shown = run.norms ? ` (norms: ${nameOf(run.records.steps[run.norms.now])})` : "";
+  need("stepname", HTMLSpanElement).textContent = step === null ? `all steps${shown}` : nameOf(step);
   document.dispatchEvent(new CustomEvent("step"));
 });
 need("steps", HTMLLabelElement).classList.toggle("gone", !run.records.steps.length);
@@ -151,12 +152,12 @@ function chart(place, { title, lines }, wide, high) {
     make(svg, "text", { x: 4, y: (head + foot) / 2 + 4, class: "note" }, figure(Number(middle.toPrecision(2))));
     for (const at of [0, 0.5, 1]) make(svg, "line", { class: "grid", x1: left, x2: right, y1: foot - (foot - head) * at, y2: foot - (foot - head) * at });
   }
-  make(svg, "text", { x: left, y: high - 3, class: "note" }, `steps ${first} to ${last}`);
+  make(svg, "text", { x: left, y: high - 3, class: "note" }, `${nameOf(first)} to ${nameOf(last)}`);
   const now = make(svg, "line", { class: "now", y1: head - 4, y2: foot, x1: -9, x2: -9 }), words = make(svg, "text", { class: "note", x: right, y: 11, "text-anchor": "end" });
   const mark = () => {
     const step = stepNow(), at = step === null || step < first || step > last ? -9 : x(step);
     now.setAttribute("x1", String(at)); now.setAttribute("x2", String(at));
-    words.textContent = step === null ? "" : `step ${step}: ${known.map((line) => { const value = figure(line.values[line.steps.indexOf(step)]); return known.length > 1 ? `${line.name} ${value}` : value; }).join(", ")}`;
+    words.textContent = step === null ? "" : `${nameOf(step)}: ${known.map((line) => { const value = figure(line.values[line.steps.indexOf(step)]); return known.length > 1 ? `${line.name} ${value}` : value; }).join(", ")}`;
   };
   mark();
   svg.addEventListener("pointermove", (event) => {
@@ -209,7 +210,7 @@ function point(/** @type {number} */ row, /** @type {number} */ at) {
   const { rows, steps, values } = run.records;
   pointed = [Math.min(Math.max(row, 0), rows.length - 1), Math.min(Math.max(at, 0), steps.length - 1)];
   const [site, record] = rows[pointed[0]];
-  need("heat-value", HTMLSpanElement).textContent = `${site}, step ${steps[pointed[1]]}: ${record} ${figure(values[site][record][pointed[1]])}`;
+  need("heat-value", HTMLSpanElement).textContent = `${site}, ${nameOf(steps[pointed[1]])}: ${record} ${figure(values[site][record][pointed[1]])}`;
   if (stepNow() === steps[pointed[1]]) drawHeat(); else setStep(steps[pointed[1]]);
 }
 const openPointed = () => { if (pointed[0] >= 0) document.dispatchEvent(new CustomEvent("site", { detail: run.records.rows[pointed[0]][0] })); };

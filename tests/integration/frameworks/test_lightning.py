@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.diagnostics.run_log import read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.passes import AutoClip, CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 pytest.importorskip("lightning", reason="Lightning is not installed")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.diagnostics.run_log import read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.passes import AutoClip, CheckFinite, ClipByGlobalNorm, ClipByValue, Observe
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -30,7 +30,7 @@ def test_a_long_table_is_cut() -> None:
     run = last_run([Step(0, {f"norm@error:{n}": 1.0 for n in range(100)})])
 
     assert run._repr_html_().count("<tr>") == 1 + 40
-    assert "<caption>1 steps, 0 to 0; 100 records; the first 40 of 100 records</caption>" in run._repr_html_()
+    assert "<caption>1 step, 0 to 0; 100 records; the first 40 of 100 records</caption>" in run._repr_html_()
 
 
 @pytest.mark.pure

@@ -309,8 +309,8 @@ def test_an_expected_infinity_is_not_the_first_bad_value() -> None:
 
 
 def test_nothing_recorded() -> None:
-    check(examine([]), "no records", "The 0 steps of this run have no norm")
-    check(examine([step_of(0, {"loss@run": 1.0})]), "no records", "The 1 steps")
+    check(examine([]), "no records", "In 0 steps no norm")
+    check(examine([step_of(0, {"loss@run": 1.0})]), "no records", "In 1 step no norm")
 
 
 def test_baseline() -> None:

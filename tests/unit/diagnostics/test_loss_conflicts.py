@@ -15,7 +15,8 @@ from gradrewrite.cli import main
 from gradrewrite.diagnostics.doctor import skipped_rules
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.loss_conflicts import conflicts_in
-from gradrewrite.diagnostics.run_log import last_run, read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.integrations._figures import main_figures
 
 pytestmark = pytest.mark.pure

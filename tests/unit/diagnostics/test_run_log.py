@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradrewrite.diagnostics.doctor import diagnose
-from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run, read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.writers import JsonLines
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite.diagnostics.run_log import Step, read_jsonl
+from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.diagnostics.run_log import Step
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Observe
 
 

@@ -118,6 +118,7 @@ def test_jsonl_holds_every_row_once(tmp_path: Path) -> None:
     model.monitor.to_jsonl(path)
 
     assert all_lines(path) == [
+        {"run": {"version": gr.__version__, "policy": ANY, "config": {}}},
         {"graphs": 0, "clips": [], "ops": {"h": ["/mul", ANY]}},
         {"step": 0, "graphs": 0, "records": {SEEN: 1.0}},
         {"step": 1, "graphs": 0, "records": {SEEN: "NaN"}},

@@ -14,7 +14,8 @@ from torch import nn
 
 import gradrewrite as gr
 from gradrewrite.diagnostics.clipping import clips_of
-from gradrewrite.diagnostics.run_log import clip_of_json, last_run
+from gradrewrite.diagnostics.run_file import clip_of_json
+from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.integrations._attachment import Attachment, Settings
 from gradrewrite.ir.reports import NormClip, ValueClip
 from gradrewrite.monitoring.writers import ClipRates, JsonLines

@@ -68,7 +68,7 @@ def test_losses() -> None:
     run = run_of(*({"loss@run": v, "max@activation:loss": 7.0} for v in values))
     (panel,) = panels_of(run)
     axes = Figure().subplots()
-    panel.draw(axes, [])
+    panel.draw(axes, [], last_run([]))
 
     assert (panel.name, [label for label, _ in panel.lines]) == ("loss", ["this run"])
     curve, crosses = axes.lines
@@ -80,6 +80,6 @@ def test_losses() -> None:
 @pytest.mark.parametrize(("values", "scale"), [((1.0, 29.0), "linear"), ((1.0, 31.0), "log"), ((-1.0, 31.0), "linear")])
 def test_a_wide_range_has_a_logarithmic_axis(values: tuple[float, float], scale: str) -> None:
     axes = Figure().subplots()
-    Panel("loss", "loss", [("this run", dict(enumerate(values)))]).draw(axes, [])
+    Panel("loss", "loss", [("this run", dict(enumerate(values)))]).draw(axes, [], last_run([]))
 
     assert axes.get_yscale() == scale
