@@ -1,5 +1,6 @@
 """gradrewrite: a compiler for the backward pass, on torch.fx."""
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +104,22 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """Return where a name is instead; ``""`` if nothing is near."""
+    if name.startswith("_"):
+        return ""
+    near = difflib.get_close_matches(name, __all__, 1, 0.7)
+    passes = importlib.import_module(f"{__name__}.passes").__all__
+    own = difflib.get_close_matches(name, passes, 1, 0.7)
+    if (own and own[0] == name) or not near:
+        return f"; it is in {__name__}.passes: from {__name__}.passes import {own[0]}" if own else ""
+    return f"; did you mean {near[0]!r}?"
 
 
 def __dir__() -> list[str]:

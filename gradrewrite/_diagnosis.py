@@ -209,6 +209,9 @@ def _check(model: Any, optimizer: Any) -> None:
 
 def _stream(batches: Iterable[Any], steps: int) -> Iterator[Any]:
     """Yield one batch a step, from the beginning again if need be."""
+    if isinstance(batches, Tensor | Mapping):
+        kind = type(batches).__name__
+        raise TypeError(f"gr.diagnose: batches is an iterable of batches, got {kind}; of one batch it is [batch]")
     count = 0
     while count < steps:
         before = count

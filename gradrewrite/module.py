@@ -98,14 +98,17 @@ def transform(
     _check_model(model)
     scale = None if loss_scale is None else LossScale(loss_scale)
     check_policy(policy)
-    patterns = (regions,) if isinstance(regions, str) else tuple(regions)
+    patterns = (regions,) if isinstance(regions, str) else regions
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"regions is a pattern of names of modules, as 'layers.*', or several, got {regions!r}")
+    patterns = tuple(patterns)
     config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns)
     return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"gr.transform takes an nn.Module, got {type(model).__name__}; for a function use gr.backend")
+        raise TypeError(f"gr.transform takes an nn.Module, got {_text_of_no_module(model)}")
     if isinstance(model, RewrittenModule):
         raise TypeError(
             "this module is transformed already; transform gr.restore(model), with a list of both policies if both are "
@@ -135,6 +138,18 @@ def _check_model(model: Any) -> None:
             "gr.transform takes the plain model and not what torch.compile returned; compile afterwards: "
             "gr.transform(model, policy).compile()"
         )
+
+
+def _text_of_no_module(given: Any) -> str:
+    """Return what was given in the place of a model, and the way out."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}; give an object, as in {given.__name__}(...)"
+    owner = getattr(given, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return f"a method of {type(owner).__name__}; give the model itself, and methods=({given.__name__!r},)"
+    if isinstance(given, Rule | Sequence):
+        return f"{type(given).__name__}; the model comes first: gr.transform(model, policy)"
+    return f"{type(given).__name__}; for a function use gr.backend"
 
 
 def refuse_trainers(model: nn.Module) -> None:
@@ -293,6 +308,8 @@ class RewrittenModule(nn.Module):
             ['activation:/linear', 'error:/linear', 'gradient:weight', 'gradient:bias']
         """
         state = _state(self)
+        if any(isinstance(one, Rule) for one in (*args, *kwargs.values())):
+            raise TypeError("model.trace takes the inputs of the model's forward; a policy is given to gr.transform")
         with show_progress("trace", "reading the model"):
             graph = capture_joint_graph(state.original, state.traced_config(), args, kwargs)
         return shown(graph, state.original)

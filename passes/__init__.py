@@ -1,5 +1,7 @@
 """Actions: the answers of a policy."""
 
+from difflib import get_close_matches
+
 from gradrewrite.passes._adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradrewrite.passes._adaptive_norm import AutoClip as AutoClip
 from gradrewrite.passes._adaptive_norm import ZClip as ZClip
@@ -26,6 +28,7 @@ from gradrewrite.passes._store import Store as Store
 from gradrewrite.passes._weigh_losses import WeighLosses as WeighLosses
 from gradrewrite.passes._weight_decay import L2 as L2
 from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
+from gradrewrite.policy.frozen import explained as _explained
 
 __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "AdaptiveClip",
@@ -55,3 +58,13 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "ZClip",
     "Zero",
 ]
+
+for _name in __all__:
+    _explained(globals()[_name])
+
+
+def __getattr__(name: str) -> object:
+    """Name the nearest action for one that is not there."""
+    near = ", ".join(get_close_matches(name, __all__, 3, 0.5))
+    known = f"but {near}" if near else f"and has {', '.join(__all__)}"
+    raise AttributeError(f"gradrewrite.passes has no {name!r}, {known}")

@@ -29,6 +29,31 @@ running_node: Callable[[], Any] = torch._C._current_autograd_node  # of this thr
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward
 
 
+def creates_graph(depth: int = 16) -> bool:
+    """Whether AOTAutograd runs a backward with ``create_graph=True``, of which it makes a node without a backward."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(depth):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_double_backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_second_backward(error: Callable[[], Exception]) -> None:
+    """Raise an error where somebody differentiates the results of the running node."""
+
+    def refuse(_: Any) -> None:
+        raise error()
+
+    def mark(results: Sequence[Tensor | None], _: Any) -> None:
+        for node in {t.grad_fn for t in results if t is not None and t.grad_fn is not None}:
+            node.register_prehook(refuse)
+
+    running_node().register_hook(mark)
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for several: in ``torch.func``, or in a backward with ``is_grads_batched=True``."""
     return is_transformed(tensor) or _is_batched_by_autograd(tensor)

@@ -35,6 +35,16 @@ with needed_for("texts can be added to the log of TORCH_TRACE"):
 
 TRACING_ERRORS = (Unsupported, UserError, FailOnRecompileLimitHit, TorchRuntimeError, BackendCompilerFailed)
 
+def is_of_graph(err: Exception) -> bool:
+    """Whether an error comes from an op of a graph that runs op by op."""
+    traceback = err.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename.startswith("<eval_with_key>"):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,7 +181,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """Return the name of a function or a class; of any other callable its representation."""
+    """Return the name of a function or a class, of a lambda its line; of any other callable its representation."""
+    if isinstance(function, FunctionType) and function.__name__ == "<lambda>":
+        code = function.__code__
+        return f"<lambda> ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return function.__qualname__ if isinstance(function, FunctionType | type) else repr(function)
 
 

@@ -167,7 +167,7 @@ class EntryPoint:
         try:
             with data_parallel.whole_graphs():
                 return compiled(model, args, kwargs)
-        except dynamo.TRACING_ERRORS as err:
+        except (*dynamo.TRACING_ERRORS, RuntimeError) as err:
             error = explained(err, model, self._method, args, kwargs)
             if error is err:
                 raise

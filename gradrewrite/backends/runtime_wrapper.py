@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from gradrewrite.backends.graph_uses import GraphUse
 from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
 from gradrewrite.backends.session import Session
 from gradrewrite.backends.traced_values import first_change, shown_value
-from gradrewrite.errors import CallbackError, PolicyError
+from gradrewrite.errors import CallbackError, PolicyError, TraceError
 from gradrewrite.ir.edits import Edit
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warning_of_bounds, warnings_in_parts
@@ -26,6 +27,11 @@ _BATCHED = (
     "autograd.grad(..., is_grads_batched=True), or another transform of torch.func around the backward: it computes "
     "several backwards as one, and records, log lines and checks are those of one. Take a policy that records nothing "
     "(clips by value, Scale, tensor functions), or call autograd.grad for each vector"
+)
+_SECOND = (
+    "gradients of gradients (a backward through what create_graph=True returned) do not lead through a compiled "
+    "backward. Compute the penalty in the model's forward, with torch.func.grad, which is a part of the graph; or with "
+    "the plain model, model.original, whose parameters are the same"
 )
 _CHANGED = (
     "a tensor that an action closes over was {} when this backward was compiled, and is {} now. Change dtype, device "
@@ -60,6 +66,7 @@ class RewrittenBackward:
         session, use = self.session, self.use()
         outputs = use.outputs
         _refuse_batched(args, records=bool(outputs.packs or outputs.checks))
+        _refuse_second_backward()
         _check_values(self.values_read)
         use.coverage.note()
         if not session.has_model:
@@ -129,6 +136,12 @@ def _check_values(values: Sequence[FunctionValues]) -> None:
         function, name, value = changed
         text = _OTHER_VALUE.format(describe_callable(function), name, shown_value(value))
         raise CallbackError(text, code="changing-value")
+
+
+def _refuse_second_backward() -> None:
+    """Refuse a backward through the results of this one, if it is asked to make it possible."""
+    if autograd.creates_graph():
+        autograd.refuse_second_backward(partial(TraceError, _SECOND, code="second-backward"))
 
 
 def _refuse_batched(args: Sequence[Any], *, records: bool) -> None:

@@ -29,8 +29,10 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
      "print after the call, report figures with Observe or gr.record,"),
     ("tolist()", "values of a tensor are read on the host", "compute with tensors, read values outside of the model,"),
     (".item()", "a value of a tensor is read on the host", "compute with tensors, read values outside of the model,"),
-    ("data-dependent", "a size or a branch depends on the values of a tensor",
-     "make sizes fixed (masks in the place of selections),"),
+    ("Unsupported functorch tracing attempt", "a transform of torch.func (grad, vmap, jvp, ...) runs around the model",
+     "let it run inside of the model's forward, or give it the plain model, model.original;"),
+    ("data-dependent", "a size, a branch or a Python number depends on the values of a tensor or a NumPy array",
+     "make sizes fixed (masks in the place of selections), keep numbers in tensors,"),
 )  # fmt: skip
 _FULL_HOOKS = (
     "the model has full backward hooks (register_full_backward_hook, register_full_backward_pre_hook), which "
@@ -67,6 +69,11 @@ def explained(
         way_out = "Give inputs of the shapes, dtypes and devices that the model is made for"
     elif inner is not err and "data-dependent" in str(inner):
         return _graph_break(str(inner), user_line(dynamo.user_stack(inner)))
+    elif not isinstance(err, torch.OutOfMemoryError) and dynamo.is_of_graph(err):  # traced, and refused by its kernel
+        what, line = str(err).partition("\n")[0], ""
+        way_out = "Give inputs of the shapes, dtypes and devices that the model is made for"
+        if not _fails_plainly(model, method, args, kwargs):
+            return err
     else:
         return err
     fails = _fails_plainly(model, method, args, kwargs)

@@ -17,6 +17,10 @@ from gradrewrite.sites import AT_GUARD
 logger = logging.getLogger("gradrewrite.monitor")
 
 _Waiting = deque[tuple[StepRecord, tuple[OnFailure, ...]]]
+_NOT_SHOWN = (
+    "log=True reports the clips that act at level INFO, which is not shown: logging.basicConfig(), then "
+    'logging.getLogger("gradrewrite").setLevel(logging.INFO)'
+)
 _RAISE: tuple[OnFailure, ...] = ("raise",)
 _WARN: tuple[OnFailure, ...] = ("warn",)
 _UNHEARD: tuple[OnFailure, ...] = ("warn", "skip")
@@ -63,6 +67,7 @@ class StepMessages:
         self._is_guarded = is_guarded  # tells whether somebody hears of checks that skip; if nobody does, they warn
         self._checked: _Waiting = deque()
         self._logged: _Waiting = deque()
+        self._has_said = False  # that log lines are not shown
 
     def on_step(self, record: StepRecord) -> None:
         """Warn of the steps before; take a step, begin to copy its figures, and log the arrived steps."""
@@ -71,10 +76,19 @@ class StepMessages:
         if record.is_checked(modes):
             record.start_copy()
             self._checked.append((record, modes))
-        if logger.isEnabledFor(logging.INFO) and any([graph.outputs.logs for graph in record.graphs]):
-            record.start_copy()
-            self._logged.append((record, ()))
+        if any([graph.outputs.logs for graph in record.graphs]):
+            if logger.isEnabledFor(logging.INFO):
+                record.start_copy()
+                self._logged.append((record, ()))
+            self._say_how_logs_show()
         self._log(self._patience)
+
+    def _say_how_logs_show(self) -> None:
+        """Log once, at WARNING, that log lines at INFO are not shown."""
+        is_shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+        if not is_shown and not self._has_said:
+            self._has_said = True
+            logger.warning("%s", _NOT_SHOWN)
 
     def flush(self) -> None:
         """Log and warn of all steps; waits for the figures that are under way."""

@@ -41,6 +41,17 @@ class _Records(dict[str, float]):
         raise _no_record(address, list(self))
 
 
+class _Kept(dict[Site, Tensor]):
+    """Tensors by site, found by the text of the site too; a missing one is an error that names the nearest."""
+
+    def __missing__(self, key: Any) -> Tensor:
+        names = {str(site): tensor for site, tensor in self.items()}
+        if key in names:
+            return names[key]
+        near = nearest(str(key), list(names))
+        raise KeyError(f"nothing was kept at {str(key)!r}; nearest: {', '.join(near) or 'no site has Keep'}")
+
+
 def _no_record(address: str, known: Sequence[str]) -> KeyError:
     names = nearest(address, list(dict.fromkeys(known)))
     return KeyError(f"no record {address!r}; nearest: {', '.join(names) or 'there are none'}")
@@ -216,7 +227,7 @@ class Monitor:
     def kept(self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor") -> dict[Site, Tensor]:
         """Return copies of the tensors kept in the last backward.
 
-        They are those of ``Keep(what)``, on their device, with their dtype.
+        They are those of ``Keep(what)``, on their device, with their dtype, by site or the text of a site.
 
         Raises:
             ValueError: ``what`` is nothing that ``Keep`` keeps.
@@ -228,7 +239,7 @@ class Monitor:
             self._recorder.messages.flush()
             records = self._recorder.records
             found = records[-1].kept if records else {}
-            return {site: tensor for (own, site), tensor in found.items() if own == what}
+            return _Kept({site: tensor for (own, site), tensor in found.items() if own == what})
 
     def table(self, pattern: str = "*") -> Table:
         """Records over the steps in the buffer; ``print`` shows it. Waits for the device.
@@ -253,6 +264,8 @@ class Monitor:
                 raise KeyError(f"no record at {pattern!r}; nearest sites with records: {near}")
             rows = [{key: value for key, value in row.items() if key.partition("@")[2] in own} for row in rows]
         parts = [f"{len(rows)} of {self._recorder.num_steps} steps"]
+        if not any(rows):
+            parts.append("nothing was recorded: Observe, CheckFinite, gr.record and clips by norm make records")
         if self.dropped:
             parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")
         if self._recorder.guards or self._recorder.num_skipped:

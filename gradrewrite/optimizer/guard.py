@@ -137,9 +137,15 @@ def guard(
     outer: torch.optim.Optimizer = optimizer
     inner = optimizers.inside_of(outer)
     if isinstance(inner, torch.optim.LBFGS):
-        raise TypeError("gr.guard: LBFGS evaluates its closure several times in a step, so no single verdict holds")
+        raise TypeError(
+            "gr.guard: LBFGS evaluates its closure several times in a step, so no single verdict holds. Use it without "
+            "a guard, with the actions at gradient sites, where they act on each evaluation; or another optimizer"
+        )
     if GUARD in inner.__dict__:
-        raise TypeError("gr.guard: this optimizer has a guard already")
+        raise TypeError(
+            "gr.guard: this optimizer has a guard already, which gr.unguard(optimizer) takes off; one guard takes "
+            "several models, gr.guard(optimizer, [model, other])"
+        )
     targets = targets_of(model)
     number = python_number(max_consecutive_skips)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:

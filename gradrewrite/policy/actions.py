@@ -34,6 +34,17 @@ MEASURABLE: frozenset[Kind] = ANYWHERE | AFTER_UPDATE
 SAVED: frozenset[Kind] = frozenset(("saved",))
 
 
+# Functions of torch that work on parameters, with the rules that do what they do.
+_OF_PARAMETERS = {
+    "clip_grad_norm_": 'gr.on("step:*", ClipByGlobalNorm(max_norm)), with gr.guard(optimizer, model)',
+    "clip_grad_value_": 'gr.on("step:*", ClipByValue(clip_value)), with gr.guard(optimizer, model)',
+}
+_OTHER_FUNCTIONS = (
+    (inspect.iscoroutinefunction, "a coroutine function (async def)"),
+    (inspect.isgeneratorfunction, "a generator function (it has yield)"),
+)
+
+
 @runtime_checkable
 class Action(Protocol):
     """An action at one site: a frozen value (internal until 1.0)."""
@@ -273,13 +284,18 @@ def takes_value(action: Any) -> bool:
     """Return whether a function has two required parameters: the gradient, and the value that it is the gradient of."""
     if isinstance(action, GroupAction):
         return False
-    function = action.apply if isinstance(action, Action) else action
+    return _num_required(action.apply if isinstance(action, Action) else action) == 2
+
+
+def _num_required(function: Callable[..., Any]) -> int | None:
+    """Return how many arguments a function needs, 1 if it takes any number; None where it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a built-in function without a signature
-        return False
+    except ValueError:  # a built-in function
+        return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) == 2
+    required = sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+    return required or int(any(p.kind in (*positional, inspect.Parameter.VAR_POSITIONAL) for p in parameters))
 
 
 def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
@@ -295,10 +311,33 @@ def actions_of(answer: Any, *, where: str) -> tuple[Any, ...]:
     if isinstance(answer, Sequence) and not isinstance(answer, str):
         return tuple(action for item in answer for action in actions_of(item, where=where))
     if callable(answer):
+        _check_function(answer, where)
         return (answer,)
+    meant = "; a condition chooses: ClipByNorm(1.0) if condition else None" if isinstance(answer, bool) else ""
     raise PolicyError(
         f"{where}: a policy answers with an action, a tensor function, a sequence of them, or None; got {answer!r}"
+        f"{meant}"
     )
+
+
+def _check_function(function: Callable[..., Any], where: str) -> None:
+    """Refuse callables that are no tensor functions: PolicyError."""
+    is_of_torch = getattr(function, "__module__", "") == "torch.nn.utils.clip_grad"
+    known = _OF_PARAMETERS.get(getattr(function, "__name__", "")) if is_of_torch else None
+    if known is not None:
+        raise PolicyError(
+            f"{where}: torch's {describe_callable(function)} takes parameters, and a tensor function one gradient: "
+            f"write {known}"
+        )
+    kind = next((kind for test, kind in _OTHER_FUNCTIONS if test(function)), None)
+    if kind is not None:
+        raise PolicyError(f"{where}: {describe(function)} is {kind}; a tensor function returns a tensor")
+    required = _num_required(function)
+    if required is not None and required not in (1, 2):
+        raise PolicyError(
+            f"{where}: {describe(function)} takes {required} arguments; a tensor function takes the gradient, or the "
+            "gradient and what it is of: the parameter, the activation, the input"
+        )
 
 
 def kinds_of(action: Any) -> frozenset[Kind]:

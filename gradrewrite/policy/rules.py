@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,19 @@ from torch import Tensor
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import SAVED, Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
+from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
 from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
+
+_CALLBACK = (
+    "It is called with each gr.Site (kind, name, module, op, call, shape, dtype, source, ...), and returns an action, "
+    "a list of them, or None"
+)
 
 Callback = TypeVar("Callback", bound=Callable[[Site], Any])
 
 
+@explained
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A policy with one action for every site that matches a pattern, as ``on`` makes it."""
@@ -77,18 +85,36 @@ def _line_of(frame: FrameType) -> str:
 
 def check_policy(policy: Any) -> None:
     """Look at a policy where it is given: PolicyError for none, ValueError for a tensor in a rule that is no bound."""
+    if isinstance(policy, type):
+        raise PolicyError(
+            f"a policy was wanted, got the class {policy.__name__}; a rule is "
+            f"gr.on('error:*', {policy.__name__}(...)), with the pattern of its sites"
+        )
     if is_action(policy):
         kind = "error" if "error" in kinds_of(policy) and group_of(policy) is None else "gradient"
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('{kind}:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
         for item in policy:
             check_policy(item)
-    elif not callable(policy) or isinstance(policy, type):
-        raise PolicyError(f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}")
+    elif not callable(policy):
+        raise PolicyError(
+            f"a policy is a function Site -> action, a rule (gr.on), or a list of them; got {policy!r}{_meant(policy)}"
+        )
     elif isinstance(policy, Rule):
         check_bounds(policy)
         _check_at_steps(policy)
         _check_kind(policy)
+
+
+def _meant(policy: Any) -> str:
+    """Return how to write what somebody gave in the place of a policy; ``""`` where that is not known."""
+    if isinstance(policy, Mapping):
+        return ". Write [gr.on(pattern, action) for pattern, action in policy.items()]; all that match act, in order"
+    if isinstance(policy, re.Pattern):
+        return ". Patterns are globs, gr.on('error:decoder.*', action); a function of the site may use re"
+    if isinstance(policy, str):
+        return f". A pattern needs an action: gr.on({policy!r}, action)"
+    return ". The policy that changes nothing is []" if policy is None else ""
 
 
 def _check_at_steps(rule: Rule) -> None:
@@ -170,7 +196,7 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     except RewriteError:
         raise
     except Exception as err:
-        raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}") from err
+        raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}. {_CALLBACK}") from err
     actions = actions_of(answer, where=str(site))
     try:
         for action in actions:

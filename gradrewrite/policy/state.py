@@ -37,8 +37,8 @@ class State:
         init: What every element is at first, as long as nothing was loaded.
         dtype: Its dtype.
         name: How it is named in ``gr.state_dict``, behind the site: ``gradient:fc.weight/<name>``; states without a
-            name are numbered in the order in which they are first used at a site. Two states of one name at one site
-            are one.
+            name are numbered in the order in which they are first used at a site. A second state of one name at a
+            site is named ``<name>.2``.
 
     Raises:
         TypeError: ``shape`` has something that is no whole number, or ``init`` is no number.

@@ -79,8 +79,9 @@ class StateScope:
 
     def _key(self, state: StateKind) -> str:
         if state not in self._keys:
-            number = sum(not known.name for known in self._keys)
-            self._keys[state] = f"{self._where}/{state.name or number}"
+            number = sum(known.name == state.name for known in self._keys)
+            name = f"{state.name}.{number + 1}" if state.name and number else state.name
+            self._keys[state] = f"{self._where}/{name or number}"
         return self._keys[state]
 
 
