@@ -141,7 +141,7 @@ def _check_model(model: Any) -> None:
 
 
 def _text_of_no_module(given: Any) -> str:
-    """Return what was given in the place of a model, and the way out."""
+    """Return the name of a value in the place of a model, and the way out."""
     if isinstance(given, type):
         return f"the class {given.__name__}; give an object, as in {given.__name__}(...)"
     owner = getattr(given, "__self__", None)

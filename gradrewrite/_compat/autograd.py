@@ -30,7 +30,7 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 
 def creates_graph(depth: int = 16) -> bool:
-    """Whether AOTAutograd runs a backward with ``create_graph=True``, of which it makes a node without a backward."""
+    """Whether AOTAutograd runs a backward with ``create_graph=True``: the node of its results has no backward."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(depth):
         if frame is None:

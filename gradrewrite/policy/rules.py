@@ -107,7 +107,7 @@ def check_policy(policy: Any) -> None:
 
 
 def _meant(policy: Any) -> str:
-    """Return how to write what somebody gave in the place of a policy; ``""`` where that is not known."""
+    """Return the way out for a value in the place of a policy; ``""`` if none is known."""
     if isinstance(policy, Mapping):
         return ". Write [gr.on(pattern, action) for pattern, action in policy.items()]; all that match act, in order"
     if isinstance(policy, re.Pattern):
