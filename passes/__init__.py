@@ -11,6 +11,8 @@ from gradrewrite.passes._clip_by_norm import ClipByGlobalNorm as ClipByGlobalNor
 from gradrewrite.passes._clip_by_norm import ClipByNorm as ClipByNorm
 from gradrewrite.passes._clip_by_value import ClipByValue as ClipByValue
 from gradrewrite.passes._clip_per_example import ClipPerExample as ClipPerExample
+from gradrewrite.passes._due_steps import After as After
+from gradrewrite.passes._due_steps import Every as Every
 from gradrewrite.passes._keep import Keep as Keep
 from gradrewrite.passes._loss_weightings import MGDA as MGDA
 from gradrewrite.passes._loss_weightings import AlignedMTL as AlignedMTL
@@ -32,6 +34,7 @@ from gradrewrite.policy.frozen import explained as _explained
 
 __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "AdaptiveClip",
+    "After",
     "AlignedMTL",
     "AllReduce",
     "AutoClip",
@@ -42,6 +45,7 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "ClipByValue",
     "ClipPerExample",
     "DecayWeights",
+    "Every",
     "Keep",
     "L2",
     "MGDA",

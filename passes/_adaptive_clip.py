@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +74,10 @@ class AdaptiveClip:
     def check_bounds(self) -> None:
         """Raise ValueError if the bound is a tensor, and negative now."""
         check_not_negative("AdaptiveClip", "clipping", self.clipping)
+
+    def with_bounds(self, change: Callable[[Any, float], Any]) -> AdaptiveClip:
+        """Return the clip with another bound."""
+        return replace(self, clipping=change(self.clipping, math.inf))
 
     def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
         """Clip; see the class."""

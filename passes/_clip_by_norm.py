@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,18 +14,20 @@ from torch import Tensor
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import norm_of, norms_of, total_norm_of
 from gradrewrite.passes._settings import (
+    Bound,
     bound_of,
     check_norm,
     check_not_negative,
     now,
     scalar,
     short_repr,
+    site_bounds,
     store_python_numbers,
 )
 from gradrewrite.policy.actions import BACKWARD
 from gradrewrite.policy.recording import record_norm_clip
 from gradrewrite.policy.schedules import Schedule
-from gradrewrite.sites import Kind
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -38,21 +41,26 @@ class ClipByNorm:
 
     Attributes:
         max_norm: The bound, > 0, in units of the gradient; a number (baked in), a tensor with one element (read at
-            every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``.
+            every backward; acts as ``max(bound, 0)``, and NaN clips nothing), or a ``gr.Schedule``. A mapping has such
+            bounds by pattern of the site, of which the first that matches holds; a function returns the bound of a
+            site.
         norm_type: Order p of the norm, > 0; ``inf`` is the largest absolute value.
         log: Report a log line at every backward in which an element changed.
 
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is not > 0.
         TypeError: A setting is no number.
+        PolicyError: (at the rewrite) No pattern of a mapping matches the site.
         UnsupportedGradientError: (at the rewrite) The gradient is sparse.
 
     Example:
         >>> ClipByNorm(1.0)
         ClipByNorm(1.0)
+        >>> ClipByNorm({"layers.0": 0.5, "*": 1.0})
+        ClipByNorm({'layers.0': 0.5, '*': 1.0})
     """
 
-    max_norm: float | Tensor | Schedule
+    max_norm: Bound | Mapping[str, Bound] | Callable[[Site], Bound]
     _: KW_ONLY
     norm_type: float = 2.0
     log: bool = False
@@ -63,14 +71,29 @@ class ClipByNorm:
 
     def __post_init__(self) -> None:
         store_python_numbers(self)
-        check_norm("ClipByNorm", self.max_norm, self.norm_type)
+        by_site = site_bounds("ClipByNorm", "max_norm", self.max_norm)
+        check_norm("ClipByNorm", self.max_norm if by_site is None else 1.0, self.norm_type)
 
     def check_bounds(self) -> None:
-        """Raise ValueError if the bound is a tensor, and negative now."""
-        check_not_negative("ClipByNorm", "max_norm", self.max_norm)
+        """Raise ValueError if a bound is a tensor, and negative now."""
+        by_site = site_bounds("ClipByNorm", "max_norm", self.max_norm)
+        if by_site is None:
+            check_not_negative("ClipByNorm", "max_norm", self.max_norm)
+        else:
+            by_site.check()
+
+    def stands_for(self, site: Site) -> Sequence[ClipByNorm]:
+        """Return the clip with the bound of a site."""
+        by_site = site_bounds("ClipByNorm", "max_norm", self.max_norm)
+        return [self if by_site is None else replace(self, max_norm=by_site.at(site))]
+
+    def with_bounds(self, change: Callable[[Any, float], Any]) -> ClipByNorm:
+        """Return the clip with another bound."""
+        return replace(self, max_norm=change(self.max_norm, math.inf))
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip the tensor, and report a ``NormClip``."""
+        assert isinstance(self.max_norm, float | int | Tensor | Schedule)  # that of a site
         norm, bound = norm_of(tensor, self.norm_type), now(self.max_norm, tensor.device, least=0.0)
         clipped = scale_down(tensor, norm, bound_of(bound, norm))
         record_norm_clip("norm", norm, bound, log=(tensor, clipped) if self.log else None)
@@ -153,6 +176,10 @@ class ClipByGlobalNorm(GroupNormClip):
     def check_bounds(self) -> None:
         """Raise ValueError if the bound is a tensor, and negative now."""
         check_not_negative("ClipByGlobalNorm", "max_norm", self.max_norm)
+
+    def with_bounds(self, change: Callable[[Any, float], Any]) -> ClipByGlobalNorm:
+        """Return the clip with another bound."""
+        return replace(self, max_norm=change(self.max_norm, math.inf))
 
     def record_bound(self, total: Tensor, norms: Tensor) -> float | Tensor:
         """Record the clip; return its bound."""

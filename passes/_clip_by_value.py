@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.passes._settings import (
+    Bound,
+    SiteBounds,
     bound_of,
     check_not_negative,
     check_number,
     now,
     scalar,
     short_repr,
+    site_bounds,
     store_python_numbers,
 )
 from gradrewrite.policy.actions import BACKWARD
 from gradrewrite.policy.recording import record_value_clip
 from gradrewrite.policy.schedules import Schedule
-from gradrewrite.sites import Kind
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -35,7 +39,9 @@ class ClipByValue:
 
     Attributes:
         max: Upper bound, in units of the gradient; a number (baked in), or a tensor with one element (read at
-            every backward; change it in place), or a ``gr.Schedule``. A tensor that is NaN bounds nothing.
+            every backward; change it in place), or a ``gr.Schedule``. A tensor that is NaN bounds nothing. A mapping
+            has such bounds, > 0, by pattern of the site, of which the first that matches holds; a function returns the
+            bound of a site.
         min: Lower bound; ``-max`` if None, and ``max`` is then not negative: a tensor acts as ``max(bound, 0)``.
         log: Report a log line at every backward in which an element changed, and record what the line says
             (``max_abs``, ``mean_abs``, ``clipped``), ``factor`` and ``share``. ``factor`` is the ratio of the L2 norms
@@ -46,6 +52,7 @@ class ClipByValue:
     Raises:
         ValueError: A bound is NaN, or min > max; of tensors at ``transform``. Later min > max gives max.
         TypeError: A bound is neither number nor tensor.
+        PolicyError: (at the rewrite) No pattern of a mapping matches the site.
         UnsupportedGradientError: (a TypeError, at the rewrite) The gradient is complex or sparse.
 
     Example:
@@ -53,7 +60,7 @@ class ClipByValue:
         ClipByValue(10.0, log=True)
     """
 
-    max: float | Tensor | Schedule
+    max: Bound | Mapping[str, Bound] | Callable[[Site], Bound]
     _: KW_ONLY
     min: float | Tensor | Schedule | None = None
     log: bool = False
@@ -64,17 +71,39 @@ class ClipByValue:
 
     def __post_init__(self) -> None:
         store_python_numbers(self)
-        check_number("ClipByValue", "max", self.max)
+        if self._by_site is None:
+            check_number("ClipByValue", "max", self.max)
         if self.min is not None:
             check_number("ClipByValue", "min", self.min)
         if not isinstance(self.max, Tensor) and not isinstance(self.min, Tensor):
             self.check_bounds()
 
+    @property
+    def _by_site(self) -> SiteBounds | None:
+        return site_bounds("ClipByValue", "max", self.max)
+
+    @property
+    def _bound(self) -> Bound:
+        assert isinstance(self.max, int | float | Tensor | Schedule)
+        return self.max
+
+    def stands_for(self, site: Site) -> Sequence[ClipByValue]:
+        """Return the clip with the bound of a site."""
+        return [self if self._by_site is None else replace(self, max=self._by_site.at(site))]
+
+    def with_bounds(self, change: Callable[[Any, float], Any]) -> ClipByValue:
+        """Return the clip with other bounds."""
+        low = None if self.min is None else change(self.min, -math.inf)
+        return replace(self, max=change(self.max, math.inf), min=low)
+
     def check_bounds(self) -> None:
         """Raise ValueError if the bounds bound nothing now."""
+        if self._by_site is not None:
+            self._by_site.check()
+            return
         if self.min is None:
             check_not_negative("ClipByValue", "max", self.max)
-        high = _first(self.max)
+        high = _first(self._bound)
         low = -high if self.min is None else _first(self.min)
         if low > high:
             raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={high!r}")
@@ -85,7 +114,7 @@ class ClipByValue:
             raise UnsupportedGradientError(
                 f"ClipByValue bounds real numbers and the gradient is {tensor.dtype}; use ClipByNorm"
             )
-        limit = now(self.max, tensor.device, least=0.0 if self.min is None else -math.inf)
+        limit = now(self._bound, tensor.device, least=0.0 if self.min is None else -math.inf)
         if self.min is None:
             high = bound_of(limit, tensor)
             low = -high

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import MISSING, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradrewrite.errors import PolicyError
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.recording import current_recording
 from gradrewrite.policy.schedules import Schedule
+from gradrewrite.sites import Pattern, Site
+
+Bound: TypeAlias = float | Tensor | Schedule
 
 
 def store_python_numbers(action: Any) -> None:
@@ -21,7 +27,7 @@ def store_python_numbers(action: Any) -> None:
             object.__setattr__(action, field.name, python_number(getattr(action, field.name)))
 
 
-def check_number(action: str, name: str, value: float | Tensor | Schedule) -> None:
+def check_number(action: str, name: str, value: object) -> None:
     """A setting is a real number other than NaN, a real tensor with one element, or a schedule."""
     if isinstance(value, Schedule):
         value.at(0)
@@ -36,16 +42,56 @@ def check_number(action: str, name: str, value: float | Tensor | Schedule) -> No
         raise ValueError(f"{action}: {name} must not be NaN")
 
 
-def check_positive(action: str, name: str, value: float | Tensor | Schedule) -> None:
+def check_positive(action: str, name: str, value: object) -> None:
     """A bound that has to be > 0, infinity included; one that follows a schedule >= 0."""
     check_number(action, name, value)
     if isinstance(value, Schedule):
         value.at(0, least=0.0)
-    elif not isinstance(value, Tensor) and not value > 0:
+    elif isinstance(value, int | float) and not value > 0:
         raise ValueError(f"{action}: {name} must be > 0, got {value!r}")
 
 
-def check_not_negative(action: str, name: str, value: float | Tensor | Schedule) -> None:
+def site_bounds(action: str, name: str, value: Any) -> SiteBounds | None:
+    """Return bounds by site where a setting is a mapping or a function; None for another one.
+
+    TypeError or ValueError if a mapping has something else than bounds > 0 by pattern.
+    """
+    if isinstance(value, Mapping):
+        for pattern, bound in value.items():
+            Pattern.parse(pattern)
+            check_positive(action, f"{name}[{pattern!r}]", bound)
+        return SiteBounds(action, name, value)
+    return SiteBounds(action, name, value) if inspect.isroutine(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class SiteBounds:
+    """Bounds that follow from the site: by pattern, the first that matches, or by a function."""
+
+    action: str
+    name: str
+    value: Mapping[str, Bound] | Callable[[Site], Bound]
+
+    def at(self, site: Site) -> Bound:
+        """Return the bound at a site; PolicyError without one."""
+        if not isinstance(self.value, Mapping):
+            return self.value(site)
+        for pattern, bound in self.value.items():
+            if Pattern.parse(pattern).matches(site):
+                return bound
+        known = ", ".join(map(repr, self.value))
+        raise PolicyError(
+            f"{site}: {self.action} has no {self.name} there: its patterns are {known}. The pattern '*' matches all "
+            "other sites; math.inf clips nothing"
+        )
+
+    def check(self) -> None:
+        """Raise ValueError if a tensor among the bounds is negative now."""
+        for pattern, bound in self.value.items() if isinstance(self.value, Mapping) else ():
+            check_not_negative(self.action, f"{self.name}[{pattern!r}]", bound)
+
+
+def check_not_negative(action: str, name: str, value: object) -> None:
     """A bound that is a tensor is not negative now; later it acts as ``max(bound, 0)``."""
     if isinstance(value, Tensor) and value.device.type != "meta" and bool(value < 0):
         raise ValueError(
@@ -53,7 +99,7 @@ def check_not_negative(action: str, name: str, value: float | Tensor | Schedule)
         )
 
 
-def check_norm(action: str, max_norm: float | Tensor | Schedule, norm_type: float) -> None:
+def check_norm(action: str, max_norm: object, norm_type: float) -> None:
     """Bounds and orders of a norm clip are > 0, infinity included."""
     check_positive(action, "max_norm", max_norm)
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):

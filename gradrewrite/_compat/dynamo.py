@@ -35,6 +35,7 @@ with needed_for("texts can be added to the log of TORCH_TRACE"):
 
 TRACING_ERRORS = (Unsupported, UserError, FailOnRecompileLimitHit, TorchRuntimeError, BackendCompilerFailed)
 
+
 def is_of_graph(err: Exception) -> bool:
     """Whether an error comes from an op of a graph that runs op by op."""
     traceback = err.__traceback__

@@ -13,8 +13,8 @@ from torch import nn
 from gradrewrite._utils.formatting import describe_callable
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.errors import CallbackError
-from gradrewrite.policy.actions import Policy, action_key, is_action
-from gradrewrite.policy.rules import Answered, ask_in_order, callbacks_of
+from gradrewrite.policy.actions import Policy, StandIn, action_key, actions_of, is_action
+from gradrewrite.policy.rules import Answered, ask_in_order, callbacks_of, rules_of
 from gradrewrite.rewriting.function_values import FunctionValues, functions_in
 from gradrewrite.sites import Site
 
@@ -42,7 +42,9 @@ class TracedValues:
 
     def __init__(self, policy: Policy, warnings: PendingWarnings) -> None:
         self._policy, self._warnings = policy, warnings
-        self._callbacks = tuple(callbacks_of(policy).values())
+        actions = (action for rule in rules_of(policy) for action in actions_of(rule.action, where="a rule"))
+        of_sites = (function for action in actions if isinstance(action, StandIn) for function in functions_in(action))
+        self._callbacks = (*callbacks_of(policy).values(), *of_sites)
         self._sets = [_Set()]
         self._current = 0
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 from rich.console import Console
 
 from gradrewrite import viz
-from gradrewrite._utils.formatting import nearest, plain_table
-from gradrewrite.cli.loading import load_and, load_graph
+from gradrewrite._utils.formatting import nearest, plain_table, without_addresses
+from gradrewrite.cli.loading import load, load_and, load_graph
 from gradrewrite.cli.messages import Refused, reading, split_ending
 from gradrewrite.cli.site_tree import site_tree
 from gradrewrite.diagnostics.run_file import read_jsonl
-from gradrewrite.sites import Pattern
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.rules import ask
+from gradrewrite.sites import Kind, Pattern, Site
 
 _WIDE = 1000  # columns of a file or a pipe
 
@@ -73,14 +77,16 @@ def sites(options: argparse.Namespace) -> None:
         pattern = Pattern.parse(options.pattern) if options.pattern is not None else None
     except ValueError as err:
         raise Refused(str(err)) from err
-    known = load_graph(options.model, options.input, options.policy).sites
+    known: Sequence[Site] = load_graph(options.model, options.input, options.policy).sites
+    actions = _actions(known, options.policy) if options.policy is not None else {}
+    known = [*known, *(site for site in actions if site.kind in ("step", "param"))]
     found = [site for site in known if pattern is None or pattern.matches(site)]
     if not found and pattern is not None:
         names = ", ".join(nearest(options.pattern, [str(s) for s in known])) or "there are none"
         raise Refused(f"no site matches {options.pattern!r}; nearest: {names}")
     if options.tree:
         width = None if sys.stdout.isatty() else _WIDE
-        Console(width=width).print(site_tree(found), no_wrap=True, overflow="ellipsis", highlight=False)
+        Console(width=width).print(site_tree(found, actions), no_wrap=True, overflow="ellipsis", highlight=False)
         print(f"{len(found)} of {len(known)} sites")
         return
     rows = [
@@ -95,6 +101,7 @@ def sites(options: argparse.Namespace) -> None:
             "shape": list(site.shape),
             "dtype": str(site.dtype).removeprefix("torch."),
             "source": site.source,
+            **({"actions": actions.get(site, [])} if options.policy is not None else {}),
         }
         for site in found
     ]
@@ -102,11 +109,26 @@ def sites(options: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=1))
         return
     sizes = [", ".join("?" if size is None else str(size) for size in site.shape) for site in found]
+    columns = ["site", "shape", "dtype", "source"]
     cells = [
-        (str(r["site"]), f"[{size}]", str(r["dtype"]), str(r["source"])) for r, size in zip(rows, sizes, strict=True)
+        [str(r["site"]), f"[{size}]", str(r["dtype"]), str(r["source"])] for r, size in zip(rows, sizes, strict=True)
     ]
-    print(plain_table(("site", "shape", "dtype", "source"), cells))
+    if options.policy is not None:
+        columns.insert(1, "actions")
+        for site, cell in zip(found, cells, strict=True):
+            cell.insert(1, ", ".join(actions.get(site, [])))
+    print(plain_table(columns, cells))
     print(f"{len(found)} of {len(known)} sites")
+
+
+def _actions(sites: Sequence[Site], policy_name: str) -> dict[Site, list[str]]:
+    """Return the actions of a policy as text, by site; of parameters those at their step and param sites too."""
+    policy = load(policy_name, "the policy")
+    of_parameters = [site for site in sites if site.kind == "gradient"]
+    kinds: tuple[Kind, ...] = ("step", "param")
+    all_sites = [*sites, *(replace(site, kind=kind) for kind in kinds for site in of_parameters)]
+    found = {site: [without_addresses(describe(one)) for one in ask(policy, site)] for site in all_sites}
+    return {site: texts for site, texts in found.items() if texts}
 
 
 def memory(options: argparse.Namespace) -> None:

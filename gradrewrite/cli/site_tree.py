@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rich.text import Text
 from rich.tree import Tree
@@ -44,12 +45,12 @@ class _Branch:
     branches: dict[str, _Branch] = field(default_factory=dict)  # by their parts, with ``_NUMBER`` for numbers
 
 
-def site_tree(sites: Sequence[Site]) -> Tree:
+def site_tree(sites: Sequence[Site], actions: Mapping[Site, Sequence[str]] = MappingProxyType({})) -> Tree:
     """Return the tree of sites, by kinds with alike sites.
 
-    Modules and calls with equal ops, shapes, dtypes and lines of code share a line.
+    Modules and calls with equal ops, shapes, dtypes, lines of code and actions share a line.
     """
-    items = _items(sites)
+    items = _items(sites, actions)
     counts: dict[tuple[object, ...], Counter[Kind]] = {}
     for item, _ in items:
         counts.setdefault(item.features, Counter())[item.kind] += 1
@@ -68,25 +69,26 @@ def site_tree(sites: Sequence[Site]) -> Tree:
     return tree
 
 
-def _items(sites: Sequence[Site]) -> list[tuple[_Item, int]]:
+def _items(sites: Sequence[Site], actions: Mapping[Site, Sequence[str]]) -> list[tuple[_Item, int]]:
     """Return items with their numbers of sites."""
     found: dict[object, tuple[_Item, int]] = {}
     for site in sites:
         shape = ", ".join("?" if size is None else str(size) for size in site.shape)
         dtype = str(site.dtype).removeprefix("torch.")
+        done = f"  <- {', '.join(actions[site])}" if site in actions else ""
         module, _, name = site.name.rpartition(".")
-        if site.kind in ("gradient", "step") and module:
-            key = site.kind, module, dtype, site.call
+        if site.kind in ("gradient", "step", "param") and module:
+            key = site.kind, module, dtype, site.call, done
             before, number = found.get(key, (None, 0))
-            shapes = f"{before.details.removesuffix(f'  {dtype}')}, " if before is not None else ": "
-            item = _Item(site.kind, _modules(module), "", f"{shapes}{name} [{shape}]  {dtype}")
+            shapes = f"{before.details.removesuffix(f'  {dtype}{done}')}, " if before is not None else ": "
+            item = _Item(site.kind, _modules(module), "", f"{shapes}{name} [{shape}]  {dtype}{done}")
             found[key] = item, number + 1
             continue
         parts = _modules(site.name)
         if site.kind in ("error", "activation") and site.name not in site.output_of:
             module, slash, op = site.name.rpartition("/")
             parts = (*_modules(module), f"/{op}") if slash else parts
-        details = f"  [{shape}] {dtype} {site.source}".rstrip()
+        details = f"  [{shape}] {dtype} {site.source}".rstrip() + done
         found[len(found)] = _Item(site.kind, parts, site.op, details), 1
     return list(found.values())
 

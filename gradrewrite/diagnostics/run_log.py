@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -209,7 +208,8 @@ class Run:
     @property
     def num_updates(self) -> int:
         """Number of its updates."""
-        return len({update for update, _, _ in self.numbers.values()}) or len(self.steps)
+        firsts = sum(micro_batch == 0 for _, micro_batch, _ in self.numbers.values())
+        return firsts if self.numbers else len(self.steps)
 
     @property
     def length(self) -> str:
@@ -286,8 +286,13 @@ def _numbers_of(steps: Sequence[Step]) -> dict[int, tuple[int, int, int]]:
     """Return the numbers of steps in a run; empty where each is an update with its number."""
     if all(step.update == step.step for step in steps):
         return {}
-    counts = Counter(step.update for step in steps)
-    return {step.step: (step.update, step.micro_batch, counts[step.update]) for step in steps}
+    updates: list[list[Step]] = []
+    for step in steps:
+        last = updates[-1][-1] if updates else None
+        if last is None or step.update != last.update or step.micro_batch <= last.micro_batch:
+            updates.append([])  # a later one of the same number: the first was not made
+        updates[-1].append(step)
+    return {step.step: (step.update, step.micro_batch, len(own)) for own in updates for step in own}
 
 
 def loss_series(run: Run) -> Series | None:

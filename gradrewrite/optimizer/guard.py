@@ -86,7 +86,8 @@ def guard(
     with ``SkipSpikes(of="loss")``), and those of the step sites of sharded gradients, so all ranks must call ``step``
     equally often. The host waits for no device; on the CPU the collective itself blocks. ``monitor.skipped`` and
     ``skipped@optimizer`` are those of the group. An optimizer that is not fused is not called at all by a GradScaler
-    that found an infinity; DistributedDataParallel and FSDP2 let all ranks find it.
+    that found an infinity, so that the next update has the same number; DistributedDataParallel and FSDP2 let all ranks
+    find it.
 
     Args:
         optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision. Of an

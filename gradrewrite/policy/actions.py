@@ -275,9 +275,40 @@ class ParameterScaling(Action, Protocol):
         """The factor: a number, or a tensor with one element, read at every step."""
 
 
+@runtime_checkable
+class StandIn(Protocol):
+    """A value in the place of actions that follow from the site (internal until 1.0)."""
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The allowed kinds of site."""
+
+    def stands_for(self, site: Site) -> Sequence[Any]:
+        """Return the actions at a site."""
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """An action without effect where its bounds are infinite (internal until 1.0)."""
+
+    def check_bounds(self) -> None:
+        """Raise ValueError if a bound cannot be one now."""
+
+    def with_bounds(self, change: Callable[[Any, float], Any]) -> Action | GroupAction:
+        """Return the action with other bounds, each from the bound and the infinity that bounds nothing."""
+
+
 def is_action(value: Any) -> bool:
     """Return whether a value is an action, of one site, of a group, or of a saved tensor."""
-    return isinstance(value, Action | GroupAction | SavedForm | Recomputation)
+    return isinstance(value, Action | GroupAction | SavedForm | Recomputation | StandIn)
+
+
+def stands_for(action: Any, site: Site) -> tuple[Any, ...]:
+    """Return the actions at a site: those that an action stands for, or itself."""
+    if not isinstance(action, StandIn):
+        return (action,)
+    found = action.stands_for(site)
+    return tuple(one for item in found for one in ((item,) if item is action else stands_for(item, site)))
 
 
 def takes_value(action: Any) -> bool:

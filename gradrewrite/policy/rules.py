@@ -14,7 +14,17 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
-from gradrewrite.policy.actions import SAVED, Answer, LiveBounds, Policy, actions_of, describe, is_action, kinds_of
+from gradrewrite.policy.actions import (
+    SAVED,
+    Answer,
+    LiveBounds,
+    Policy,
+    actions_of,
+    describe,
+    is_action,
+    kinds_of,
+    stands_for,
+)
 from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
 from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
@@ -197,8 +207,8 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
         raise
     except Exception as err:
         raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}. {_CALLBACK}") from err
-    actions = actions_of(answer, where=str(site))
     try:
+        actions = tuple(one for action in actions_of(answer, where=str(site)) for one in _meant_at(site, action))
         for action in actions:
             refuse(action, Context(site))
     except PolicyError as err:
@@ -206,6 +216,15 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
             raise
         raise PolicyError(f"{policy.source}: {err.text}", code=err.code) from None
     return actions
+
+
+def _meant_at(site: Site, action: Any) -> tuple[Any, ...]:
+    try:
+        return stands_for(action, site)
+    except RewriteError:
+        raise
+    except Exception as err:  # of the user's function of a site, or for what it returned
+        raise PolicyError(f"{site}: {describe(action)}: {type(err).__name__}: {err}") from err
 
 
 def _tells_kind(policy: Callable[[Site], Answer], site: Site) -> bool:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite._compat.make_fx import is_traced
+from gradrewrite.policy.actions import is_action
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _ABSENT = object()
@@ -109,7 +110,8 @@ def functions_in(answer: Any) -> list[Any]:
     if not _is_ours(type(answer)) or isinstance(answer, FunctionType | MethodType | functools.partial | nn.Module):
         return [answer]
     values = [getattr(answer, name) for name in getattr(answer, "__dataclass_fields__", ())]
-    return [value for value in values if _is_code(value)]
+    found = [functions_in(value) if is_action(value) else [value] * _is_code(value) for value in values]
+    return [function for own in found for function in own]
 
 
 def _is_code(value: Any) -> bool:

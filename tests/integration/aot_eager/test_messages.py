@@ -161,7 +161,7 @@ BROKEN: list[tuple[type[nn.Module], type[Exception], str, str, str]] = [
     (Prints, gr.GraphBreakError, "cannot print", "print(h)", "Observe"),
     (Branches, gr.GraphBreakError, "branch", "return h.sum() if h.sum() > 0 else h.mean()", "torch.where"),
     (Lists, gr.GraphBreakError, "read on the host", "return self.fc(x).sum() * max(x.sum(1).tolist())", "outside"),
-    (Selects, gr.GraphBreakError, "a size or a branch", "chosen.shape[0] > 1", "fullgraph=False"),
+    (Selects, gr.GraphBreakError, "a size, a branch or a Python number", "chosen.shape[0] > 1", "fullgraph=False"),
     (Recurrent, gr.GraphBreakError, "nn.LSTM", "return self.lstm(x)[0].sum()", "nn.LSTMCell"),
     (InPlace, gr.TraceError, "in-place op", "squares = h * h", "the plain model fails too"),
     (Narrow, gr.TraceError, "got [3, 3] X [4, 2]", "return self.fc(x[:, 1:]).sum()", "the plain model fails too"),

@@ -42,7 +42,7 @@ def test_a_step_is_short() -> None:
 def test_a_monitor_shows_its_table() -> None:
     model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:weight", ClipByNorm(1.0)))
     assert repr(model.monitor) == "Monitor(capacity=1000, every=None): 0 steps"
-    assert "<caption>0 of 0 steps</caption>" in model.monitor._repr_html_()
+    assert "<caption>0 of 0 steps, nothing was recorded: Observe" in model.monitor._repr_html_()
     model(torch.ones(1, 2)).sum().backward()
 
     assert repr(model.monitor) == "Monitor(capacity=1000, every=None): 1 steps"
