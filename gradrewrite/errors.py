@@ -13,7 +13,7 @@ RewriteError
 
 RewriteWarning (UserWarning)      something differs from what the policy says, and is said once
 
-The last line of a message is ``help: troubleshooting#code``, an entry of ``docs/troubleshooting.md``.
+The last line of a message is ``help: gradrewrite help code``, an entry of ``docs/troubleshooting.md``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RewriteError(Exception):
     """Base of every error that gradrewrite raises on purpose.
 
     Attributes:
-        code: The entry of ``docs/troubleshooting.md`` on this message, its last line: ``help: troubleshooting#code``.
+        code: The entry of ``docs/troubleshooting.md`` on this message, its last line: ``help: gradrewrite help code``.
     """
 
     code = ""
@@ -40,7 +40,7 @@ class RewriteError(Exception):
             self.code = code
 
     def __str__(self) -> str:
-        return f"{self.text}\nhelp: troubleshooting#{self.code}"
+        return f"{self.text}\nhelp: gradrewrite help {self.code}"
 
     @property
     def text(self) -> str:

@@ -181,11 +181,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """Return the name of a function or a class, of a lambda its line; of any other callable its representation."""
-    if isinstance(function, FunctionType) and function.__name__ == "<lambda>":
-        code = function.__code__
-        return f"<lambda> ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    """Return the name of a function or a class; of any other callable its representation."""
     return function.__qualname__ if isinstance(function, FunctionType | type) else repr(function)
+
+
+def located_callable(function: Callable[..., Any]) -> str:
+    """Return the name of a callable for a message, of a lambda with its line."""
+    if not isinstance(function, FunctionType) or function.__name__ != "<lambda>":
+        return describe_callable(function)
+    code = function.__code__
+    return f"<lambda> ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def without_addresses(text: str) -> str:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from gradrewrite._utils.formatting import describe_callable, nearest
+from gradrewrite._utils.formatting import located_callable, nearest
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.compiled_graphs import CompiledGraphs
 from gradrewrite.errors import NoSuchSiteError, PolicyError
@@ -138,7 +138,7 @@ class RuleChecks:
                 continue
             self._warnings.warn_once(
                 f"silent {position}",
-                f"the policy {describe_callable(callback)} answered None at every site so far ({kinds}) and does "
+                f"the policy {located_callable(callback)} answered None at every site so far ({kinds}) and does "
                 "nothing; sites are listed by gr.transform(model, []).trace(...).sites",
             )
 

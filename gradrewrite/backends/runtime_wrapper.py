@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradrewrite._compat import autograd, dtensors
 from gradrewrite._compat.data_parallel import DataParallelism
-from gradrewrite._utils.formatting import describe_callable
+from gradrewrite._utils.formatting import located_callable
 from gradrewrite.backends.graph_uses import GraphUse
 from gradrewrite.backends.live_tensors import Form, LiveTensors, form_of
 from gradrewrite.backends.session import Session
@@ -134,7 +134,7 @@ def _check_values(values: Sequence[FunctionValues]) -> None:
     changed = first_change(values)
     if changed is not None:
         function, name, value = changed
-        text = _OTHER_VALUE.format(describe_callable(function), name, shown_value(value))
+        text = _OTHER_VALUE.format(located_callable(function), name, shown_value(value))
         raise CallbackError(text, code="changing-value")
 
 

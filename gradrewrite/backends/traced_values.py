@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from gradrewrite._utils.formatting import describe_callable
+from gradrewrite._utils.formatting import located_callable
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.errors import CallbackError
 from gradrewrite.policy.actions import Policy, StandIn, action_key, actions_of, is_action
@@ -63,7 +63,7 @@ class TracedValues:
 
     def _note_print(self, values: FunctionValues) -> None:
         if values.prints:
-            name = describe_callable(values.functions[0])
+            name = located_callable(values.functions[0])
             self._warnings.warn_once(f"print {name}", _PRINTS.format(name))
 
     def number(self) -> int:
@@ -77,7 +77,7 @@ class TracedValues:
                 return number
         if len(self._sets) == MOST_SETS:
             function, name, value = changed
-            text = _TOO_MANY.format(describe_callable(function), name, MOST_SETS, shown_value(value), MOST_SETS)
+            text = _TOO_MANY.format(located_callable(function), name, MOST_SETS, shown_value(value), MOST_SETS)
             raise CallbackError(text, code="changing-value")
         self._sets.append(_Set())
         self._current = len(self._sets) - 1

@@ -27,6 +27,7 @@ _COMMANDS = {
     "diagnose": "diagnosis",
     "diff": "differences",
     "selftest": "selftest",
+    "help": "pages",
 }
 
 
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gradrewrite {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_graphs, _add_runs, _add_trainings):
+    for add in (_add_graphs, _add_runs, _add_trainings, _add_pages):
         add(commands)
     return parser
 
@@ -145,6 +146,11 @@ def _add_trainings(commands: _Commands) -> None:
     demo.add_argument("--out", type=Path, default=Path("gradrewrite_demo"), help="default: gradrewrite_demo")
     selftest = commands.add_parser("selftest", help="check that this installation works, with its torch and compiler")
     selftest.add_argument("--eager", action="store_true", help="without torch.compile: no C++ compiler is needed")
+
+
+def _add_pages(commands: _Commands) -> None:
+    pages = commands.add_parser("help", help="say more on an error, or show the cheat sheet")
+    pages.add_argument("name", nargs="?", help="the last word of an error, or cheatsheet (default: list all)")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

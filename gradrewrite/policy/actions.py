@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 
 from torch import Tensor
 
-from gradrewrite._utils.formatting import describe_callable
+from gradrewrite._utils.formatting import located_callable
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.policy.schedules import Schedule
@@ -357,7 +357,7 @@ def _check_function(function: Callable[..., Any], where: str) -> None:
     known = _OF_PARAMETERS.get(getattr(function, "__name__", "")) if is_of_torch else None
     if known is not None:
         raise PolicyError(
-            f"{where}: torch's {describe_callable(function)} takes parameters, and a tensor function one gradient: "
+            f"{where}: torch's {located_callable(function)} takes parameters, and a tensor function one gradient: "
             f"write {known}"
         )
     kind = next((kind for test, kind in _OTHER_FUNCTIONS if test(function)), None)
@@ -386,7 +386,7 @@ def describe(action: Any) -> str:
     """Return an action as text for a message."""
     if is_action(action) or not callable(action):
         return repr(action)
-    return f"the tensor function {describe_callable(action)}"
+    return f"the tensor function {located_callable(action)}"
 
 
 def action_key(action: Any) -> Hashable:

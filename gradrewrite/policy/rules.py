@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradrewrite._utils.formatting import describe_callable, without_addresses
+from gradrewrite._utils.formatting import describe_callable, located_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import (
     SAVED,
@@ -263,7 +263,7 @@ def policy_text(policy: Policy) -> list[str]:
 
 def _part_text(part: Any) -> str:
     if not isinstance(part, Rule):
-        return without_addresses(describe_callable(part))
+        return without_addresses(located_callable(part))
     text = f"gr.{without_addresses(repr(part))}"
     return f"{text}, {part.source}" if part.source else text
 

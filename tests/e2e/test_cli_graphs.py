@@ -148,6 +148,20 @@ def test_sites_pattern(shell: Shell, order: str) -> None:
     }
 
 
+def test_sites_of_a_policy(shell: Shell) -> None:
+    status, out, err = shell.run("sites", *CLIPPED)
+    assert (status, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines() if ":" in line}
+    assert "ClipByValue(0.1" in rows["error:0"]
+    assert "Clip" not in rows["activation:0"]
+    status, out, err = shell.run("sites", *CLIPPED, "--json")
+    actions = {row["site"]: row["actions"] for row in json.loads(out)}
+    assert actions["error:0"][0].startswith("ClipByValue(0.1")
+    assert actions["activation:0"] == []
+    status, out, err = shell.run("sites", *CLIPPED, "--tree")
+    assert "<- ClipByValue(0.1" in out
+
+
 def test_memory(shell: Shell) -> None:
     status, out, err = shell.run("memory", *MODEL)
     assert (status, err) == (0, "")

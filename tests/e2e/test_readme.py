@@ -66,11 +66,11 @@ def test_readme_policies_and_pictures(example: ModuleType, tmp_path: Path, monke
 
     assert (tmp_path / "backward.html").stat().st_size > 10_000
     assert len(policies) == 2
-    for policy in policies:
-        site = (
-            gr.transform(example.Net(), policy if callable(policy) else policy[1:2]).trace(names["text"]).edits[0].site
-        )
-        assert site.kind == "gradient"
+    rules, callback = policies
+    model = gr.transform(example.Net(), rules[1:2])
+    (edit, *_) = model.trace_step(torch.optim.SGD(model.parameters(), lr=0.1)).edits
+    assert edit.site.kind == "step"
+    assert gr.transform(example.Net(), callback).trace(names["text"]).edits[0].site.kind == "gradient"
 
 
 @pytest.mark.long

@@ -50,7 +50,7 @@ def test_each_code_has_one_entry_and_each_entry_a_code() -> None:
 def test_last_line_names_the_entry(error: type[gr.RewriteError]) -> None:
     err = error("what is wrong")
 
-    assert str(err) == f"what is wrong\nhelp: troubleshooting#{error.code}"
+    assert str(err) == f"what is wrong\nhelp: gradrewrite help {error.code}"
     assert error.code in codes_in_sources()
 
 
@@ -58,12 +58,12 @@ def test_last_line_names_the_entry(error: type[gr.RewriteError]) -> None:
 def test_code_of_one_error_survives_pickling() -> None:
     err = pickle.loads(pickle.dumps(gr.PolicyError("two bounds", code="groups")))
 
-    assert (err.args, str(err)) == (("two bounds",), "two bounds\nhelp: troubleshooting#groups")
+    assert (err.args, str(err)) == (("two bounds",), "two bounds\nhelp: gradrewrite help groups")
 
 
 @pytest.mark.pure
 def test_errors_with_fields_end_with_their_entry() -> None:
-    assert str(gr.NoSuchSiteError("error:x", ["error:y"])).splitlines()[-1] == "help: troubleshooting#no-such-site"
+    assert str(gr.NoSuchSiteError("error:x", ["error:y"])).splitlines()[-1] == "help: gradrewrite help no-such-site"
 
 
 def test_an_error_that_is_raised_again_with_its_site_has_one_last_line() -> None:
@@ -76,4 +76,4 @@ def test_an_error_that_is_raised_again_with_its_site_has_one_last_line() -> None
         model.trace(torch.ones(1, 2))
 
     assert str(caught.value).count("help: ") == 1
-    assert str(caught.value).endswith("\nhelp: troubleshooting#record")
+    assert str(caught.value).endswith("\nhelp: gradrewrite help record")

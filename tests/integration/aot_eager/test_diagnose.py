@@ -231,4 +231,4 @@ def test_call_numbers_of_causes_and_no_help_in_verdicts() -> None:
     (cause,) = found.causes
 
     assert cause.site == "activation:/truediv#1"
-    assert "help: troubleshooting" not in str(found)
+    assert "help: gradrewrite" not in str(found)

@@ -186,7 +186,7 @@ def test_four_lines(
     assert second.startswith("  test_messages.py:")
     assert line in second
     assert way_out in third
-    assert last == f"help: troubleshooting#{caught.value.code}"
+    assert last == f"help: gradrewrite help {caught.value.code}"
     assert caught.value.__cause__ is not None
     assert len(str(caught.value)) < 600
 
