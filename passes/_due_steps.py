@@ -118,7 +118,7 @@ class _Chosen:
 
 
 class _ChosenOfTwo(_Chosen):
-    """The same of a function of a gradient and what it is of."""
+    """The same of a function of two: a gradient and its parameter, activation or input."""
 
     __slots__ = ()
 

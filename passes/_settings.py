@@ -42,12 +42,12 @@ def check_number(action: str, name: str, value: object) -> None:
         raise ValueError(f"{action}: {name} must not be NaN")
 
 
-def check_positive(action: str, name: str, value: object) -> None:
+def check_positive(action: str, name: str, value: Any) -> None:
     """A bound that has to be > 0, infinity included; one that follows a schedule >= 0."""
     check_number(action, name, value)
     if isinstance(value, Schedule):
         value.at(0, least=0.0)
-    elif isinstance(value, int | float) and not value > 0:
+    elif not isinstance(value, Tensor) and not value > 0:
         raise ValueError(f"{action}: {name} must be > 0, got {value!r}")
 
 

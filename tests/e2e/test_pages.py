@@ -24,7 +24,15 @@ from helpers import ROOT
 
 PAGES = ROOT / "docs"
 RUN = ["guide", "index", "pictures", "report", "diagnosis", "differences", "benchmarks"]
-TESTED_ELSEWHERE = ["distributed", "frameworks", "per-example", "saved-tensors", "several-losses", "state"]
+TESTED_ELSEWHERE = [
+    "cheatsheet",
+    "distributed",
+    "frameworks",
+    "per-example",
+    "saved-tensors",
+    "several-losses",
+    "state",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Sections of docs/comparison.md of which the first block needs a package.
 RIVALS = {
