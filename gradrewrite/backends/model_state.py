@@ -73,7 +73,8 @@ class ModelState:
 
     def _install(self, config: RewriteConfig, options: Mapping[str, Any], engine: Engine) -> None:
         outside = None if self.regions is None else outside_of(self.original, self.regions.modules)
-        session = Session(config, recorder_of(self.monitor), self.original, outside)
+        recorder = recorder_of(self.monitor)
+        session = Session(replace(config, label=recorder.label_of(self.original)), recorder, self.original, outside)
         entry_points = self._entry_points(session, options, engine)
         self.session, self.compile_options, self.engine = session, options, engine
         of_regions = None if self.regions is None else self.regions.parameters

@@ -26,6 +26,14 @@ def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
     return {name: -(-calls // (number + 1)) for name, calls in found.items()}
 
 
+def _with_label(name: str, renamed: Mapping[str, object]) -> str:
+    """Return the new name of a site, with the label of the model behind it, if it has one."""
+    if name in renamed:
+        return str(renamed[name])
+    plain, at, label = name.rpartition("@")
+    return f"{renamed[plain]}{at}{label}" if plain in renamed else name
+
+
 @dataclass(frozen=True, slots=True)
 class Renaming:
     """Renaming of one region, and of its call, to another."""
@@ -59,14 +67,19 @@ class Renaming:
     def outputs(self, outputs: BackwardOutputs, sites: Sequence[Site]) -> BackwardOutputs:
         """Rename the auxiliary outputs of a graph with these sites; groups and other owners of records keep theirs."""
         renamed = {str(site): self.site(site) for site in sites}
-        ops = {SiteOp.of(site): SiteOp.of(self.site(site)) for site in sites if site.op}
+        ops = {SiteOp.of(site).name: SiteOp.of(self.site(site)) for site in sites if site.op}
+        names = {name: op.name for name, op in ops.items()}
+
+        def op(old: SiteOp) -> SiteOp:
+            known = ops[old.name if old.name in ops else old.name.rpartition("@")[0]]
+            return replace(known, name=_with_label(old.name, names))
 
         def key(old: RecordKey) -> RecordKey:
-            return replace(old, site=str(renamed.get(old.site, old.site)))
+            return replace(old, site=_with_label(old.site, renamed))
 
         def clip(old: ClipRecords) -> ClipRecords:
             new = replace(old, report=old.report.map(lambda _, leaf: key(leaf)), factor=key(old.factor))
-            site = renamed.get(old.site)
+            site = renamed.get(old.site, renamed.get(old.site.rpartition("@")[0]))
             return new if site is None else replace(new, name=site.name, call=site.call)
 
         return replace(
@@ -80,13 +93,13 @@ class Renaming:
             counts=frozenset(map(key, outputs.counts)),
             sampled=tuple((every, frozenset(map(key, keys))) for every, keys in outputs.sampled),
             measured={key(old): one for old, one in outputs.measured.items()},
-            ops=tuple(ops[old] for old in outputs.ops),
+            ops=tuple(map(op, outputs.ops)),
         )
 
     def edit(self, edit: Edit, sites: Sequence[Site]) -> Edit:
         """Rename an edit of a graph with these sites."""
         known = {str(site): str(self.site(site)) for site in sites}
-        records = tuple(replace(key, site=known.get(key.site, key.site)) for key in edit.records)
+        records = tuple(replace(key, site=_with_label(key.site, known)) for key in edit.records)
         return replace(edit, site=self.site(edit.site), records=records)
 
     def replay_graph(self, graph: ReplayGraph, sites: Sequence[Site]) -> ReplayGraph:

@@ -63,7 +63,8 @@ class Monitor:
     A step is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
     (the model was called twice), counts of elements add up and of all else the last value is kept. The last
     ``capacity`` steps stay on their device; nothing waits for the device before the host asks, or the interval is over.
-    Reading is safe from any thread.
+    Reading is safe from any thread. Of several models with parameters of equal names the first has the plain addresses;
+    sites of the second one end in ``@2``.
 
     Attributes:
         capacity: How many steps are kept.

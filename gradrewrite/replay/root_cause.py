@@ -129,8 +129,14 @@ def _changed_unseen(root: RootCause, graph: CheckedGraph) -> str:
     """Return an input that became non-finite without a new version (numpy)."""
     if root.given is None or root.given.role != "input":
         return ""
-    was_finite = graph.values.get(RecordKey("nonfinite", 1, f"data:{root.given.name}")) == 0
-    return f"input {root.given.name}" if was_finite else ""
+    site = f"data:{root.given.name}"
+    counts = [value for key, value in graph.values.items() if key.record == "nonfinite" and _is_at(key, site)]
+    return f"input {root.given.name}" if counts and counts[0] == 0 else ""
+
+
+def _is_at(key: RecordKey, site: str) -> bool:
+    """Whether a record is at a site, with or without the label of a model."""
+    return site in (key.site, key.site.rpartition("@")[0])
 
 
 def _averages(graph: CheckedGraph) -> bool:

@@ -22,4 +22,5 @@ class RewriteConfig:
     # The callback of a framework trains with it: one joint graph is kept; rules are checked without a call of the model
     # itself; and what the tracer skips is warned of where a gradient comes from it, for frameworks log and step inside.
     in_framework: bool = False
+    label: str = ""  # behind the sites of records, where another model of the same monitor has such names too
     states: StateStore = field(default_factory=StateStore, compare=False)

@@ -37,7 +37,8 @@ class LossOf:
 class RecordNumbering:
     """The keys of the records of a graph; the only place that numbers occurrences."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
+        self.label = label  # behind each site; see ``RewriteConfig.label``
         self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
         self._losses: dict[tuple[str, str], int] = {}  # how many losses have numbers, by name and place
         self.counts: set[RecordKey] = set()  # of elements
@@ -50,7 +51,7 @@ class RecordNumbering:
         Records of the gradients of single losses have the numbers of these: of three losses the second has 2, 5, 8.
         What comes behind them at one place has none of the numbers of losses, used or not.
         """
-        found = []
+        found, where = [], f"{where}{self.label}"
         for name in names:
             if loss is not None:
                 self._losses[name, where] = loss.count

@@ -139,7 +139,8 @@ class RecordPacking:
     def note_op(self, site: Site) -> None:
         """List the op of a recorded site, if it has one."""
         if site.op:
-            self.ops[SiteOp.of(site)] = None
+            of_site = SiteOp.of(site)
+            self.ops[replace(of_site, name=f"{of_site.name}{self.numbering.label}")] = None
 
     def _place(
         self, reports: Sequence[Figures[Leaf]], placed: Sequence[Figures[RecordKey]]
@@ -204,7 +205,7 @@ class RecordPacking:
             verdicts=tuple(
                 _num_skips(records) > 0 and value_of(records[0].node).device.type != "cuda" for records in packs
             ),
-            kept=tuple(site for site, _ in self.kept),
+            kept=tuple(replace(site, name=f"{site.name}{self.numbering.label}") for site, _ in self.kept),
             kept_as=tuple(self.kept_as),
             groups=tuple(self.groups),
             checks=tuple(sorted(self.checks, key=lambda check: check.order)),

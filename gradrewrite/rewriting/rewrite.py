@@ -75,7 +75,7 @@ from gradrewrite.rewriting.lowering import (
     lower,
     lower_action,
 )
-from gradrewrite.rewriting.record_nodes import RecordNode
+from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.rewriting.saved_forms import SavedInsertion, SavedRewrite, find_saved
 from gradrewrite.rewriting.saved_tensors import SavedTensors
@@ -128,7 +128,7 @@ def rewrite_joint_graph(
     too.
     """
     graph = marked.graph
-    rewriter = Rewriter(graph, config.loss_scale, config.states, marked)
+    rewriter = Rewriter(graph, config.loss_scale, config.states, marked, config.label)
     assumed = fake_tensors.assumptions(graph)
     found_points = find_insertion_points(marked)
     points, out_of_reach = found_points.points, found_points.outside
@@ -245,6 +245,7 @@ class Rewriter:
         scale: LossScale | None = None,
         states: StateStore | None = None,
         marked: MarkedJointGraph | None = None,
+        label: str = "",
     ) -> None:
         self.graph = graph
         self.examples = None if marked is None else ExampleGradients(marked)  # None where the inputs are not known
@@ -252,7 +253,7 @@ class Rewriter:
         self._is_whole = marked is None or marked.is_whole
         self._scale = scale
         self.edits: list[Edit] = []
-        self.packing = RecordPacking()
+        self.packing = RecordPacking(numbering=RecordNumbering(label))
         self.forward = ForwardValues(graph)
         self.counters: list[str] = []  # names of the nodes of boundary counters
         self.changed: set[fx.Node] = set()  # markers of errors that actions change

@@ -332,3 +332,51 @@ def test_full_backward_hooks_are_refused_with_the_way_out(pre: bool) -> None:
         _backward(model)
     assert "gr.on('error:0', function)" in caught.value.text
     assert "compiled_autograd" not in caught.value.text
+
+
+def _one_monitor(first: nn.Module, second: nn.Module, **options: Any) -> gr.Monitor:
+    """Train two models with one monitor, the second with gradients of twice the size."""
+    monitor = gr.Monitor()
+    policy = [gr.on("gradient:*", Observe("norm")), gr.on("error:*", ClipByNorm(1e-3)), gr.on("gradient:*", Keep())]
+    models = [gr.transform(net, policy, monitor=monitor, **options) for net in (first, second)]
+    for _ in range(2):
+        (models[0](_X).sum() + 2 * models[1](_X).sum()).backward()
+        for model, factor in zip(models, (1, 2), strict=True):
+            model(_X).mul(factor).sum().backward()
+            model.zero_grad()
+    return monitor
+
+
+@pytest.mark.parametrize("regions", [(), "0"])
+def test_one_monitor_of_two_models_keeps_two_series(regions: Any) -> None:
+    monitor = _one_monitor(_net(), _net(), regions=regions)
+    alone = gr.Monitor()
+    model = gr.transform(_net(), gr.on("error:*", ClipByNorm(1e-3)), monitor=alone, regions=regions)
+    model(_X).sum().backward()
+    sites = {address.partition("@")[2] for step in monitor.steps() for address in step.records}
+    assert {site for site in sites if "@" not in site} == {site.removesuffix("@2") for site in sites if "@" in site}
+    assert {"gradient:0.weight", "gradient:0.weight@2"} <= sites
+    assert {str(site) for site in monitor.kept()} == {f"gradient:{n}.{p}@2" for n in (0, 2) for p in ("weight", "bias")}
+    if regions:
+        return
+    for label, factor in (("", 1.0), ("@2", 2.0)):
+        values = monitor.history(f"norm@error:2{label}")
+        assert [v for v in values if v == v] == pytest.approx([factor * alone.latest()["norm@error:2"]] * 4)
+    assert examine(monitor.steps()).verdict is not None
+
+
+def test_models_with_other_names_need_no_label() -> None:
+    monitor = _one_monitor(_net(), nn.Sequential(nn.Identity(), nn.Linear(2, 2)))
+    assert all("@" not in address.partition("@")[2] for step in monitor.steps() for address in step.records)
+
+
+def test_a_model_that_is_transformed_again_keeps_its_series() -> None:
+    monitor, net = gr.Monitor(), _net()
+    for _ in range(3):
+        model = gr.transform(net, gr.on("gradient:*", Observe("norm")), monitor=monitor)
+        _backward(model)
+        gr.restore(model)
+    del model
+    gc.collect()
+    assert len(monitor.history("norm@gradient:0.weight")) == 3
+    assert {len(step.records) for step in monitor.steps()} == {4}
