@@ -30,11 +30,11 @@ from tqdm import tqdm
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.examples import character_model, regression
+from gradrewrite.examples import exploding_text, regression
 from gradrewrite.passes import Observe
 
 SEEDS = range(8)
-PLAIN_STEPS, REGRESSION_STEPS, TEXT_STEPS = 10, 1000, 200
+PLAIN_STEPS, REGRESSION_STEPS, TEXT_STEPS = 10, 1000, 150
 
 _FILES = {
     "_curves.png": "loss and norm of both runs",
@@ -101,21 +101,20 @@ def train_regression() -> Training:
 
 
 def train_text() -> Training:
-    """Train the character model twice, on the same pieces of text."""
-    characters, vocabulary = character_model.load_text()
+    """Train the exploding model twice, on the same pieces of text."""
     models = []
-    for policy in (None, list(character_model.POLICY)):
+    for policy in (None, list(exploding_text.POLICY)):
         torch.manual_seed(0)
-        net = character_model.CharacterModel(vocabulary)
+        net = exploding_text.ExplodingModel()
         models.append(observed(net) if policy is None else gr.transform(net, policy))
     models[1].compile()
     losses = []
     for model, name in zip(models, ("plain", "clipped"), strict=True):
         torch.manual_seed(0)
-        data = character_model.batches(characters, TEXT_STEPS)
-        losses.append(character_model.train(model, tqdm(data, f"help topics, {name}", TEXT_STEPS, unit="step")))
-    title = "A recurrent network on Python's help texts, the error of every step of the recurrence clipped by value"
-    inputs = torch.zeros(character_model.ROWS, character_model.UNROLL + 1, dtype=torch.int64)
+        data = exploding_text.batches(TEXT_STEPS)
+        losses.append(exploding_text.train(model, tqdm(data, f"help topics, {name}", TEXT_STEPS, unit="step")))
+    title = "A recurrent network on Python's help texts, the error of every time step clipped to a norm of 0.01"
+    inputs = torch.zeros(exploding_text.ROWS, exploding_text.UNROLL + 1, dtype=torch.int64)
     return Training(title, models[0], models[1], inputs, {0: (losses[0], losses[1])})
 
 

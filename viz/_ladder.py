@@ -199,7 +199,8 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], records: 
         strongest = min(known, key=lambda clip: (clip.median_factor, -clip.rate))
         has_factor = strongest.rate > 0 and not isnan(strongest.median_factor)
         small += [percent(strongest.rate), *([f"\u00d7{strongest.median_factor:.2g}"] if has_factor else [])]
-        lines.append(f"acted in {strongest.rate:.1%} of {len(strongest.steps)} steps")
+        of_several = f"the strongest of {len(known)} " if len(known) > 1 else ""
+        lines.append(f"{of_several}acted in {strongest.rate:.1%} of {len(strongest.steps)} steps")
     nodes = tuple(name for n in numbers for name in graph_view.edits[n].nodes)
     column: Column = "forward" if lane_of_site(first.site) == "forward" else "edit"
     texts = f"{action_text(first)}{times}", " \u00b7 ".join(small)

@@ -333,8 +333,8 @@ class Judge:
     def remarks(self) -> list[str]:
         """Return remarks on a learning run."""
         found = [
-            f"{row.action} at {row.site} acts in {percent(row.rate)} of the steps, and leaves {row.median_factor:.2g} "
-            "of the size (median); the loss falls, so this is no fault."
+            f"{row.action} at {row.site} acts in {percent(row.rate)} of {row.occasions}, and leaves "
+            f"{row.median_factor:.2g} of the size (median); the loss falls, so this is no fault."
             for row in self.always
         ]
         others = [one.text for one in self.findings if not one.kind.startswith("clip")]

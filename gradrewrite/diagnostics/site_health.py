@@ -60,6 +60,11 @@ class SiteHealth:
         return f"{self.site} x {self.num_calls}" if self.num_calls > 1 else self.site
 
     @property
+    def occasions(self) -> str:
+        """The whole of its shares in words: ``the steps``, ``its 49 calls a step``."""
+        return "the steps" if self.num_calls == 1 else f"its {self.num_calls} calls a step"
+
+    @property
     def label(self) -> str:
         """The name, with the record of a further clip."""
         return f"{self.name} ({self.record})" if self.record else self.name
@@ -185,7 +190,8 @@ def _always(row: SiteHealth) -> Finding:
     by = "value" if row.measure == "max_abs" else "norm"
     bound = f", with the bound {row.bound:.4g}," if "bound" in figures else ""
     left = f", and leaves {percent(row.median_factor)} of the size (median)" if "median_factor" in figures else ""
-    text = f"The clip by {by} at {row.label}{bound} acts in {percent(row.rate)} of {row.steps} steps{left}."
+    times = f"{row.steps} steps" if row.num_calls == 1 else f"{row.occasions}, in {row.steps} steps"
+    text = f"The clip by {by} at {row.label}{bound} acts in {percent(row.rate)} of {times}{left}."
     advice = "a clip that acts in nearly all steps sets the size of the updates by itself."
     advice = f"Raise the bound: {advice}" if bound else f"Widen the range of this clip: {advice}"
     if row.suggestion > 0:

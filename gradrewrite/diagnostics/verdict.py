@@ -185,7 +185,7 @@ def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None, *, is_tra
     if clips:
         most = max(clips, key=lambda row: row.rate)
         factor = f" (median factor x {words(most.median_factor)})" if most.median_factor >= 0 else ""
-        often = f"clips acted most often at {most.site}, in {percent(most.rate)} of the steps{factor}"
+        often = f"clips acted most often at {most.site}, in {percent(most.rate)} of {most.occasions}{factor}"
         parts.append(often if most.rate > 0 else "no clip ever acted")
     if not is_trained:
         parts.append("nothing was trained (optimizer= was not given), so that learning is not judged")

@@ -45,13 +45,14 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(result["regression"]["edits"]) == 6
 
     (run,) = result["text"]["runs"]
-    assert sum(run["rewritten"][-10:]) < 0.7 * sum(run["rewritten"][:10])
+    assert sum(run["rewritten"][-10:]) < 0.75 * sum(run["rewritten"][:10])
+    assert any(math.isnan(loss) for loss in run["plain"])
     sites = [e["site"] for e in result["text"]["edits"]]
-    assert sites[:2] == ["error:cell", "error:cell#1"]
-    assert sum(site.startswith("error:cell") for site in sites) == 40
+    assert sites[:2] == ["error:wh", "error:wh#1"]
+    assert len(sites) == 49
     assert all(e["nodes"] for e in result["text"]["edits"])
-    assert re.search(r"layer=cell need clipping, max error=[\d.e-]+ avg error=[\d.e-]+\n", done.out)
-    assert "error:cell x 40" in done.out
+    assert re.search(r"layer=wh need clipping, max error=[\d.e-]+ avg error=[\d.e-]+\n", done.out)
+    assert "error:wh x 49" in done.out
     assert "step/s" in done.err
     for half in ("regression", "text"):
         check_pictures(tmp_path / half, result[half]["edits"])
@@ -67,16 +68,14 @@ def check_comparison(out: Path, losses: dict[str, list[float]]) -> None:
     assert [name for _, name in curves] == ["regression", "text"]
     assert index.index("text_losses.svg") < index.index("<a href")  # the curves come before any list of links
     assert re.match(r"Plain, the loss is not finite from step [1-4] on; clipped, it goes from ", curves[0][0])
-    assert f"peaks at {max(losses['plain']):.4g} and ends at {losses['plain'][-1]:.4g}; clipped" in curves[1][0]
-    plain, clipped = max(losses["plain"]), max(losses["rewritten"])
-    assert clipped < plain
+    assert re.match(r"Plain, the loss is not finite from step \d+ on; clipped, it goes from ", curves[1][0])
     for page in (index, report):
-        assert f"The loss of this run peaked at {clipped:.4g} " in page
-        assert f"that of the baseline peaked at {plain:.4g} " in page
+        assert f"The loss of this run peaked at {max(losses['rewritten']):.4g} " in page
+        assert "This run trains and the baseline does not." in page
     for name in ("plain", "rewritten"):
         steps = read_jsonl(out / f"text_{name.replace('rewritten', 'clipped')}.jsonl")
-        assert [step.records["loss@run"] for step in steps] == pytest.approx(losses[name])
-        assert all(len(step.clips) == (41 if name == "rewritten" else 0) for step in steps)
+        assert [step.records["loss@run"] for step in steps] == pytest.approx(losses[name], nan_ok=True)
+        assert all(len(step.clips) == (49 if name == "rewritten" else 0) for step in steps)
     assert ": this run trains and the baseline does not." in (out / "regression_report.html").read_text()
 
 
