@@ -118,7 +118,7 @@ def test_many_calls_in_few_steps_are_no_habit() -> None:
 
     assert short.findings == ()
     assert [one.text.partition(", and")[0] for one in long.findings] == [
-        "The clip by norm at error:c x 40, with the bound 1, acts in 100 % of 20 steps"
+        "The clip by norm at error:c x 40, with the bound 1, acts in 100 % of its 40 calls a step, in 20 steps"
     ]
 
 
