@@ -220,6 +220,7 @@ class GraphCompilation:
             )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
+        logger.info("rewriting: %d edits, %d nodes; compiling (%s)", len(result.edits), num_nodes, self.engine.name)
         self.written = self._written_buffers(graph)
         self.live = self._live_tensors(result)
         self.live_forms = {name: form_of(t) for name, t in result.live.items()}

@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -380,3 +381,16 @@ def test_a_model_that_is_transformed_again_keeps_its_series() -> None:
     gc.collect()
     assert len(monitor.history("norm@gradient:0.weight")) == 3
     assert {len(step.records) for step in monitor.steps()} == {4}
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
+def test_one_log_line_tells_of_a_compilation(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = gr.transform(_net(), gr.on("gradient:*", Scale(2.0)))
+    if compiled:
+        model.compile()
+    with caplog.at_level("INFO", "gradrewrite"):
+        for _ in range(3):
+            _backward(model)
+    (line,) = [record.getMessage() for record in caplog.records]
+    engine = "inductor" if compiled else "aot_eager"
+    assert re.fullmatch(rf"rewriting: 4 edits, \d+ nodes; compiling \({engine}\)", line)
