@@ -130,9 +130,12 @@ def _non_finite(run: Run) -> list[Finding]:
     if rate is not None:
         return [rate]
     elements = "" if count is None else f" ({count:.0f} elements)"
+    times = f"steps: {len(bad)} of {len(run.steps)}"
+    if run.has_micro_batches:
+        times = f"updates: {len({run.update(one.step.step) for one in bad})} of {run.num_updates}"
     text = (
         f"{cause} {site}{elements}, in {run.place(step)}; sites of that step that are not finite: {len(first.sites)}; "
-        f"steps: {len(bad)} of {len(run.steps)}.{_DROPPED if dropped else ''}"
+        f"{times}.{_DROPPED if dropped else ''}"
     )
     return [Finding(kind, site, step, text, figures, suggestion)]
 
