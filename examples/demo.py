@@ -126,7 +126,7 @@ def observed(net: nn.Module) -> gr.RewrittenModule:
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
     """Collect the log lines of clips."""
-    logger, handler = logging.getLogger("gradrewrite"), BufferingHandler(1 << 20)
+    logger, handler = logging.getLogger("gradrewrite.monitor"), BufferingHandler(1 << 20)
     lines: list[str] = []
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class ModelState:
     def _install(self, config: RewriteConfig, options: Mapping[str, Any], engine: Engine) -> None:
         outside = None if self.regions is None else outside_of(self.original, self.regions.modules)
         recorder = recorder_of(self.monitor)
-        session = Session(replace(config, label=recorder.label_of(self.original)), recorder, self.original, outside)
+        label = partial(recorder.label_of, weakref.ref(self.original))
+        session = Session(replace(config, label=label), recorder, self.original, outside)
         entry_points = self._entry_points(session, options, engine)
         self.session, self.compile_options, self.engine = session, options, engine
         of_regions = None if self.regions is None else self.regions.parameters

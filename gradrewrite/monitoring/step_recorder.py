@@ -101,7 +101,7 @@ class StepRecorder:
         self.kept_step: KeptStep | None = None
         self.modules: Sequence[weakref.ref[nn.Module]] = ()  # with shards of parameters (FSDP2)
         self.agreeing: distributed.ProcessGroup | None = None  # ranks that skip the last update together
-        self._models: list[weakref.ref[nn.Module]] = []  # in the order in which they were rewritten
+        self._models: list[tuple[weakref.ref[nn.Module], str]] = []  # with the labels of their sites
         self._policies: list[tuple[str, ...]] = []  # of the models, each rule as text
         self._ids: Any = None  # names of the examples of the next forward
         # Records for the next step, of a backward that records nothing: its update makes the record.
@@ -138,18 +138,22 @@ class StepRecorder:
         """Number of the last step's update; -1 without a step."""
         return self.records[-1].update if self.records else -1
 
-    def label_of(self, model: nn.Module) -> str:
-        """Return a label for the sites of a model: ``@2`` where an earlier one, the first, has parameters of its names.
+    def label_of(self, model: weakref.ref[nn.Module]) -> str:
+        """Return the label of a model's sites: ``@2`` where another one that exists has parameters of its names.
 
-        It keeps the records of both apart; models that are gone do not count.
+        It keeps the records of both apart. A label is found when the model is first compiled, and stays.
         """
-        number = next((n for n, known in enumerate(self._models) if known() is model), len(self._models))
-        if number == len(self._models):
-            self._models.append(weakref.ref(model))
-        names = {name for name, _ in model.named_parameters()}
-        earlier = [known for ref in self._models[:number] if (known := ref()) is not None]
-        is_alike = any(not names.isdisjoint(name for name, _ in known.named_parameters()) for known in earlier)
-        return f"@{number + 1}" if is_alike else ""
+        own = model()
+        known = [(other, label) for ref, label in self._models if (other := ref()) is not None]
+        found = next((label for other, label in known if other is own), None)
+        if found is not None or own is None:
+            return found or ""
+        names = {name for name, _ in own.named_parameters()}
+        taken = {label for other, label in known if not names.isdisjoint(n for n, _ in other.named_parameters())}
+        labels = itertools.chain([""], map("@{}".format, itertools.count(2)))
+        found = next(label for label in labels if label not in taken)
+        self._models.append((model, found))
+        return found
 
     def note_policy(self, rules: Sequence[str]) -> None:
         """Take note of a model's policy, for the origin of run logs."""

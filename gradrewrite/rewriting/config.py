@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradrewrite.policy.actions import Policy
@@ -22,5 +23,6 @@ class RewriteConfig:
     # The callback of a framework trains with it: one joint graph is kept; rules are checked without a call of the model
     # itself; and what the tracer skips is warned of where a gradient comes from it, for frameworks log and step inside.
     in_framework: bool = False
-    label: str = ""  # behind the sites of records, where another model of the same monitor has such names too
+    # Text behind the sites of records, where another model of the same monitor has such names too.
+    label: Callable[[], str] = field(default=str, compare=False)
     states: StateStore = field(default_factory=StateStore, compare=False)

@@ -128,7 +128,7 @@ def rewrite_joint_graph(
     too.
     """
     graph = marked.graph
-    rewriter = Rewriter(graph, config.loss_scale, config.states, marked, config.label)
+    rewriter = Rewriter(graph, config.loss_scale, config.states, marked, config.label())
     assumed = fake_tensors.assumptions(graph)
     found_points = find_insertion_points(marked)
     points, out_of_reach = found_points.points, found_points.outside

@@ -371,6 +371,15 @@ def test_models_with_other_names_need_no_label() -> None:
     assert all("@" not in address.partition("@")[2] for step in monitor.steps() for address in step.records)
 
 
+def test_a_model_that_takes_the_place_of_another_has_its_series() -> None:
+    monitor = gr.Monitor()
+    for _ in range(3):
+        model = gr.transform(_net(), gr.on("gradient:*", Observe("norm")), monitor=monitor)
+        gc.collect()  # a loop that is run again: the former model is gone before the first call
+        _backward(model)
+    assert len(monitor.history("norm@gradient:0.weight")) == 3
+
+
 def test_a_model_that_is_transformed_again_keeps_its_series() -> None:
     monitor, net = gr.Monitor(), _net()
     for _ in range(3):

@@ -262,7 +262,7 @@ def test_every_run_logs_its_own_figures(
     errors: tuple[float, ...], logged: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = gr.transform(Net(), gr.on("error:fc", ClipByValue(2.0, log=True)))
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         sum(e * model(torch.ones(1, 4)).sum() for e in errors).backward()
 
     assert sorted(caplog.messages) == sorted(f"layer=fc need clipping, max error={n} avg error={n}" for n in logged)

@@ -178,7 +178,7 @@ def test_global_clip_without_log_has_no_shares() -> None:
 
 def test_global_clip_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     model = gr.transform(gradients(1, 1), gr.on("gradient:*", ClipByGlobalNorm(1.0, log=True)))
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         for size in (1.0, 0.1, NAN):
             model.zero_grad()
             model(torch.tensor([3.0 * size]), torch.tensor([4.0 * size])).backward()
@@ -198,7 +198,7 @@ def test_global_clip_at_steps(fused: bool, observed: bool, caplog: pytest.LogCap
     policy += [gr.on("step:b", Observe("max_abs"))] if observed else []
     model = gr.transform(net, policy)
     optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.0, fused=fused), model)
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         model(*given).backward()
         optimizer.step()
         latest = model.monitor.latest()

@@ -41,7 +41,7 @@ def test_steps_without_waiting(mode: str, caplog: pytest.LogCaptureFixture) -> N
     x = torch.randn(16, 8, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = []
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         for step in range(6):
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
             optimizer.zero_grad()

@@ -213,7 +213,7 @@ def test_nothing_waits(
     case = CASES[name]
     if case.keeps_gradients and mode == "reduce-overhead":
         pytest.skip("the simulated replay overwrites gradients that are kept; not compared with torch on a device")
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         done = train(case, mode, simulation, tmp_path)
     if simulation is None:
         return  # a real GPU has said so itself
@@ -227,7 +227,7 @@ def test_nothing_waits(
 
 def test_log_lines_come_while_training_logs_too(caplog: pytest.LogCaptureFixture) -> None:
     model = gr.transform(nn.Linear(4, 2).cuda(), gr.on("gradient:*", ClipByNorm(1e-3, log=True)))
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         for _ in range(20):
             loss = model(torch.ones(3, 4, device="cuda")).sum()
             loss.backward()

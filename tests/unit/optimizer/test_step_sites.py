@@ -473,7 +473,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(next(batches(1))).square().sum().backward()
     grad = model.two.weight.grad.clone()
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         optimizer.step()
         model.monitor.latest()
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("gradrewrite")]

@@ -127,7 +127,7 @@ def test_two_policies_may_share_a_monitor() -> None:
     two(torch.ones(3) * 2).backward()
 
     assert one.monitor is two.monitor is monitor
-    assert monitor.latest()["largest@error:h"] == 2.0
+    assert monitor.latest()["largest@error:h@2"] == 2.0
 
 
 def test_evaluation_in_between_changes_no_record() -> None:
@@ -169,7 +169,7 @@ def test_backward_that_fails_leaves_the_monitor_usable() -> None:
 def test_log_line_of_an_error_clip(caplog: pytest.LogCaptureFixture) -> None:
     error = torch.tensor([150.3211, -6.0, 3.0])
     model = gr.transform(Probe(3), gr.on("error:h", ClipByValue(10.0, log=True)))
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         model(error).backward()
         model(torch.ones(3)).backward()
         model.monitor.latest()
@@ -190,7 +190,7 @@ def test_log_line_of_a_gradient_clip_and_of_calls(caplog: pytest.LogCaptureFixtu
 
     policy = [gr.on("error:cell", ClipByNorm(2.0, log=True)), gr.on("gradient:cell.*", ClipByValue(0.5, log=True))]
     model = gr.transform(Twice(), policy)
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         model(torch.ones(1, 1)).sum().backward()
 
     assert sorted(r.getMessage() for r in caplog.records) == [
@@ -202,7 +202,7 @@ def test_log_line_of_a_gradient_clip_and_of_calls(caplog: pytest.LogCaptureFixtu
 def test_clip_that_changes_no_element_does_not_log(caplog: pytest.LogCaptureFixture) -> None:
     policy = gr.on("error:h", [ClipByValue(10.0, log=True), ClipByNorm(20.0, log=True)])
     model = gr.transform(Probe(3), policy)
-    with caplog.at_level(logging.INFO, "gradrewrite"):
+    with caplog.at_level(logging.INFO, "gradrewrite.monitor"):
         model(torch.tensor([10.0, math.nan, -10.0])).backward()
         model(torch.zeros(3)).backward()
 
