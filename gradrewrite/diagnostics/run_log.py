@@ -65,7 +65,7 @@ class Step:
         update: Number of the update, from 0, skipped ones too; it goes on after ``gr.load_state_dict``. Where no
             optimizer has a guard, of the backward.
         micro_batch: Number of the backward among those of its update, from 0.
-        origin: What made it, where it was read from a file that tells; else None.
+        origin: Version, policy and configuration; None where it was read from a file that does not tell.
 
     Raises:
         ValueError: A name has no ``@``.

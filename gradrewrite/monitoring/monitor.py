@@ -473,7 +473,8 @@ class Monitor:
 
     def _steps(self, last: int | None = None) -> list[Step]:
         with self._lock:  # the last record may still grow
-            return [record.on_host() for record in self._read(last)]
+            origin = self._recorder.origin({})
+            return [record.on_host(origin) for record in self._read(last)]
 
     def _look_at_bounds(self, record: StepRecord) -> None:
         """Warn once of a clip with a bound of 0, in a record that was not looked at before."""

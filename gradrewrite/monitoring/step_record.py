@@ -10,7 +10,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
@@ -200,12 +200,12 @@ class StepRecord:
             rest = {key: value for key, value in rest.items() if key not in measured}
         summands.add(rest, {}, how)
 
-    def on_host(self) -> Step:
-        """Return the records of the step and its clips; the copy is here."""
+    def on_host(self, origin: Origin | None = None) -> Step:
+        """Return the records of the step and its clips, with what made it; the copy is here."""
         records = {str(key): value for key, value in self.values().items()}
         ops = [own.outputs.ops for own in reversed(self.graphs)]
         own_ops = ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops)))
-        return Step(self.step, records, self.clips(), own_ops, self.culprits, self.update, self.micro_batch)
+        return Step(self.step, records, self.clips(), own_ops, self.culprits, self.update, self.micro_batch, origin)
 
     def clips(self) -> tuple[ClipRecords, ...]:
         """Return the clips, in the order of ``values``."""

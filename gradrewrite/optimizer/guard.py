@@ -86,8 +86,8 @@ def guard(
     with ``SkipSpikes(of="loss")``), and those of the step sites of sharded gradients, so all ranks must call ``step``
     equally often. The host waits for no device; on the CPU the collective itself blocks. ``monitor.skipped`` and
     ``skipped@optimizer`` are those of the group. An optimizer that is not fused is not called at all by a GradScaler
-    that found an infinity, so that the next update has the same number; DistributedDataParallel and FSDP2 let all ranks
-    find it.
+    that found an infinity; ``zero_grad``, where such gradients go, counts the update. DistributedDataParallel and FSDP2
+    let all ranks find it. That waits for the device, where gradients without a step go.
 
     Args:
         optimizer: Its ``step`` is replaced on this object alone; a closure is called once, before the decision. Of an
@@ -373,8 +373,11 @@ class Guard:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict and their losses with them."""
+        is_left_out = self._has_new_gradients and self._may_be_scaled and _leaves_out(optimizer)
         self._restore_unless_finite(optimizer)
         self._verdict.drop(optimizer)
+        if is_left_out:
+            self._count_update()
         self._losses.drop()
         for attachment in self.attached:
             attachment.recorder.drop_step()
@@ -497,13 +500,17 @@ class Guard:
         try:
             self._observe(optimizer)
         finally:
-            for states in self._states:
-                states.note_step(id(self))
-            for attachment in self.attached:
-                attachment.recorder.note_update(self._agreeing)
+            self._count_update()
         self._add_ratios(before)
         if bad is not None:
             self._verdict.look_at_counts()
+
+    def _count_update(self) -> None:
+        """An update was made, or left out: later backwards belong to the next one."""
+        for states in self._states:
+            states.note_step(id(self))
+        for attachment in self.attached:
+            attachment.recorder.note_update(self._agreeing)
 
     def _observe(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the observed parameters and optimizer state."""
@@ -542,6 +549,12 @@ class Guard:
     @property
     def _written_buffers(self) -> list[WrittenBuffers]:
         return [target.session.buffers for target in self.targets if target.session is not None]
+
+    @property
+    def _may_be_scaled(self) -> bool:
+        """Whether a GradScaler may leave out updates."""
+        scales = (target.session.config.loss_scale for target in self.targets if target.session is not None)
+        return any(written.may_be_scaled for written in self._written_buffers) or any(s is not None for s in scales)
 
     def _restore_unless_finite(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore buffers after a skip by a GradScaler without a call of ``step``."""
@@ -597,6 +610,14 @@ def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
 _APART = "gradrewrite compiles the actions at step sites by itself, and keeps accounts of them"
 _prepare = dynamo.outside_of_graphs(Guard.prepare, _APART)
 _finish = dynamo.outside_of_graphs(Guard.finish, _APART)
+
+
+def _leaves_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler has left out an update: its gradients are not finite. Waits for the device."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    plain = [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
+    is_finite = all(bool(g.isfinite().all()) for g in plain)
+    return not is_finite and optimizers.living_scaler() is not None
 
 
 def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:

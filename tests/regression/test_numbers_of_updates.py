@@ -215,6 +215,8 @@ def test_the_head_of_a_log_says_what_made_it(log: Path) -> None:
     page = _page(log)
     assert "ClipByGlobalNorm(1.0)" in page
     assert "config   lr = 0.1" in page
+    of_memory = _page(Training().run(2).model.monitor)
+    assert "policy   gr.on('gradient:*', Observe('norm')), test_numbers_of_updates.py:" in html.unescape(of_memory)
 
 
 @pytest.mark.parametrize(
@@ -239,3 +241,34 @@ def test_own_scalars_are_curves(log: Path) -> None:
             training.model.monitor.log("evaluation loss", 1.0 / (1 + n))
     assert viz.plot(training.model.monitor).panels == ("loss", "norm", "evaluation loss")
     assert "evaluation loss" in _page(training.model.monitor)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_update_that_a_scaler_leaves_out_counts(skips: bool, is_given: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    policy = [gr.on("gradient:*", Observe("nonfinite"))] + [gr.on("gradient:*", CheckFinite("skip"))] * skips
+    torch.manual_seed(0)
+    model = gr.transform(nn.Linear(3, 1), policy, loss_scale=scaler if is_given else None)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for update in range(4):
+        for micro_batch in range(2):
+            bad = update == 1 and micro_batch == 1
+            scaler.scale(model(_spoiled(2) if bad else _X).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [(s.update, s.micro_batch) for s in model.monitor.steps()] == [(u, m) for u in range(4) for m in range(2)]
+    assert gr.state_dict(model)["step"] == 4
+    if skips:
+        assert "1 update skipped, in update 1 (" in model.monitor.table().caption
+
+
+def test_finite_gradients_that_are_thrown_away_count_for_nothing() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = gr.transform(nn.Linear(3, 1), gr.on("gradient:*", Observe("norm")), loss_scale=scaler)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(3):
+        scaler.scale(model(_X).sum()).backward()
+        optimizer.zero_grad()
+    assert gr.state_dict(model)["step"] == 0
