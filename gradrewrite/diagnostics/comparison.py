@@ -39,10 +39,11 @@ class Loss:
     lowest: float  # smallest finite loss; NaN without one
     begin: int  # first step that has it
     end: int  # last step that has it
+    unit: str  # ``"steps"``; ``"values"`` where a step may be a micro-batch
 
     def of(self, which: str) -> str:
         """Return the steps of a mean loss, ``(mean of the first 10 steps)``; ``""`` for the loss of one step."""
-        return f" (mean of the {which} {self.count} steps)" if self.count > 1 else ""
+        return f" (mean of the {which} {self.count} {self.unit})" if self.count > 1 else ""
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
@@ -58,8 +59,9 @@ def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss |
     place, last = run.place(bad) if bad >= 0 else "", values[-count:]
     noise = _standard_error(last) if count > 1 and all(map(math.isfinite, last)) else 0.0
     peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
+    unit = "values" if run.has_micro_batches else "steps"
     first, ends = mean_of(values[:count]), (steps[0], steps[-1])
-    return Loss(len(values), count, first, mean_of(last), peak, bad, place, noise, address, lowest, *ends)
+    return Loss(len(values), count, first, mean_of(last), peak, bad, place, noise, address, lowest, *ends, unit)
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -127,7 +129,7 @@ def loss_text(loss: Loss | None) -> str:
 def _loss_text(who: str, loss: Loss) -> str:
     bad = f", first not finite in {loss.bad_place}" if loss.bad_step >= 0 else ""
     end = f"{words(loss.last)}{loss.of('last')}"
-    return f"{who} peaked at {words(loss.peak)} and ended at {end} after {loss.steps} steps{bad}"
+    return f"{who} peaked at {words(loss.peak)} and ended at {end} after {loss.steps} {loss.unit}{bad}"
 
 
 def comparable_sizes(run: Run, other: Run) -> tuple[str, dict[int, float], dict[int, float]] | None:

@@ -15,7 +15,7 @@ from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of
 from gradrewrite.diagnostics.number_formats import remarks_on
 from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
-from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
+from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_table, skips_text
 from gradrewrite.diagnostics.verdict import Verdict, judge
 
 MOST_CODE = 20  # rules in a text
@@ -65,6 +65,7 @@ class Health:
         skips = skipped_updates(self.run)
         if skips and verdict.kind not in ("healthy", "too short"):  # which say so themselves
             parts.append(f"{len(skips)} update{'s were' if len(skips) > 1 else ' was'} skipped, {skips_text(skips)}.")
+        parts += skips_table(skips)
         skipped = skipped_rules(self.run.steps)
         if skipped:
             parts += ["", "Not judged, for too few steps:", *(f"  {rule}" for rule in skipped)]

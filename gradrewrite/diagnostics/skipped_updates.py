@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradrewrite.diagnostics.nonfinite_steps import bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import BadStep, bad_steps
 from gradrewrite.diagnostics.run_log import Run, Step
 from gradrewrite.errors import spike_text
 from gradrewrite.ir.record_key import RecordKey
+
+MOST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ def skipped_updates(run: Run) -> list[SkippedUpdate]:
     The reason is a spike or the first non-finite value in the backwards since the update before. Where none of these
     was recorded, a check failed on another rank or in a step that is not in the run.
     """
-    bad, first_bad = {one.step.step: one.sites[0] for one in bad_steps(run)}, ""
+    bad, first_bad = {one.step.step: _first_of(run, one) for one in bad_steps(run)}, ""
     found = []
     for step in run.steps:
         first_bad = first_bad or bad.get(step.step, "")
@@ -37,6 +39,20 @@ def skipped_updates(run: Run) -> list[SkippedUpdate]:
         if skips:
             first_bad = ""
     return found
+
+
+def _first_of(run: Run, bad: BadStep) -> str:
+    _, micro_batch, count = run.numbers.get(bad.step.step, (0, 0, 1))
+    return f"{bad.sites[0]} in micro-batch {micro_batch + 1} of {count}" if count > 1 else bad.sites[0]
+
+
+def skips_table(skips: Sequence[SkippedUpdate]) -> list[str]:
+    """Return one line for each of several skipped updates, the first and the last ones of many; empty for one."""
+    lines = [f"  {skip.place}: {skip.reason}" for skip in skips]
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        lines = [*lines[:half], f"  ({len(lines) - 2 * half} more)", *lines[-half:]]
+    return ["", "Skipped updates:", *lines] if len(skips) > 1 else []
 
 
 def skips_text(skips: Sequence[SkippedUpdate]) -> str:

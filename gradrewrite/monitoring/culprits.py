@@ -62,7 +62,8 @@ class Culprits:
     Attributes:
         step: Number of the update, from 0.
         rank: The rank, 0 in a single process; None where records do not tell.
-        micro_batch: Number of the backward among those of the update, from 0; None where records do not tell.
+        micro_batch: Number of the backward among those of the update, from 0 (the text counts from 1, as all texts do);
+            None where records do not tell.
         rows: Rows of the micro-batch, the one with the largest norm first; ``()`` where they are not known.
         layers: Modules that they act in, the one with the largest share first; ``()`` where they are not known.
         reason: Why the update was skipped.
@@ -79,8 +80,8 @@ class Culprits:
 
     def __str__(self) -> str:
         where = ", ".join(
-            f"{name} {'not known' if number is None else number}"
-            for name, number in (("rank", self.rank), ("micro-batch", self.micro_batch))
+            f"{name} {'not known' if number is None else number + first}"
+            for name, number, first in (("rank", self.rank, 0), ("micro-batch", self.micro_batch, 1))
         )
         lines = [f"update {self.step} was skipped{f' ({self.reason})' if self.reason else ''}: {where}"]
         for row in self.rows:

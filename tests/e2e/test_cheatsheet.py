@@ -59,7 +59,7 @@ def test_a_bad_update_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.
     said = str(viz.report("run.jsonl").health)
     assert known["model"].monitor.skipped == 1
     assert "An input of the model is not finite: data:input (12 elements), in update 1, micro-batch 2 of 2" in said
-    assert "1 update was skipped, in update 1 (not finite, first at" in said
+    assert "1 update was skipped, in update 1 (not finite, first at data:input in micro-batch 2 of 2)" in said
 
 
 @pytest.mark.parametrize("code", CODE)

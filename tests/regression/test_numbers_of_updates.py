@@ -115,7 +115,7 @@ def test_skipped_updates_are_counted_and_named_as_updates() -> None:
     training.update(_X, _spoiled(2))
     training.run(20, 2)
     health = examine(training.model.monitor.steps())
-    assert "1 of 25 updates were skipped, in update 4 (" in health.verdict.text
+    assert "1 of 25 updates was skipped, in update 4 (not finite, first at " in health.verdict.text
     assert health.first_bad_text.startswith("First at ")
     assert "in update 4, micro-batch 2 of 2" in health.first_bad_text
     assert "in update 4 (" in training.model.monitor.table().caption

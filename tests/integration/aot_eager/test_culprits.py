@@ -377,7 +377,7 @@ def test_report() -> None:
     lines = str(found).splitlines()
     assert lines[0].startswith("update 6 was skipped (total_norm@step:group:default was ")
     assert lines[0].endswith("above its limit " + lines[0].split("limit ")[1])
-    assert lines[0].endswith("rank 0, micro-batch 0")
+    assert lines[0].endswith("rank 0, micro-batch 1")
     assert lines[1].startswith(f"  row 5 (id '{run.seed}.5'): gradient norm ")
     assert len(found.rows) == len(found.layers) == 2
     assert "row 5" in found._repr_html_()

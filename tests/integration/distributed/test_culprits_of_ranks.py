@@ -130,7 +130,7 @@ def test_rank_micro_batch_and_row_are_named_in_eight_runs(outcomes: list[dict[st
 def test_all_ranks_have_the_same_answer(outcomes: list[dict[str, Any]]) -> None:
     first, second = (one["equal"] for one in outcomes)
     assert first == second
-    assert "rank 1, micro-batch 1" in first
+    assert "rank 1, micro-batch 2" in first
     assert "row 5" in first
 
 
