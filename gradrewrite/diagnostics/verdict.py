@@ -179,9 +179,8 @@ def _healthy(run: Run, sites: Sequence[SiteHealth], loss: Loss | None, *, is_tra
     what = "exploded or vanished" if skips or bad else "exploded, vanished or was not finite"
     parts = [f"in {run.length} no gradient {what}"]
     if skips:
-        parts.append(
-            f"{len(skips)} of {run.num_updates} updates {'was' if len(skips) == 1 else 'were'} skipped, {skips_text(skips)}"
-        )
+        were = "was" if len(skips) == 1 else "were"
+        parts.append(f"{len(skips)} of {run.num_updates} updates {were} skipped, {skips_text(skips)}")
     elif bad:
         parts.append(f"not everything was finite, first in {run.place(bad[0].step.step)} at {bad[0].sites[0]}")
     if clips:

@@ -348,7 +348,7 @@ def _one_monitor(first: nn.Module, second: nn.Module, **options: Any) -> gr.Moni
     return monitor
 
 
-@pytest.mark.parametrize("regions", [(), "0"])
+@pytest.mark.parametrize("regions", [(), ("0", "2")])
 def test_one_monitor_of_two_models_keeps_two_series(regions: Any) -> None:
     monitor = _one_monitor(_net(), _net(), regions=regions)
     alone = gr.Monitor()
