@@ -146,7 +146,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
             gradient the op through whose backward it came; ``""`` if no op did (see ``cause``) or it is not known.
         source: That op's line, ``file:line "code"``.
         step: Number of the backward, from 0.
-        update: Number of the update, from 0, as in ``gr.state_dict``; where no optimizer has a guard, of the backward.
+        update: Number of the model's update, from 0, as in ``gr.state_dict``; without a guard, of its backward.
         micro_batch: Number of the backward among those of its update, from 0; None where an update has one.
         others: Every other site that is not finite, in the order of execution.
         window: Sites executed just before, the nearest last, with their absolute values.

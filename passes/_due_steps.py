@@ -60,7 +60,9 @@ class _DueSteps:
 
     def _bound(self, bound: Bound, off: float) -> Schedule:
         if isinstance(bound, Tensor):
-            raise TypeError(f"{self!r}: a bound that is a tensor is filled with {off} in steps without the clip")
+            raise TypeError(
+                f"{self!r}: its bound may not be a tensor; fill that with {off} by hand, or give a gr.Schedule"
+            )
         return Schedule(self._choice(bound, off))
 
     def _choice(self, on: float | Schedule, off: float) -> _Choice:
@@ -142,7 +144,8 @@ class Every(_DueSteps):
 
     Raises:
         ValueError: ``steps`` is no such number.
-        TypeError: ``action`` is another one; (at the rewrite) a bound is a tensor.
+        TypeError: ``action`` is another one.
+        PolicyError: (at the rewrite) A bound is a tensor.
 
     Example:
         >>> from gradrewrite.passes import ClipByNorm

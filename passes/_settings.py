@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -57,6 +57,8 @@ def site_bounds(action: str, name: str, value: Any) -> SiteBounds | None:
     TypeError or ValueError if a mapping has something else than bounds > 0 by pattern.
     """
     if isinstance(value, Mapping):
+        if not value:
+            raise ValueError(f"{action}: {name} has no bound; give one by pattern, as {{'*': 1.0}}")
         for pattern, bound in value.items():
             Pattern.parse(pattern)
             check_positive(action, f"{name}[{pattern!r}]", bound)
@@ -76,8 +78,10 @@ class SiteBounds:
         """Return the bound at a site; PolicyError without one."""
         if not isinstance(self.value, Mapping):
             return self.value(site)
-        for pattern, bound in self.value.items():
-            if Pattern.parse(pattern).matches(site):
+        for text, bound in self.value.items():
+            pattern = Pattern.parse(text)
+            # A pattern without a kind is one of names: step, param, state and saved sites match no such rule.
+            if pattern.matches(site if pattern.kind is not None else replace(site, kind="gradient")):
                 return bound
         known = ", ".join(map(repr, self.value))
         raise PolicyError(

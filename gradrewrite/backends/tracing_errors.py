@@ -69,7 +69,7 @@ def explained(
         way_out = "Give inputs of the shapes, dtypes and devices that the model is made for"
     elif inner is not err and "data-dependent" in str(inner):
         return _graph_break(str(inner), user_line(dynamo.user_stack(inner)))
-    elif not isinstance(err, torch.OutOfMemoryError) and dynamo.is_of_graph(err):  # traced, and refused by its kernel
+    elif not _is_out_of_memory(err) and dynamo.is_of_graph(err):  # traced, and refused by its kernel
         what, line = str(err).partition("\n")[0], ""
         way_out = "Give inputs of the shapes, dtypes and devices that the model is made for"
         if not _fails_plainly(model, method, args, kwargs):
@@ -80,6 +80,10 @@ def explained(
     if fails is False and isinstance(err, dynamo.TorchRuntimeError):
         way_out = f"The plain model runs: a custom op needs torch.library.register_fake; {_SKIP}"
     return TraceError(_in_lines(what, line, f"{way_out}; the plain model fails too" if fails else way_out))
+
+
+def _is_out_of_memory(err: Exception) -> bool:
+    return isinstance(err, torch.OutOfMemoryError) or "allocate memory" in str(err)
 
 
 def _in_lines(what: str, line: str, way_out: str) -> str:

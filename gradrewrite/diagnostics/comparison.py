@@ -37,8 +37,8 @@ class Loss:
     noise: float  # standard error of ``last``; 0 where it is the value of one step
     address: str  # text of the key of its record
     lowest: float  # smallest finite loss; NaN without one
-    begin: int  # first step that has it
-    end: int  # last step that has it
+    begin: int  # number of the first update that has it
+    end: int  # number of the last one
     unit: str  # ``"steps"``; ``"values"`` where a step may be a micro-batch
 
     def of(self, which: str) -> str:
@@ -47,9 +47,10 @@ class Loss:
 
 
 def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss | None:
-    """Return the loss of a run between two steps; None without one."""
+    """Return the loss of a run between two updates; None without one."""
     series = loss_series(run)
-    by_step = {} if series is None else {step: v for step, v in series.by_step.items() if begin <= step <= end}
+    known = {} if series is None else series.by_step
+    by_step = {step: value for step, value in known.items() if begin <= run.update(step) <= end}
     if series is None or not by_step:
         return None
     steps, values = [*by_step], [*by_step.values()]
@@ -60,7 +61,7 @@ def loss_of(run: Run, begin: float = -math.inf, end: float = math.inf) -> Loss |
     noise = _standard_error(last) if count > 1 and all(map(math.isfinite, last)) else 0.0
     peak, lowest, address = max(finite, default=math.nan), min(finite, default=math.nan), str(series.at)
     unit = "values" if run.has_micro_batches else "steps"
-    first, ends = mean_of(values[:count]), (steps[0], steps[-1])
+    first, ends = mean_of(values[:count]), (run.update(steps[0]), run.update(steps[-1]))
     return Loss(len(values), count, first, mean_of(last), peak, bad, place, noise, address, lowest, *ends, unit)
 
 
@@ -88,9 +89,9 @@ def compare_runs(run: Run, baseline: Run) -> str:
         return f"This run and the baseline have no step in common: their ends are compared. {compare(loss, other)}"
     spans = []
     if loss.begin != other.begin:
-        spans.append(f"from {run.place(begin)}, where {'this run' if loss.begin == begin else 'the baseline'} begins")
+        spans.append(f"from step {begin}, where {'this run' if loss.begin == begin else 'the baseline'} begins")
     if loss.end != other.end:
-        spans.append(f"up to {run.place(end)}, where {'this run' if loss.end == end else 'the baseline'} ends")
+        spans.append(f"up to step {end}, where {'this run' if loss.end == end else 'the baseline'} ends")
     text = compare(*parts)
     return f"Compared {', '.join(spans)}: {text[0].lower()}{text[1:]}"
 

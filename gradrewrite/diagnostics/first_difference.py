@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from typing import Literal, TypeAlias
 from gradrewrite._utils.files import written_whole
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 from gradrewrite._utils.formatting import html_table, plain_table
-from gradrewrite.diagnostics.run_log import Step, as_executed, last_run, listed, words
+from gradrewrite.diagnostics.run_log import Run, Step, as_executed, last_run, listed, words
 from gradrewrite.ir.record_layout import SiteOp
 
 DifferenceKind = Literal["bits", "values", "shape", "missing"]
@@ -264,6 +265,7 @@ def merged_order(a: Sequence[str], b: Sequence[str]) -> list[str]:
     return [*after.get("", ()), *chain.from_iterable((name, *after.get(name, ())) for name in a)]
 
 
+_Number: TypeAlias = tuple[int, int, int]  # of the update, of the micro-batch, how many of these came before
 _BySite: TypeAlias = Mapping[str, Mapping[str, float]]  # records by site, then by name
 
 
@@ -294,7 +296,7 @@ def compare_logs(
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"a tolerance is a relative difference >= 0, got {tolerance}")
     first_run = last_run(a)
-    runs = tuple({(s.update, s.micro_batch): s for s in run.steps} for run in (first_run, last_run(b)))
+    runs = tuple(_by_number(run) for run in (first_run, last_run(b)))
     ops = {one.name: one for run in reversed(runs) for step in run.values() for one in step.ops}
     seen: tuple[dict[str, int], dict[str, int]] = ({}, {})  # sites of one run alone, with their first step
     compared: dict[str, None] = {}
@@ -322,6 +324,17 @@ def compare_logs(
     remarks = [*_steps_of_one(runs, names), *_sites_of_one(seen, names)]
     first = replace(first, steps=tuple(later)) if first is not None else None
     return LogComparison(first, tuple(remarks), len(common), len(compared), tolerance)
+
+
+def _by_number(run: Run) -> dict[_Number, Step]:
+    """Return the steps by their numbers; those of several models, or of updates left out, may have equal ones."""
+    times: Counter[tuple[int, int]] = Counter()
+    found = {}
+    for step in run.steps:
+        update, micro_batch = step.update, step.micro_batch
+        found[update, micro_batch, times[update, micro_batch]] = step
+        times[update, micro_batch] += 1
+    return found
 
 
 def _by_site(step: Step, pattern: str) -> _BySite:
@@ -370,7 +383,7 @@ def _known(error: float) -> float:
     return -1.0 if math.isnan(error) else error
 
 
-def _steps_of_one(runs: Sequence[Mapping[tuple[int, int], Step]], names: tuple[str, str]) -> list[str]:
+def _steps_of_one(runs: Sequence[Mapping[_Number, Step]], names: tuple[str, str]) -> list[str]:
     remarks = []
     for own, other, name in ((runs[0], runs[1], names[0]), (runs[1], runs[0], names[1])):
         alone = [step.step for at, step in own.items() if at not in other]

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
-from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.record_layout import ClipRecords, SiteOp
 
 MIN_STEPS = 5  # fewer values show no trend
@@ -62,8 +62,8 @@ class Step:
         clips: The records of each clip; ``()`` if there is none, or where that is not known.
         ops: The op and the source line of each recorded activation and error; ``()`` where that is not known.
         culprits: Who made its update skip, in words; ``""`` where nobody asked ``monitor.culprits()``.
-        update: Number of the update, from 0, skipped ones too; it goes on after ``gr.load_state_dict``. Where no
-            optimizer has a guard, of the backward.
+        update: Number of the update of its model, from 0, skipped ones too; it goes on after ``gr.load_state_dict``.
+            Where no optimizer has a guard, of the backward of its model.
         micro_batch: Number of the backward among those of its update, from 0.
         origin: Version, policy and configuration; None where it was read from a file that does not tell.
 
@@ -328,8 +328,8 @@ def words(value: float) -> str:
 
 
 def rule_of(site: str, action: str, bound: float, further: str = "") -> str:
-    """Return the code of a clip at one site."""
-    name = glob.escape(site)
+    """Return the code of a clip at one site, of its model."""
+    name = glob.escape(without_label(site)[0])
     literal = f'"{name}"' if repr(name) == f"'{name}'" and '"' not in name else repr(name)
     return f"gr.on({literal}, {action}({float(f'{bound:.2g}'):g}{further}))"
 

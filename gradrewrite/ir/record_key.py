@@ -5,7 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_PLACED = re.compile(r"(.*?)(@\d+)?(#\d+)?", re.DOTALL)
 _NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
+
+
+def with_label(site: str, label: str) -> str:
+    """Put the label of a model behind a site, before the number of a call."""
+    name, call, number = site.rpartition("#")
+    return f"{name}{label}{call}{number}" if call and number.isdecimal() else f"{site}{label}"
+
+
+def without_label(site: str) -> tuple[str, str]:
+    """Return the site of a record without the label of its model, and the label; ``""`` without one."""
+    found = _PLACED.fullmatch(site)
+    assert found is not None
+    return f"{found[1]}{found[3] or ''}", found[2] or ""
 
 
 @dataclass(frozen=True, slots=True)

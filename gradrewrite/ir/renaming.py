@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_key import RecordKey, with_label, without_label
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, SiteOp
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import OF_VALUES, Site
@@ -30,8 +30,8 @@ def _with_label(name: str, renamed: Mapping[str, object]) -> str:
     """Return the new name of a site, with the label of the model behind it, if it has one."""
     if name in renamed:
         return str(renamed[name])
-    plain, at, label = name.rpartition("@")
-    return f"{renamed[plain]}{at}{label}" if plain in renamed else name
+    plain, label = without_label(name)
+    return with_label(str(renamed[plain]), label) if plain in renamed else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Renaming:
         names = {name: op.name for name, op in ops.items()}
 
         def op(old: SiteOp) -> SiteOp:
-            known = ops[old.name if old.name in ops else old.name.rpartition("@")[0]]
+            known = ops[old.name if old.name in ops else without_label(old.name)[0]]
             return replace(known, name=_with_label(old.name, names))
 
         def key(old: RecordKey) -> RecordKey:
@@ -79,8 +79,9 @@ class Renaming:
 
         def clip(old: ClipRecords) -> ClipRecords:
             new = replace(old, report=old.report.map(lambda _, leaf: key(leaf)), factor=key(old.factor))
-            site = renamed.get(old.site, renamed.get(old.site.rpartition("@")[0]))
-            return new if site is None else replace(new, name=site.name, call=site.call)
+            plain, label = (old.site, "") if old.site in renamed else without_label(old.site)
+            site = renamed.get(plain)
+            return new if site is None else replace(new, name=f"{site.name}{label}", call=site.call)
 
         return replace(
             outputs,

@@ -63,8 +63,9 @@ class Monitor:
     A step is one ``loss.backward()``, however many graphs ran in it. Where a site ran several times in one backward
     (the model was called twice), counts of elements add up and of all else the last value is kept. The last
     ``capacity`` steps stay on their device; nothing waits for the device before the host asks, or the interval is over.
-    Reading is safe from any thread. Of several models with parameters of equal names the first has the plain addresses;
-    sites of the second one end in ``@2``.
+    Reading is safe from any thread. Of several models of ``gr.transform`` with parameters of equal names the first has
+    the plain addresses, and the second ``error:cell@2``, ``error:cell@2#1``, ``group:default@2``; records of updates
+    are numbered by their guards.
 
     Attributes:
         capacity: How many steps are kept.
@@ -363,10 +364,14 @@ class Monitor:
             own, writers = path_of_rank(path), self._recorder.writers
             key = os.path.abspath(own)
             sink = writers.find(key) if mode == "a" else None
-            sink = sink or JsonLines(own, partial(self._recorder.origin, given), mode)
+            origin = partial(self._recorder.origin, given)
+            is_known = sink is not None
+            sink = sink or JsonLines(own, origin, mode)
             if mode != "a":
                 writers.forget(key)
             writers.attach(sink, self._read())
+            if isinstance(sink, JsonLines) and is_known and config is not None:
+                sink.begin(origin)  # for the steps to come
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the steps with a ``SummaryWriter``, tag ``record/site``, and the later ones as ``to_jsonl`` does.

@@ -201,7 +201,7 @@ class StepRecord:
         summands.add(rest, {}, how)
 
     def on_host(self, origin: Origin | None = None) -> Step:
-        """Return the records of the step and its clips, with what made it; the copy is here."""
+        """Return the records of the step, its clips and its origin; the copy is here."""
         records = {str(key): value for key, value in self.values().items()}
         ops = [own.outputs.ops for own in reversed(self.graphs)]
         own_ops = ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops)))

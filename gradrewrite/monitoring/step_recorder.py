@@ -293,6 +293,8 @@ class StepRecorder:
             self._has_begun = True
             let_guards_follow()
         if self.guards:
+            if self.records and self.records[-1].update_key == self.update_key and self._is_cleared():
+                self.update_key += 1  # the gradients of the last backward went without an update
             for guard in self.live_guards:
                 guard.begin()
         return record

@@ -183,6 +183,10 @@ class JsonLines:
             os.ftruncate(self._file, 0)
         self._mend()
 
+    def begin(self, origin: Callable[[], Origin]) -> None:
+        """Begin a part of the file, with its origin before the next step."""
+        self._origin, self._sets = origin, []
+
     def write(self, step: Step) -> None:
         """Append one line, with that of a new set of graphs before it; OSError if they do not fit."""
         header = step.clips, step.ops
@@ -264,7 +268,8 @@ class TensorBoard:
     Exponents are one histogram of absolute values, by ``add_histogram_raw``: buckets end at powers of two (zeros are in
     the first one), infinities and NaN are left out, sums are those of the middles of the buckets.
 
-    Whenever steps were written, ``rate/site`` follows: the share of them in which a clip acted.
+    Whenever steps were written, ``rate/site`` follows: the share of them in which a clip acted. The step is the number
+    of the update, with several micro-batches that of the backward.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -272,16 +277,21 @@ class TensorBoard:
         self.key = id(writer)
         self._rates = ClipRates()
         self._last = 0
+        self._shift: int | None = None  # from the number of a backward to that of its update, in the first step
+        self._is_accumulated = False
 
     def write(self, step: Step) -> None:
         """Add one scalar a record, and one histogram for the exponents at a site."""
+        self._shift = step.update - step.step if self._shift is None else self._shift
+        self._is_accumulated |= step.micro_batch > 0
+        at = step.step + self._shift if self._is_accumulated else step.update
         scalars, exponents = split_exponents(step.records)
         for address, value in scalars.items():
-            self.writer.add_scalar(address.replace("@", "/", 1), value, step.update)
+            self.writer.add_scalar(address.replace("@", "/", 1), value, at)
         for address, counts in exponents.items() if hasattr(self.writer, "add_histogram_raw") else ():
-            self._add_histogram(address.replace("@", "/", 1), counts, step.update)
+            self._add_histogram(address.replace("@", "/", 1), counts, at)
         self._rates.add(step)
-        self._last = step.update
+        self._last = at
 
     def _add_histogram(self, tag: str, exponents: ExponentCounts, step: int) -> None:
         counts, low = exponents.histogram(), exponents.ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,9 +80,11 @@ class StateScope:
 
     def _key(self, state: StateKind) -> str:
         if state not in self._keys:
-            number = sum(known.name == state.name for known in self._keys)
-            name = f"{state.name}.{number + 1}" if state.name and number else state.name
-            self._keys[state] = f"{self._where}/{name or number}"
+            names = itertools.chain([state.name], (f"{state.name}.{n}" for n in itertools.count(2)))
+            if not state.name:
+                names = itertools.chain(map(str, itertools.count(sum(not known.name for known in self._keys))))
+            taken = set(self._keys.values())
+            self._keys[state] = next(key for name in names if (key := f"{self._where}/{name}") not in taken)
         return self._keys[state]
 
 
@@ -186,9 +189,9 @@ class StateStore:
         if key not in self._schedules:
             dtype = torch.float32 if device.type == "mps" else torch.float64
             with fake_tensors.outside_of_transforms():
-                number = schedule.at(self.step, least)
+                number = schedule.at(self.current, least)
                 made = torch.full((), number, dtype=dtype, device=device)
-            self._schedules[key] = _Scheduled(made, number, self.step)
+            self._schedules[key] = _Scheduled(made, number, self.current)
         found = self._schedules[key]
         found.least = max(found.least, least)
         return found.tensor
@@ -273,6 +276,7 @@ class StateStore:
                     f"{tuple(tensor.shape)}, {tensor.dtype}; was the policy another one when it was saved?"
                 )
         self._first_step, self._backwards, self._steps = int(state["step"]), 0, dict.fromkeys(self._steps, 0)
+        self.current = self.step
         with torch.no_grad():
             for key, tensor in self._tensors.items():
                 if key in state["states"]:

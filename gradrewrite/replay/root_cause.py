@@ -9,7 +9,7 @@ from typing import get_args
 from gradrewrite._compat import collectives
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError, PrecedingSite
-from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.replay.interpreter import ReplayResult, RootCause, SiteObservation, replay
 from gradrewrite.replay.step_snapshot import CheckedGraph
@@ -136,7 +136,7 @@ def _changed_unseen(root: RootCause, graph: CheckedGraph) -> str:
 
 def _is_at(key: RecordKey, site: str) -> bool:
     """Whether a record is at a site, with or without the label of a model."""
-    return site in (key.site, key.site.rpartition("@")[0])
+    return site in (key.site, without_label(key.site)[0])
 
 
 def _averages(graph: CheckedGraph) -> bool:

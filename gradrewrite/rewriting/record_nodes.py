@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 from typing_extensions import assert_never
 
-from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_key import RecordKey, with_label
 from gradrewrite.ir.reports import BOUNDS, SHARE_OF_MEMBER, Check, Figures, Leaf, NormClip, Scalars, ValueClip
 from gradrewrite.ir.statistics import COUNTS
 
@@ -51,7 +51,7 @@ class RecordNumbering:
         Records of the gradients of single losses have the numbers of these: of three losses the second has 2, 5, 8.
         What comes behind them at one place has none of the numbers of losses, used or not.
         """
-        found, where = [], f"{where}{self.label}"
+        found, where = [], with_label(where, self.label)
         for name in names:
             if loss is not None:
                 self._losses[name, where] = loss.count

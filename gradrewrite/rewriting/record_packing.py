@@ -18,7 +18,7 @@ from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import OP_MEASURE, OP_PACK, pack, text_of
-from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_key import RecordKey, with_label
 from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck, MeasuredTensor, SiteOp
 from gradrewrite.ir.reports import (
     Check,
@@ -116,7 +116,8 @@ class RecordPacking:
         for keyed, factor in placed:
             if factor is not None:
                 assert isinstance(keyed, NormClip | ValueClip)
-                self._add_clip(_clip_records(insertion, where, site, keyed, factor))
+                clip = _clip_records(insertion, where, site, keyed, factor)
+                self._add_clip(replace(clip, name=f"{clip.name}{self.numbering.label}"))
         skipping = {check.count for check in checks if check.on_failure == "skip"}
         ordered = sorted(keys.items())
         for number, flat in itertools.groupby(ordered, key=lambda item: item[0][0]):
@@ -140,7 +141,7 @@ class RecordPacking:
         """List the op of a recorded site, if it has one."""
         if site.op:
             of_site = SiteOp.of(site)
-            self.ops[replace(of_site, name=f"{of_site.name}{self.numbering.label}")] = None
+            self.ops[replace(of_site, name=with_label(of_site.name, self.numbering.label))] = None
 
     def _place(
         self, reports: Sequence[Figures[Leaf]], placed: Sequence[Figures[RecordKey]]

@@ -605,11 +605,12 @@ def test_a_table_without_records_says_so() -> None:
 
 
 def test_two_states_of_one_name_are_two() -> None:
-    first, second = gr.State(name="mean"), gr.State(name="mean")
+    first, second, third = gr.State(name="mean"), gr.State(name="mean"), gr.State(name="mean.2")
 
     def add(g: Tensor) -> Tensor:
         first.set(first + 1)
         second.set(second + 2)
+        third.set(third + 3)
         return g
 
     rewritten = function(add)
@@ -617,6 +618,7 @@ def test_two_states_of_one_name_are_two() -> None:
     assert {key: float(value) for key, value in gr.state_dict(rewritten)["states"].items()} == {
         "gradient:0.weight/mean": 2.0,
         "gradient:0.weight/mean.2": 4.0,
+        "gradient:0.weight/mean.2.2": 6.0,
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
@@ -235,6 +236,7 @@ class Composition:
         windows: Whether it returns windows, which overlap, and the loss is computed outside.
         split: Whether two optimizers have half of the parameters each.
         threaded: Whether another thread runs the backwards.
+        subclass: Whether the weight of the head is a tensor subclass, so that all gradients are.
     """
 
     seed: int
@@ -247,6 +249,7 @@ class Composition:
     split: bool = False
     threaded: bool = False
     windows: bool = False
+    subclass: bool = False
 
     @classmethod
     def draw(cls, seed: int) -> Composition:
@@ -273,7 +276,13 @@ class Composition:
         if theme == "examples":
             rules = _of_examples(rules, draw.choice(("*", "layers.*", "head.*")))
         losses = 2 if theme == "losses" else 1
-        return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows)
+        # In one graph: between several, torch guesses that gradients are plain tensors, and refuses others.
+        is_one = way not in ("regions", "parts", "methods") and not (tied or windows) and theme == "any"
+        subclass = is_one and loop != "bad batch" and draw.random() < 0.2
+        if subclass:
+            kinds_left = draw.choice((("error", "activation"), ("error", "gradient", "activation", "step")))
+            rules = [rule for rule in rules if rule[0] in kinds_left]
+        return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass)
 
     @property
     def text(self) -> str:
@@ -283,7 +292,7 @@ class Composition:
             f"# seed {self.seed}, loop {self.loop!r}, way {self.way!r}, split {self.split}, threaded {self.threaded}\n"
             f"torch.manual_seed({self.seed})\n"
             f"model = Net({list(self.layers)}, tied={self.tied}, losses={self.losses}, "
-            f"windows={self.windows}).double()\n"
+            f"windows={self.windows}, subclass={self.subclass}).double()\n"
             f"policy = [\n{rules}\n]\n"
         )
 
@@ -301,7 +310,11 @@ class Composition:
     def make(self) -> Net:
         """Make the plain model."""
         torch.manual_seed(self.seed)
-        return Net(self.layers, tied=self.tied, losses=self.losses, windows=self.windows).double()
+        net = Net(self.layers, tied=self.tied, losses=self.losses, windows=self.windows).double()
+        if self.subclass:
+            weight = net.head.weight.detach()
+            net.head.weight = nn.Parameter(TwoTensor(weight, 2 * weight))
+        return net
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         """Make the optimizers."""

@@ -63,6 +63,7 @@ def test_every_action_layer_loop_and_way_is_drawn() -> None:
     assert set(layers) == set(LAYERS)
     assert {(one.loop, one.way) for one in drawn} == {(loop, way) for loop in LOOPS for way in WAYS}
     assert min(sum(one.split for one in drawn), sum(one.threaded for one in drawn)) >= 0.03 * SEEDS
+    assert sum(one.subclass for one in drawn) >= 0.01 * SEEDS
 
 
 @pytest.mark.pure

@@ -403,3 +403,31 @@ def test_one_log_line_tells_of_a_compilation(compiled: bool, caplog: pytest.LogC
     (line,) = [record.getMessage() for record in caplog.records]
     engine = "inductor" if compiled else "aot_eager"
     assert re.fullmatch(rf"rewriting: 4 edits, \d+ nodes; compiling \({engine}\)", line)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = self.cell(x).sin()
+        return x
+
+
+def test_calls_of_the_second_model_are_its_own() -> None:
+    monitor = gr.Monitor()
+    policy = [gr.on("error:cell", [ClipByNorm(1e-3), Keep()])]
+    models = [gr.transform(_Recurrent(), policy, monitor=monitor) for _ in range(2)]
+    for _ in range(25):
+        for model in models:
+            model(_X).sum().backward()
+    assert "error:cell@2#3" in {str(site) for site in monitor.kept()}
+    assert monitor.kept()["error:cell@2#3"].shape == (2, 2)
+    assert len(monitor.history("factor@error:cell@2#3")) == 50
+    health = examine(monitor.steps())
+    assert {row.site: row.num_calls for row in health.sites} == {"error:cell": 6, "error:cell@2": 6}
+    assert all(row.code.startswith('gr.on("error:cell", ') for row in health.sites if row.code)
+    assert len(monitor.table("error:cell@2").shown) < len(monitor.table("error:cell@2").rows)

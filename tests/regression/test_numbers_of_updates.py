@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite import viz
+from gradrewrite.diagnostics.first_difference import compare_logs
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, Observe
@@ -272,3 +273,62 @@ def test_finite_gradients_that_are_thrown_away_count_for_nothing() -> None:
         scaler.scale(model(_X).sum()).backward()
         optimizer.zero_grad()
     assert gr.state_dict(model)["step"] == 0
+
+
+def test_gradients_that_go_by_hand_begin_the_update_anew() -> None:
+    training = Training()
+    for thrown in (True, False):
+        for p in training.model.parameters():
+            p.grad = None
+        training.model(_X).sum().backward()
+        if not thrown:
+            training.optimizer.step()
+    assert training.numbers() == [(0, 0), (0, 0)]
+
+
+def test_a_later_config_is_written(log: Path) -> None:
+    training = Training()
+    training.model.monitor.to_jsonl(log)
+    training.run(1)
+    training.model.monitor.to_jsonl(log, config={"lr": 0.1})
+    training.run(1)
+    training.model.monitor.flush()
+    first, second = gr.read_jsonl(log)
+    assert first.origin is not None
+    assert second.origin is not None
+    assert (first.origin.config, second.origin.config) == ({}, {"lr": 0.1})
+    assert (len(second.clips), last_run([first, second]).num_before) == (1, 0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_tensorboard_has_one_value_a_place(micro_batches: int) -> None:
+    places: dict[str, list[int]] = {}
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            places.setdefault(tag, []).append(step)
+
+    training = Training(state={"version": 1, "step": 10, "states": {}})
+    training.model.monitor.to_tensorboard(Writer())
+    training.run(3, micro_batches)
+    training.model.monitor.flush()
+    assert places["norm/gradient:0.weight"] == list(range(10, 10 + 3 * micro_batches))
+
+
+def test_a_resumed_run_is_compared_at_its_updates() -> None:
+    def steps(begin: int, end: int) -> list[gr.Step]:
+        return [gr.Step(n - begin, {"loss@run": 10.0 - 0.1 * n}, update=n) for n in range(begin, end)]
+
+    text = examine(steps(30, 60), steps(0, 60)).loss
+    assert text.startswith("Compared from step 30, where this run begins: they end alike")
+
+
+def test_logs_of_two_models_are_compared_step_by_step(log: Path) -> None:
+    def steps(factor: float) -> list[gr.Step]:
+        rows = [(0, "a", 1.0), (0, "b", factor), (1, "a", 1.0), (1, "b", 1.0)]
+        return [gr.Step(n, {f"norm@gradient:{name}": v}, update=u) for n, (u, name, v) in enumerate(rows)]
+
+    found = compare_logs(steps(1.0), steps(2.0))
+    assert found.first is not None
+    assert (found.first.step, found.first.site, found.num_steps) == (1, "gradient:b", 4)
+    assert compare_logs(steps(1.0), steps(1.0)).first is None

@@ -22,6 +22,7 @@ from gradrewrite.passes import (
     Scale,
     Zero,
 )
+from gradrewrite.testing import assert_matches_eager
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 1.0, 1.0]])
 ACTIONS: dict[str, Any] = {
@@ -142,7 +143,9 @@ def test_what_is_refused(make: Any, error: type[Exception], says: str) -> None:
 
 def test_a_tensor_bound_is_filled_by_the_user() -> None:
     model = gr.transform(net(), gr.on("gradient:*", Every(2, ClipByNorm(torch.tensor(1.0)))))
-    with pytest.raises(gr.PolicyError, match=r"gradient:0\.weight: .*is filled with inf in steps without the clip"):
+    with pytest.raises(
+        gr.PolicyError, match=r"gradient:0\.weight: .*its bound may not be a tensor; fill that with inf by hand"
+    ):
         model(X).sum().backward()
 
 
@@ -210,3 +213,23 @@ def test_a_function_of_the_site_that_fails_is_named() -> None:
     model = gr.transform(net(), gr.on("gradient:*", ClipByNorm(lambda site: {}[site.name])))
     with pytest.raises(gr.PolicyError, match=r"gradient:0\.weight: ClipByNorm\(.*KeyError"):
         model(X)
+
+
+@pytest.mark.parametrize("make", [ClipByNorm, ClipByValue])
+def test_bounds_by_site_hold_at_step_sites(make: Any) -> None:
+    model = gr.transform(net(), gr.on("step:*", make({"0.*": 1e-3, "step:2.bias": 0.5, "*": 9.0})))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(X).sum().backward()
+    optimizer.step()
+    assert [float(p.grad.norm()) < 0.01 for p in model.parameters()] == [True, True, False, False]
+
+
+def test_a_mapping_without_bounds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm has no bound; give one by pattern, as \{'\*': 1\.0\}"):
+        ClipByNorm({})
+
+
+@pytest.mark.parametrize("name", ["norm", "two bounds", "function", "schedule", "by site"])
+@pytest.mark.parametrize("make", [lambda a: Every(2, a), lambda a: After(1, a)], ids=["every", "after"])
+def test_eager_hooks_follow_the_steps(name: str, make: Any) -> None:
+    assert_matches_eager(net(), gr.on("gradient:*", make(ACTIONS[name])), X, compiled=False, steps=3)
