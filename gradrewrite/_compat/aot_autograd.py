@@ -189,8 +189,8 @@ def written_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 def num_forward_outputs(graph: fx.Graph) -> int:
     """Return the number of outputs of a joint graph that its forward returns."""
-    descs = _output_descriptors(graph)
-    return next((n for n, desc in enumerate(descs) if isinstance(desc, _OF_BACKWARD)), len(descs))
+    descs = graph.output_node().meta.get("desc") or ()
+    return next((n for n, desc in enumerate(descs) if isinstance(_outermost(desc), _OF_BACKWARD)), len(descs))
 
 
 def output_positions(graph: fx.Graph) -> list[int]:

@@ -305,10 +305,11 @@ def _assert_of_subclass(one: Composition, *, compiled: bool) -> None:
             train()
         return
     train()
+    near = 1e-3 if any(action.startswith("Store") for *_, action in one.rules) else 1e-8
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         for part in ("a", "b"):
             got, wanted = getattr(p.grad, part), getattr(q.grad, part)
-            torch.testing.assert_close(got, wanted, msg=lambda m, n=name: f"{n}: {m}\n{one.text}")
+            torch.testing.assert_close(got, wanted, rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}\n{one.text}")
 
 
 def assert_same(one: Composition, *, compiled: bool = False) -> None:

@@ -280,7 +280,7 @@ class Composition:
         is_one = way not in ("regions", "parts", "methods") and not (tied or windows) and theme == "any"
         subclass = is_one and loop != "bad batch" and draw.random() < 0.2
         if subclass:
-            kinds_left = draw.choice((("error", "activation"), ("error", "gradient", "activation", "step")))
+            kinds_left = draw.choice((("error", "activation", "saved"), tuple(ACTIONS)))
             rules = [rule for rule in rules if rule[0] in kinds_left]
         return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass)
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe, Scale
+from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue, Observe, Recompute, Scale, Store
+from gradrewrite.rewriting import saved_tensors
 
 
 def two(t: Tensor) -> TwoTensor:
@@ -87,6 +88,18 @@ def test_actions_at_such_values_are_warned_of(x: Tensor) -> None:
     with pytest.warns(gr.RewriteWarning, match="error:second: the policy answers at values that are a TwoTensor"):
         found = gradients(plain, rewritten, x)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("action", [Recompute(), Store("float32")], ids=str)
+def test_saved_tensors_behind_such_weights_have_other_forms(
+    x: Tensor, action: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_tensors, "SMALL", 17)
+    plain = Weighted().double()
+    wanted = gradients(plain, plain, x.double())
+    rewritten = gr.transform(plain, gr.on("saved:*", action))
+    torch.testing.assert_close(gradients(plain, rewritten, x.double()), wanted, rtol=1e-6, atol=1e-6)
+    assert any(isinstance(edit.action, type(action)) for edit in rewritten.explain().graphs[0].edits)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])
