@@ -53,8 +53,10 @@ def explained(
     """
     if isinstance(err, dynamo.FailOnRecompileLimitHit):
         return NotRewrittenError(
-            f"torch's recompile limit is reached, and the policy would not hold for this call: {err}. Raise "
-            "torch._dynamo.config.recompile_limit, or let shapes be symbolic (dynamic=True)",
+            "torch's recompile limit is reached, and the policy would not hold for this call. Each new size or Python "
+            "value makes a graph, and so does each length of a loop over time, which is unrolled. Pad to a few lengths; "
+            "let sizes be symbolic (dynamic=True), where no loop is unrolled; or raise "
+            "torch._dynamo.config.recompile_limit",
             code="recompile-limit",
         )
     if isinstance(err, dynamo.Unsupported | dynamo.UserError):

@@ -229,6 +229,26 @@ def _freezes_everything() -> None:
     trained(gr.on("gradient:*", CLIP), net().requires_grad_(False))
 
 
+class Unrolled(nn.Module):
+    """A loop over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), 3)
+        for step in x.unbind(1):
+            h = self.cell(step + h).tanh()
+        return h
+
+
+def _many_lengths() -> None:
+    rewritten = model(OBSERVED, Unrolled())
+    for length in range(1, 12):
+        rewritten(torch.ones(2, length, 3)).sum().backward()
+
+
 OBSERVED = gr.on("gradient:*", Observe("norm"))
 
 MISTAKES = {
@@ -455,6 +475,7 @@ MISTAKES = {
         errors.GraphBreakError,
         "keep numbers in tensors",
     ),
+    "model: many lengths": Mistake(_many_lengths, errors.NotRewrittenError, "Pad to a few lengths"),
     "model: policy to trace": Mistake(
         lambda: model().trace(OBSERVED), TypeError, r"a policy is given to gr\.transform"
     ),
