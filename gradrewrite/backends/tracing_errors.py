@@ -54,7 +54,7 @@ def explained(
     if isinstance(err, dynamo.FailOnRecompileLimitHit):
         return NotRewrittenError(
             "torch's recompile limit is reached, and the policy would not hold for this call. Each new size or Python "
-            "value makes a graph, and so does each length of a loop over time, which is unrolled. Pad to a few lengths; "
+            "value makes a graph, and so does each length of a loop over time, which is unrolled. Pad to few lengths; "
             "let sizes be symbolic (dynamic=True), where no loop is unrolled; or raise "
             "torch._dynamo.config.recompile_limit",
             code="recompile-limit",

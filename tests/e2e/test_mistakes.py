@@ -475,7 +475,7 @@ MISTAKES = {
         errors.GraphBreakError,
         "keep numbers in tensors",
     ),
-    "model: many lengths": Mistake(_many_lengths, errors.NotRewrittenError, "Pad to a few lengths"),
+    "model: many lengths": Mistake(_many_lengths, errors.NotRewrittenError, "Pad to few lengths"),
     "model: policy to trace": Mistake(
         lambda: model().trace(OBSERVED), TypeError, r"a policy is given to gr\.transform"
     ),
