@@ -111,3 +111,12 @@ def test_other_ways(how: str, wanted: float) -> None:
     assert summands.figures()[key] == wanted
     summands.add({key: math.nan}, measured(1), how)
     assert math.isnan(summands.figures()[key])
+
+
+def test_norms_of_tiny_parts_beside_others() -> None:
+    norm, known = KEYS["norm"], {KEYS["norm"]: MeasuredTensor("norm", 1, 1)}
+    for sizes in ([1.0, 2.0**-510], [2.0**-510, 2.0**-510], [2.0**510, 1.0]):
+        summands = Summands()
+        for size in sizes:
+            summands.add({norm: size}, known, None)
+        assert summands.figures()[norm] == pytest.approx(math.hypot(*sizes), rel=1e-12)

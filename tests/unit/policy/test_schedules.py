@@ -159,3 +159,11 @@ def test_one_group_may_have_equal_schedules() -> None:
 
     model = gr.transform(nn.Linear(3, 2).double(), policy)
     assert bounds_of(model, 3) == [1.0, 0.75, 0.5]
+
+
+def test_backwards_count_again_where_the_guard_is_taken_off() -> None:
+    model = model_with(ClipByNorm(gr.Schedule(lambda step: 10.0 + step)))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    assert bounds_of(model, 2, optimizer) == [10.0, 11.0]
+    gr.unguard(optimizer)
+    assert bounds_of(model, 3, optimizer) == [12.0, 13.0, 14.0]
