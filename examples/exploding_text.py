@@ -1,8 +1,8 @@
-"""Train a recurrent network whose errors explode on Python's help texts, with the error clipped at every time step.
+"""Train a recurrent network with exploding errors, plain and clipped.
 
-Its activations stay bounded (a sine), its errors grow 1.7-fold a time step on their way back, so that a plain training
-leaves no finite number after a few dozen steps. It is the network of the README.
-``python examples/exploding_text.py --steps 100`` prints the losses of both.
+It reads Python's help texts; the error is clipped at each time step. Activations stay bounded (a sine), errors grow
+1.7-fold a time step on their way back, so that a plain training leaves no finite number after a few dozen steps. It is
+the network of the README. ``python examples/exploding_text.py --steps 100`` prints the losses of both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ExplodingModel(nn.Module):
 
 
 def batches(count: int) -> Iterator[Tensor]:
-    """Yield random pieces of the help texts, ``[ROWS, UNROLL + 1]``; what is not ASCII is one character."""
+    """Yield random pieces of text, ``[ROWS, UNROLL + 1]``, of ASCII."""
     text = torch.tensor([min(ord(character), 127) for character in "".join(topics.values())])
     for _ in range(count):
         yield text[torch.randint(len(text) - UNROLL - 1, (ROWS, 1)) + torch.arange(UNROLL + 1)]

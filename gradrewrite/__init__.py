@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Return where a name is instead; ``""`` if nothing is near."""
+    """Return the nearest name as a hint; ``""`` without one."""
     if name.startswith("_"):
         return ""
     near = difflib.get_close_matches(name, __all__, 1, 0.7)

@@ -250,7 +250,7 @@ def _spike_error(address: str, figure: float, limit: float, step: int, update: i
 
 
 def step_text(update: int, micro_batch: int | None) -> str:
-    """Return a step in words: ``step 33``, or ``update 33, micro-batch 3`` where an update has several."""
+    """Return a step in words: ``step 33``, ``update 33, micro-batch 3``."""
     return f"step {update}" if micro_batch is None else f"update {update}, micro-batch {micro_batch + 1}"
 
 

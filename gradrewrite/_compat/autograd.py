@@ -42,7 +42,7 @@ def creates_graph(depth: int = 16) -> bool:
 
 
 def refuse_second_backward(error: Callable[[], Exception]) -> None:
-    """Raise an error where somebody differentiates the results of the running node."""
+    """Raise an error in a backward through the running node's results."""
 
     def refuse(_: Any) -> None:
         raise error()

@@ -202,7 +202,7 @@ class Run:
         return f"{what} {self.update(first)} to {self.update(last)}"
 
     def place_of_update(self, step: int) -> str:
-        """Return the update of a step in words: ``step 33``, or ``update 33`` where updates have micro-batches."""
+        """Return the update of a step in words: ``step 33``, ``update 33``."""
         return f"{'update' if self.has_micro_batches else 'step'} {self.update(step)}"
 
     @property
@@ -283,7 +283,7 @@ def _joined(steps: Sequence[Step]) -> tuple[Sequence[Step], tuple[int, ...], int
 
 
 def _numbers_of(steps: Sequence[Step]) -> dict[int, tuple[int, int, int]]:
-    """Return the numbers of steps in a run; empty where each is an update with its number."""
+    """Return the numbers of steps in a run; see ``Run.numbers``."""
     if all(step.update == step.step for step in steps):
         return {}
     updates: list[list[Step]] = []

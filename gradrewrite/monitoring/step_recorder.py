@@ -139,9 +139,10 @@ class StepRecorder:
         return self.records[-1].update if self.records else -1
 
     def label_of(self, model: weakref.ref[nn.Module]) -> str:
-        """Return the label of a model's sites: ``@2`` where another one that exists has parameters of its names.
+        """Return the label of a model's sites: ``""``, ``@2``, ``@3``.
 
-        It keeps the records of both apart. A label is found when the model is first compiled, and stays.
+        It keeps the records of models apart that have parameters of equal names. A label is found when the model is
+        first compiled, and stays.
         """
         own = model()
         known = [(other, label) for ref, label in self._models if (other := ref()) is not None]

@@ -487,7 +487,7 @@ class Guard:
 
     @property
     def _number(self) -> int:
-        """Number of the update that is made; -1 where no model tells."""
+        """Number of the present update; -1 without a model."""
         return max((states.step for states in self._states), default=-1)
 
     def _is_due(self, every: int) -> bool:
@@ -563,8 +563,7 @@ class Guard:
         self._has_new_gradients = False
         if not any(written.may_be_scaled for written in self._written_buffers):
             return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        plain = [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
+        plain = _plain_gradients(optimizer)
         if plain:
             self._restore_buffers(_worst(*((~g.isfinite().all()).float() for g in plain)))
 
@@ -612,11 +611,14 @@ _prepare = dynamo.outside_of_graphs(Guard.prepare, _APART)
 _finish = dynamo.outside_of_graphs(Guard.finish, _APART)
 
 
+def _plain_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
+
+
 def _leaves_out(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler has left out an update: its gradients are not finite. Waits for the device."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    plain = [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
-    is_finite = all(bool(g.isfinite().all()) for g in plain)
+    is_finite = all(bool(g.isfinite().all()) for g in _plain_gradients(optimizer))
     return not is_finite and optimizers.living_scaler() is not None
 
 

@@ -289,7 +289,7 @@ class StandIn(Protocol):
 
 @runtime_checkable
 class Bounded(Protocol):
-    """An action without effect where its bounds are infinite (internal until 1.0)."""
+    """An action with bounds, idle at infinite ones (internal until 1.0)."""
 
     def check_bounds(self) -> None:
         """Raise ValueError if a bound cannot be one now."""
