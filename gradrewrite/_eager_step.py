@@ -15,7 +15,7 @@ from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, state_site, step_site
 from gradrewrite.policy.scope import group_of
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.lowering import Insertion, Measure, ScaleParameter, lower_action
+from gradrewrite.rewriting.lowering import Insertion, Measure, ScaleParameter, lower_single
 from gradrewrite.sites import Site
 
 Apply = Callable[[Insertion, Tensor, Tensor], Tensor]
@@ -64,12 +64,12 @@ class EagerStep:
         groups: dict[Any, list[tuple[Site, Answered, Tensor]]] = {}
         self._failed = False
         for site, parameter in present:
-            for answered in ask_in_order(self.policy, site):
+            answers = ask_in_order(self.policy, site)
+            for answered in answers:
                 self.acted[str(site)] = None
                 if group_of(answered.action) is not None:
                     groups.setdefault(group_of(answered.action), []).append((site, answered, parameter))
-                    continue
-                insertion = lower_action(answered.action, site)
+            for insertion in lower_single(answers, site):
                 if isinstance(insertion, ScaleParameter):
                     factors.append((parameter, insertion.action))
                 if isinstance(insertion, Measure) and insertion.fails == "skip":
@@ -122,9 +122,9 @@ class EagerStep:
             state = self.optimizer.state.get(parameter, {}).items()
             found += [(state_site(name, key, t), t) for key, t in state if isinstance(t, Tensor)]
             for site, tensor in found:
-                for answered in ask_in_order(self.policy, site):
+                for insertion in lower_single(ask_in_order(self.policy, site), site):
                     self.acted[str(site)] = None
-                    self._run(lower_action(answered.action, site), site, tensor.detach(), tensor)
+                    self._run(insertion, site, tensor.detach(), tensor)
 
 
 def _grad(parameter: Tensor) -> Tensor:

@@ -47,7 +47,15 @@ from gradrewrite.policy.rules import ask_in_order, rules_at
 from gradrewrite.policy.sampling import Omitted
 from gradrewrite.policy.scope import Context, group_of, needs_examples, needs_losses
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.lowering import Average, Insertion, Measure, Replace, ScaleParameter, lower_action
+from gradrewrite.rewriting.lowering import (
+    Average,
+    Insertion,
+    Measure,
+    Replace,
+    ScaleParameter,
+    lower_action,
+    lower_single,
+)
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import AT_GUARD, Kind, Site
 
@@ -573,8 +581,7 @@ class _Hooked:
         return out
 
     def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any], value: Tensor) -> None:
-        answers = (a.action for a in ask_in_order(self._policy, site) if group_of(a.action) is None)
-        found = [lower_action(action, site) for action in answers]
+        found = lower_single(ask_in_order(self._policy, site), site)
         if not found or str(site) in self._refused:
             return
 

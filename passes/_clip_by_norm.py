@@ -14,6 +14,7 @@ from torch import Tensor
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import norm_of, norms_of, total_norm_of
 from gradrewrite.passes._settings import (
+    LOGGED,
     Bound,
     bound_of,
     check_norm,
@@ -90,6 +91,12 @@ class ClipByNorm:
     def with_bounds(self, change: Callable[[Any, float], Any]) -> ClipByNorm:
         """Return the clip with another bound."""
         return replace(self, max_norm=change(self.max_norm, math.inf))
+
+    @property
+    def statistics(self) -> Mapping[str, str]:
+        """Statistics among the records: the L2 norm, and those of the log line."""
+        norm = {"norm": "norm"} if self.norm_type == 2 else {}
+        return norm | LOGGED if self.log else norm
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip the tensor, and report a ``NormClip``."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.passes._settings import (
+    LOGGED,
     Bound,
     SiteBounds,
     bound_of,
@@ -107,6 +108,11 @@ class ClipByValue:
         low = -high if self.min is None else _first(self.min)
         if low > high:
             raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={high!r}")
+
+    @property
+    def statistics(self) -> Mapping[str, str]:
+        """Statistics among the records: those of the log line."""
+        return LOGGED if self.log else {}
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""

@@ -19,6 +19,9 @@ from gradrewrite.sites import Pattern, Site
 
 Bound: TypeAlias = float | Tensor | Schedule
 
+# Statistics in the log line of a clip, by the names of their records.
+LOGGED = {"max_abs": "max_abs", "mean_abs": "mean_abs"}
+
 
 def store_python_numbers(action: Any) -> None:
     """Store the numbers among the settings of a frozen action, such as numpy's scalars, as Python numbers."""

@@ -23,10 +23,10 @@ from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.optimizer._target import Target
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, Slot, SpreadSite, exchange_figures, slots_of
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, rules_at, state_site
-from gradrewrite.policy.sampling import interval_of
+from gradrewrite.policy.sampling import Omitted, interval_of, omitted
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import check_dense
-from gradrewrite.rewriting.lowering import Measure, Replace, lower_action
+from gradrewrite.rewriting.lowering import Measure, Replace, lower_single
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import Pattern, Site
 
@@ -173,7 +173,9 @@ class ObservedState:
             if fake_tensors.is_wrapper(tensor) and not is_dtensor(tensor):
                 refuse(answered.action, Context(site, tensor_type=type(tensor).__name__))
             if tensor.is_complex():
-                _lowered(answered, site).run(local_of(tensor))  # which refuses what needs an order
+                for insertion in lower_single([answered], site):
+                    assert isinstance(insertion, Measure | Replace)
+                    insertion.run(local_of(tensor))  # which refuses what needs an order
         session.rules.note_step_answers(answered.position[1:] for answered in answers)
         return answers
 
@@ -189,11 +191,16 @@ class ObservedState:
         for n, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
             site, layout = member.site, spread_of(tensor)
             is_spread = layout is not None and len(layout.ranks) > 1 and layout.size > 0
-            answers = tuple(a for a in member.answers if (member.target, interval_of(a.action)) in due)
-            for insertion in (_lowered(answered, site) for answered in answers):
+            is_due = ((member.target, interval_of(a.action)) in due for a in member.answers)
+            answers = tuple(a if d else omitted(a, site) for a, d in zip(member.answers, is_due, strict=True))
+            for insertion in lower_single(answers, site):
+                if isinstance(insertion, Omitted):
+                    numbering.new(insertion.names, str(site))
+                    continue
                 if isinstance(insertion, Replace):  # no other action that is none of ``Measure`` may stand here
                     found.kept.append((n, insertion.action.what))
                     continue
+                assert isinstance(insertion, Measure)
                 keys = numbering.new(insertion.statistics, str(site))
                 found.keys[None if is_spread else tensor.device] += keys
                 if keys and not is_spread:
@@ -247,9 +254,3 @@ def _tensors_of(state: Mapping[Any, Any]) -> list[tuple[Any, Tensor]]:
 
 def _num_tensors(state: Mapping[Any, Any]) -> int:
     return sum([isinstance(value, Tensor) for value in state.values()])
-
-
-def _lowered(answered: Answered, site: Site) -> Measure | Replace:
-    insertion = lower_action(answered.action, site, answered.rule)
-    assert isinstance(insertion, Measure | Replace)
-    return insertion

@@ -28,7 +28,7 @@ from gradrewrite.ir.ops import measure, measure_all
 from gradrewrite.ir.statistics import STATISTICS, from_sums, norm_of, to_summands
 from gradrewrite.policy.actions import NormScaling, UpdateJudge
 from gradrewrite.policy.rules import Answered
-from gradrewrite.rewriting.lowering import Measure, lower_action
+from gradrewrite.rewriting.lowering import Measure, lower_single
 from gradrewrite.sites import Site
 
 
@@ -72,8 +72,8 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
     slots = [
         Slot(member.spread.ranks, STATISTICS[name].combination, name, (member,))
         for member in sites
-        for answered in member.answers
-        if isinstance(found := lower_action(answered.action, member.site), Measure)
+        for found in lower_single(member.answers, member.site)
+        if isinstance(found, Measure)
         for name in found.statistics.values()
     ]
     norms: dict[tuple[Hashable, tuple[int, ...], Site | None], tuple[NormScaling | UpdateJudge, list[SpreadSite]]] = {}

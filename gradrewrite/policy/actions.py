@@ -105,12 +105,17 @@ class SpecializingAction(Action, Protocol):
 
 
 @runtime_checkable
-class Measurement(Action, Protocol):
-    """An action that only measures (internal until 1.0)."""
+class MeasuringAction(Action, Protocol):
+    """An action with records of statistics of its argument (internal until 1.0)."""
 
     @property
     def statistics(self) -> Mapping[str, str]:
         """Keys of ``statistics.STATISTICS``, by the names of the records."""
+
+
+@runtime_checkable
+class Measurement(MeasuringAction, Protocol):
+    """An action that only measures: it records its statistics and returns its argument (internal until 1.0)."""
 
     @property
     def fails(self) -> OnFailure | None:

@@ -36,6 +36,7 @@ class Omitted:
     """A measurement left out of a graph, with its reserved record names."""
 
     names: tuple[str, ...]
+    action: Any  # that is left out
 
     kinds: ClassVar[frozenset[Kind]] = ANYWHERE
     has_units: ClassVar[bool] = False
@@ -59,7 +60,12 @@ def sampled(answers: Sequence[Answered], site: Site, measured: Measured) -> tupl
 
     if not any(is_part(answered.action) for answered in answers):
         return ()
-    return tuple(a if is_part(a.action) else replace(a, action=Omitted(a.action.records_at(site))) for a in answers)
+    return tuple(a if is_part(a.action) else omitted(a, site) for a in answers)
+
+
+def omitted(answered: Answered, site: Site) -> Answered:
+    """Return the answer with a sampled action left out."""
+    return replace(answered, action=Omitted(tuple(answered.action.records_at(site)), answered.action))
 
 
 def checked_interval(owner: str, name: str, value: Any) -> int:

@@ -6,8 +6,9 @@ No other module of the rewrite asks an action for its protocols, or for its vari
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from gradrewrite.policy.actions import (
     LossAction,
     LossWeighing,
     Measurement,
+    MeasuringAction,
     NormScaling,
     ParameterScaling,
     Recomputation,
@@ -34,8 +36,9 @@ from gradrewrite.policy.actions import (
     describe,
     takes_value,
 )
+from gradrewrite.policy.recording import record_statistics
 from gradrewrite.policy.rules import Answered
-from gradrewrite.policy.sampling import Omitted
+from gradrewrite.policy.sampling import Omitted, interval_of
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.sites import Site
 
@@ -53,7 +56,9 @@ class Replace:
     # the first loss, and at the others what is left without the matrix; None for nothing.
     reads_losses: bool
     of_others: Measure | None
+    statistics: Mapping[str, str]  # of its argument, that it records; see ``Measure``
     rule: str  # the rule that the answer is of; see ``Answered``
+    observed: frozenset[str] = frozenset()  # the names of those that a measurement of the same value has as well
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +67,7 @@ class Measure:
 
     action: Any
     key: Hashable
-    run: Callable[..., Tensor]  # returns its argument
+    run: Callable[..., Tensor]  # records the statistics, and returns its argument
     statistics: Mapping[str, str]  # keys of ``statistics.STATISTICS``, by the names of the records
     fails: OnFailure | None  # the consequence of a last statistic that is not 0
     rule: str
@@ -184,8 +189,53 @@ def lower(answers: Iterable[tuple[InsertionPoint, Sequence[Answered]]]) -> Inser
                     before.setdefault(point, len(own))
             else:
                 own.append(lower_action(answered.action, point.site, answered.rule))
-        single[point] = tuple(own)
+        behind = before.get(point, 0)
+        single[point] = (*_recorded_once(own[:behind], point.site), *_recorded_once(own[behind:], point.site))
     return InsertionPlan(single, tuple(_groups(grouped)), before)
+
+
+def lower_single(answers: Iterable[Answered], site: Site) -> tuple[Insertion, ...]:
+    """Return the insertions of the actions at a site that are of no group, in order."""
+    own = [lower_action(a.action, site, a.rule) for a in answers if not isinstance(a.action, GroupAction)]
+    return tuple(_recorded_once(own, site))
+
+
+def _recorded_once(insertions: Sequence[Insertion], site: Site) -> list[Insertion]:
+    """Remove statistics from measurements that the next actions record of the same value, in as many steps or more."""
+    found: list[Insertion] = []
+    later: dict[tuple[str, str], tuple[int, int | None]] = {}  # position and interval, by name and statistic
+    for insertion in reversed(insertions):
+        whole = lower_action(insertion.action, site) if isinstance(insertion, Omitted) else insertion
+        every = interval_of(whole.action)
+        twice: list[tuple[str, str]] = []
+        if not isinstance(whole, Measure):
+            later.clear()
+        elif whole.fails is None:
+            twice = [one for one in whole.statistics.items() if one in later and later[one][1] in (None, 1, every)]
+        for name, statistic in twice:
+            position, _ = later[name, statistic]
+            if isinstance(keeper := found[position], Replace):
+                found[position] = replace(keeper, observed=keeper.observed | {name})
+        if isinstance(whole, Measure | Replace):
+            for one in whole.statistics.items():
+                later.setdefault(one, (len(found), every))
+        found.append(_without(insertion, dict(twice)))
+    return found[::-1]
+
+
+def _without(insertion: Insertion, names: Collection[str]) -> Insertion:
+    if isinstance(insertion, Omitted):
+        return replace(insertion, names=tuple(name for name in insertion.names if name not in names))
+    if not names or not isinstance(insertion, Measure):
+        return insertion
+    left = {name: key for name, key in insertion.statistics.items() if name not in names}
+    return replace(insertion, key=(insertion.key, tuple(left)), run=partial(_measured, left), statistics=left)
+
+
+def _measured(statistics: Mapping[str, str], tensor: Tensor) -> Tensor:
+    if statistics:
+        record_statistics(tensor, statistics)
+    return tensor
 
 
 def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
@@ -205,7 +255,8 @@ def lower_action(action: Any, site: Site, rule: str = "") -> Insertion:
     reads_value = examples is None and not reads_losses and takes_value(found)
     others = lower_action(found.without_losses, site, rule) if isinstance(found, LossAction) else None
     of_others = replace(others, action=action) if isinstance(others, Measure) and others.statistics else None
-    return Replace(action, action_key(found), run, reads_value, examples, reads_losses, of_others, rule)
+    statistics = found.statistics if isinstance(found, MeasuringAction) else {}
+    return Replace(action, action_key(found), run, reads_value, examples, reads_losses, of_others, statistics, rule)
 
 
 def lower_saved(answers: Sequence[Answered], site: Site) -> SavedPlan:

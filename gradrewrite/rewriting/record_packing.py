@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,10 +132,15 @@ class RecordPacking:
         every = interval_of(insertion.action)
         if every is not None:
             self.sampled[every].update(keys)
-        if isinstance(insertion, Measure) and site.kind != "step":  # whose gradient all ranks have
+        names: Mapping[str, str] = {}
+        if isinstance(insertion, Measure):
+            names = insertion.statistics
+        elif isinstance(insertion, Replace):
+            names = {name: insertion.statistics[name] for name in insertion.observed}
+        if site.kind != "step":  # whose gradient all ranks have
             size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
-            number, names = len(self.measured), insertion.statistics
-            self.measured |= {key: MeasuredTensor(names[key.record], size, replicas, number) for key in keys}
+            number, own = len(self.measured), [key for key in keys if key.record in names]
+            self.measured |= {key: MeasuredTensor(names[key.record], size, replicas, number) for key in own}
 
     def note_op(self, site: Site) -> None:
         """List the op of a recorded site, if it has one."""

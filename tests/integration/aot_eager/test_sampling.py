@@ -171,17 +171,39 @@ def test_checks() -> None:
 
 
 def test_names_of_records_do_not_depend_on_the_step() -> None:
-    """A measurement that is left out keeps its name: the clip's stay ``norm.2``."""
+    """The norm is the clip's in each step, and the second measurement keeps its name."""
     policy = gr.on("error:two", [Observe("norm", every=3), ClipByNorm(1e-3), Observe("norm", every=3)])
     _, rows, _ = train(policy)
-    own = {"norm.2@error:two", "bound.2@error:two", "factor.2@error:two", "lr@optimizer:0"}
+    own = {"norm@error:two", "bound@error:two", "factor@error:two", "lr@optimizer:0"}
     for step, row in enumerate(rows):
-        assert set(row) == own | ({"norm@error:two", "norm.3@error:two"} if step % 3 == 0 else set())
+        assert set(row) == own | ({"norm.2@error:two"} if step % 3 == 0 else set())
+
+
+@pytest.mark.parametrize("kind", ["error:two", "gradient:two.weight", "step:two.weight"])
+def test_a_clip_records_what_is_observed_beside_it(kind: str) -> None:
+    plain, alone, beside = (
+        train([gr.on(kind, actions), gr.on(kind, ClipByNorm(1e-3, log=True))])
+        for actions in (Observe("zeros"), Observe("norm", "max_abs"), Observe("norm", "zeros", "mean_abs"))
+    )
+    names = {f"{name}@{kind}" for name in ("norm", "bound", "factor", "max_abs", "mean_abs", "clipped")}
+    for _, rows, end in (plain, alone, beside):
+        found = rows[0].keys() - {"lr@optimizer:0"}
+        assert found - {f"zeros@{kind}"} == names
+        assert rows[0][f"norm@{kind}"] == pytest.approx(plain[1][0][f"norm@{kind}"])
+        assert all(torch.equal(a, b) for a, b in zip(end, plain[2], strict=True))
+
+
+def test_sampled_measurements_of_parameters_keep_their_names() -> None:
+    rules = [gr.on("param:two.weight", Observe("norm", every=every)) for every in (2, 3)]
+    _, rows, _ = train([*rules, gr.on("param:two.weight", [Observe("nonfinite"), CheckFinite("record")])])
+    for step, row in enumerate(rows):
+        found = {key.partition("@")[0] for key in row if key.endswith("@param:two.weight")}
+        assert found == {"nonfinite", *["norm"] * (step % 2 == 0), *["norm.2"] * (step % 3 == 0)}
 
 
 def test_step_sites_and_update_ratios() -> None:
     torch.manual_seed(0)
-    policy = [gr.on("step:*", [Observe("norm"), ClipByNorm(1e-3)]), gr.on("error:two", Observe("norm"))]
+    policy = [gr.on("step:*", [Observe("norm", "max_abs"), ClipByNorm(1e-3)]), gr.on("error:two", Observe("norm"))]
     model = gr.transform(TwoLayers(), policy, monitor=gr.Monitor(sample=3))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model, update_ratios=True)
     rows = []
@@ -190,9 +212,9 @@ def test_step_sites_and_update_ratios() -> None:
         optimizer.step()
         optimizer.zero_grad()
         rows.append(dict(model.monitor.latest()))
-    for record in ("norm@step:one.weight", "update_ratio@gradient:one.weight"):
+    for record in ("max_abs@step:one.weight", "update_ratio@gradient:one.weight"):
         assert steps_with(rows, record) == [0, 3, 6]
-    assert steps_with(rows, "norm.2@step:one.weight") == list(range(7))
+    assert steps_with(rows, "norm@step:one.weight") == list(range(7))
 
 
 class Block(nn.Module):
@@ -247,7 +269,7 @@ def test_kinds_of_models(kind: str) -> None:
         record = f"max_abs@error:blocks.{number}.linear"
         assert steps_with(rows, record) == [0, 4, 8]
         assert [rows[n][record] for n in (0, 4, 8)] == [every[n][record] for n in (0, 4, 8)]
-        assert steps_with(rows, f"norm.2@error:blocks.{number}.linear") == list(range(STEPS))
+        assert steps_with(rows, f"norm@error:blocks.{number}.linear") == list(range(STEPS))
     assert set(measurements(model)) == {"all", "nothing"}
 
 

@@ -157,7 +157,7 @@ def test_records_outlive_the_next_replay(mode: str) -> None:
 def test_both_graphs_of_a_sampled_model(mode: str, simulation: SimulatedGpu | None) -> None:
     """With CUDA graphs, steps that measure and those between are captured apart."""
     policy = [
-        gr.on("error:two", [Observe("norm"), ClipByNorm(1.5)]),
+        gr.on("error:two", [Observe("norm", "zeros"), ClipByNorm(1.5)]),
         gr.on("gradient:*", [Observe("max_abs", "exponents"), ClipByGlobalNorm(1e9)]),
     ]
     net = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 1))).cuda()
@@ -167,11 +167,11 @@ def test_both_graphs_of_a_sampled_model(mode: str, simulation: SimulatedGpu | No
     for _ in range(9):
         model.zero_grad()
         model(x).sum().backward()
-        found.append("norm@error:two" in model.monitor.latest())
+        found.append("zeros@error:two" in model.monitor.latest())
         gradients.append([p.grad.clone() for p in model.parameters()])
     assert found == [step % 3 == 0 for step in range(9)]
-    assert model.monitor.history("norm@error:two")[::3] == [2.0] * 3
-    assert model.monitor.history("norm.2@error:two") == [2.0] * 9
+    assert model.monitor.history("zeros@error:two")[::3] == [0.0] * 3
+    assert model.monitor.history("norm@error:two") == [2.0] * 9
     rows = [step.records for step in model.monitor.steps()]
     for row in rows[::3]:
         assert sum(value for key, value in row.items() if key.startswith("exponents") and "one.weight" in key) == 9

@@ -67,13 +67,13 @@ def test_a_file_has_the_clips_of_the_graphs(tmp_path: Path) -> None:
     assert reports["group:default"].shares is not None
     logging = reports[first]
     assert isinstance(logging, NormClip)
-    assert (str(logging.norm), str(logging.bound)) == (f"norm.3@{first}", f"bound.3@{first}")  # norm.2 is observed
+    assert (str(logging.norm), str(logging.bound)) == (f"norm.2@{first}", f"bound.2@{first}")
     assert logging.log is not None
     for clip in clips_of(last_run(steps)):
         assert clip.acted == [factor != 1 for factor in clip.factors]
 
 
-FACTORS = ("factor", "factor.3")
+FACTORS = ("factor", "factor.2")
 
 
 def test_a_file_has_the_ops_at_which_clips_stand(tmp_path: Path) -> None:

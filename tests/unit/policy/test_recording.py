@@ -76,25 +76,20 @@ def test_records_of_several_functions_at_one_site_are_numbered_in_one_place() ->
 
 
 def test_a_bound_is_numbered_like_the_norm_that_it_bounds() -> None:
-    model = gr.transform(Probe(2), gr.on("error:h", [Observe("norm"), ClipByNorm(0.5)]))
+    model = gr.transform(Probe(2), gr.on("error:h", [Observe("norm"), ClipByNorm(0.5, norm_type=1)]))
     model(torch.tensor([3.0, 4.0])).backward()
 
-    latest = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "bound.2@error:h": 0.5, "factor.2@error:h": 0.1}
+    latest = {"norm@error:h": 5.0, "norm.2@error:h": 7.0, "bound.2@error:h": 0.5, "factor.2@error:h": 0.5 / 7}
     assert model.monitor.latest() == pytest.approx(latest)
 
 
 @pytest.mark.parametrize("bounds", [(0.5, torch.tensor(0.25)), (torch.tensor(0.5), 0.25)])
 def test_bounds_that_are_numbers_and_bounds_that_are_tensors_are_told_apart(bounds: tuple[Any, Any]) -> None:
-    model = gr.transform(Probe(2), gr.on("error:h", [Observe("norm"), *(ClipByNorm(bound) for bound in bounds)]))
+    model = gr.transform(Probe(2), gr.on("error:h", [Observe("max_abs"), *(ClipByNorm(bound) for bound in bounds)]))
     model(torch.tensor([3.0, 4.0])).backward()
 
-    norms = {"norm@error:h": 5.0, "norm.2@error:h": 5.0, "norm.3@error:h": 0.5}
-    bounds_and_factors = {
-        "bound.2@error:h": 0.5,
-        "bound.3@error:h": 0.25,
-        "factor.2@error:h": 0.1,
-        "factor.3@error:h": 0.5,
-    }
+    norms = {"max_abs@error:h": 4.0, "norm@error:h": 5.0, "norm.2@error:h": 0.5}
+    bounds_and_factors = {"bound@error:h": 0.5, "bound.2@error:h": 0.25, "factor@error:h": 0.1, "factor.2@error:h": 0.5}
     assert model.monitor.latest() == pytest.approx(norms | bounds_and_factors)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, fx
 import gradrewrite.passes as P
 from gradrewrite.errors import PolicyError
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.sampling import Omitted, sampled
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import (
     Average,
@@ -22,6 +24,7 @@ from gradrewrite.rewriting.lowering import (
     is_in_units,
     lower,
     lower_action,
+    lower_single,
 )
 from gradrewrite.sites import Kind, Site
 
@@ -151,3 +154,39 @@ def _plan(*answers: list[Any], positions: dict[int, int] | None = None) -> Inser
         (point, [Answered((known.get(id(action), 0),), action, "*") for action in own])
         for point, own in zip(points, answers, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("actions", "wanted"),
+    [
+        ([P.Observe("norm", "zeros"), P.ClipByNorm(1.0)], [["zeros"]]),
+        ([P.Observe("norm", every=5), P.ClipByNorm(1.0)], [[]]),
+        ([P.Observe("norm"), P.Observe("norm", "max_abs"), P.ClipByNorm(1.0, log=True)], [[], []]),
+        ([P.Observe("max_abs", "min"), P.ClipByValue(1.0, log=True)], [["min"]]),
+        ([P.Observe("max_abs", "min"), P.ClipByValue(1.0)], [["max_abs", "min"]]),
+        ([P.Observe("nonfinite", "nan"), P.CheckFinite("record")], [["nan"], ["nonfinite"]]),
+        ([P.Observe("norm", every=5), P.Observe("norm")], [[], ["norm"]]),
+        ([P.Observe("norm"), P.Observe("norm", every=5)], [["norm"], ["norm"]]),
+        ([P.Observe("norm"), P.ClipByNorm(1.0, norm_type=1)], [["norm"]]),
+        ([P.Observe("norm"), P.NanToNum(), P.ClipByNorm(1.0)], [["norm"]]),
+        ([P.ClipByNorm(1.0), P.Observe("norm")], [["norm"]]),
+    ],
+)
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_what_is_recorded_twice_is_measured_once(
+    actions: Sequence[Any], wanted: list[list[str]], is_left_out: bool
+) -> None:
+    answers = tuple(Answered((0,), action, "error:*") for action in actions)
+    if is_left_out:  # names of records do not depend on what a step measures
+        answers = sampled(answers, ERROR, "nothing") or answers
+    insertions = lower_single(answers, ERROR)
+    found = [
+        list(one.names if isinstance(one, Omitted) else one.statistics)
+        for one in insertions
+        if isinstance(one, Measure | Omitted)
+    ]
+
+    assert found == wanted
+    given = {name for a in actions if isinstance(a, P.Observe) for name in a.statistics}
+    if isinstance(last := insertions[-1], Replace):
+        assert last.observed == given.difference(*found)
