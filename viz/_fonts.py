@@ -12,6 +12,7 @@ from typing import Any
 
 FONT = "DejaVu Sans"
 _WORD = re.compile(r"[^\W\d_]{2,}(?!\w*:)")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _STYLE = {
     "font.family": [FONT],
@@ -44,7 +45,7 @@ def displayable(text: str, limit: int) -> str:
     if len(shown) <= limit:
         return shown
     head = (limit - 3) // 2
-    return f"{shown[:head]}...{shown[head + 3 - limit :]}"
+    return _without_middle(shown, head, len(shown) + head + 3 - limit, "...")
 
 
 def text_width(text: str, size: float) -> float:
@@ -75,14 +76,25 @@ def _abbreviated(text: str, width: float, size: float) -> str:
         short = _WORD.sub(lambda word: word[0][0], text, count)
         if text_width(short, size) <= width:
             return short
-    while text_width(f"{short}..", size) > width:
-        short = short[:-1]
-    return f"{short}.."
+    end = len(short)
+    while end and text_width(_without_middle(short, end, len(short)), size) > width:
+        end -= 1
+    return _without_middle(short, end, len(short))
 
 
 def _cut(text: str, kept: int) -> str:
     head = kept // 3
-    return f"{text[:head]}..{text[len(text) - (kept - head) :]}"
+    return _without_middle(text, head, len(text) - (kept - head))
+
+
+def _without_middle(text: str, start: int, end: int, dots: str = "..") -> str:
+    """Replace a part of the text by dots, and the rest of each number that begins or ends there."""
+    for number in _NUMBER.finditer(text):
+        if number.start() < start < number.end():
+            start = number.start()
+        if number.start() < end < number.end():
+            end = number.end()
+    return f"{text[:start]}{dots}{text[end:]}"
 
 
 @functools.cache

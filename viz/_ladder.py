@@ -194,11 +194,14 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], records: 
     small = [fold_names([str(graph_view.edits[n].site) for n in numbers])]
     lines = [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in numbers]
     clips, quiet = records
-    known = [clips[n] for n in numbers if n in clips]
+    known = {n: clips[n] for n in numbers if n in clips}
     if known:
-        strongest = min(known, key=lambda clip: (clip.median_factor, -clip.rate))
+        number, strongest = min(known.items(), key=lambda item: (item[1].median_factor, -item[1].rate))
         has_factor = strongest.rate > 0 and not isnan(strongest.median_factor)
-        small += [percent(strongest.rate), *([f"\u00d7{strongest.median_factor:.2g}"] if has_factor else [])]
+        is_one_of_several = len({(clip.rate, clip.median_factor) for clip in known.values()}) > 1
+        of = f"{str(graph_view.edits[number].site).partition(':')[2]}: " if is_one_of_several else ""
+        small += [f"{of}{percent(strongest.rate)}"]
+        small += [f"\u00d7{strongest.median_factor:.2g}"] if has_factor else []
         of_several = f"the strongest of {len(known)} " if len(known) > 1 else ""
         lines.append(f"{of_several}acted in {strongest.rate:.1%} of {len(strongest.steps)} steps")
     nodes = tuple(name for n in numbers for name in graph_view.edits[n].nodes)

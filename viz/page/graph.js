@@ -229,7 +229,15 @@ function fitted(/** @type {string} */ text, /** @type {number} */ width, /** @ty
   if (isFitted || !pen) return text;
   pen.font = '12px "DejaVu Sans", Verdana, Arial, sans-serif';
   let shown = text;
-  for (let cut = 1; pen.measureText(shown).width > width - 2 * G.pad; cut++) shown = `${text.slice(0, Math.ceil((text.length - cut) / 2))}..${text.slice(Math.ceil((text.length + cut) / 2))}`;
+  for (let kept = text.length - 1; kept >= 0 && pen.measureText(shown).width > width - 2 * G.pad; kept--) {
+    let head = Math.floor(kept / 3), tail = text.length - (kept - head);
+    for (const number of text.matchAll(/-?\d+(\.\d+)?(e[+-]?\d+)?/g)) {  // none is cut
+      const end = number.index + number[0].length;
+      if (number.index < head && head < end) head = number.index;
+      if (number.index < tail && tail < end) tail = end;
+    }
+    shown = `${text.slice(0, head)}..${text.slice(tail)}`;
+  }
   return shown;
 }
 

@@ -233,6 +233,27 @@ def test_shortened_labels_stay_distinct() -> None:
     assert _fonts.fit_all([("short", 90.0, 12.0)]) == ["short"]
 
 
+NUMBERS = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "text",
+    ["ClipByNorm(1234.5678) x 12", "error:blocks.[0-23].attn \u00b7 100 % \u00b7 \u00d72.3e-10", "layers.1234567.proj"],
+)
+def test_no_number_is_cut(text: str) -> None:
+    numbers = set(re.findall(NUMBERS, text))
+    for width in range(20, 300, 4):
+        shown = _fonts.fit(text, width, 12.0)
+        assert set(re.findall(NUMBERS, shown.replace("..", " "))) <= numbers
+        assert width < 60 or _fonts.text_width(shown, 12.0) <= width
+    for limit in range(8, 30):
+        shown = _fonts.displayable(text, limit)
+        assert set(re.findall(NUMBERS, shown.replace("...", " "))) <= numbers
+        assert len(shown) <= limit
+    assert all(end in _fonts.fit(text, 120.0, 12.0) for end in (text[:3], text[-2:]))
+
+
 @pytest.mark.sample(12)
 @pytest.mark.slow
 def test_large_graphs_take_seconds(tmp_path: Path) -> None:
