@@ -149,8 +149,10 @@ def _add_trainings(commands: _Commands) -> None:
 
 
 def _add_pages(commands: _Commands) -> None:
-    pages = commands.add_parser("help", help="say more on an error, or show the cheat sheet")
-    pages.add_argument("name", nargs="?", help="the last word of an error, or cheatsheet (default: list all)")
+    pages = commands.add_parser("help", help="say more on an error or a public name, or show the cheat sheet")
+    pages.add_argument(
+        "name", nargs="?", help="the last word of an error, cheatsheet, or a public name (default: list all)"
+    )
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The command ``help``: entries of the documentation that are a part of the package."""
+"""The command ``help``: entries of the documentation that are a part of the package, and of the reference."""
 
 from __future__ import annotations
 
@@ -17,20 +17,27 @@ _HEADING = re.compile(r"^(#+) (.*?)(?: \{#([a-z-]+)\})?$", re.MULTILINE)
 
 
 def help(options: argparse.Namespace) -> None:
-    """Print the entry of an error's last line, the cheat sheet, or the names of all entries."""
+    """Print the entry of an error's last line or of a public name, the cheat sheet, or the names of all entries."""
     if options.name is None:
         rows = [f"{name:20} {title}" for name, (title, _) in entries().items()]
         print("\n".join([f"{'cheatsheet':20} What you have, and what you write", *rows]))
+        print("A public name has its signature and docstring: gradrewrite help ClipByNorm, gr.guard, Monitor.reduce")
         return
     name = options.name.rpartition("#")[2]
     if name == "cheatsheet":
         _show(_page("cheatsheet.md"))
         return
     known = entries()
-    if name not in known:
-        near = ", ".join(nearest(name, ["cheatsheet", *known], count=3))
+    if name in known:
+        _show(known[name][1])
+        return
+    from gradrewrite.cli import reference  # which imports torch
+
+    found = reference.entry(name)
+    if found is None:
+        near = ", ".join(nearest(name, ["cheatsheet", *known, *reference.names()], count=3))
         raise Refused(f"help: there is no {name!r}; nearest: {near} (gradrewrite help lists all)")
-    _show(known[name][1])
+    print(found)
 
 
 def entries() -> dict[str, tuple[str, str]]:
