@@ -1,16 +1,15 @@
-"""Compare what two checkouts do with the models of ``tests/models``: traces, records, gradients, kernels.
+"""Compare two checkouts on the models of ``tests/models``: traces, records, gradients, kernels, run logs and pages.
 
-Run it as ``python tests/compare_checkouts.py BEFORE AFTER [--no-kernels] [--architectures]``, with two folders. A
+Run it as ``python tests/compare_checkouts.py BEFORE AFTER [--no-kernels] [--architectures]``, with two folders. For
+BEFORE a file may stand that ``--dump`` wrote: ``python tests/compare_checkouts.py BEFORE --dump before.json``. A
 restructuring has to leave all of it equal.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Where a trace says that a node stems from gradrewrite itself: a folder, and a line that moves.
-_OWN_LINE = re.compile(r"# File: \S*/gradrewrite/\S+:[0-9]+ in .*")
+from models.digests import digest, digest_of, without_own_lines
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor], bool]
 
@@ -37,13 +35,15 @@ def main() -> int:
     parser.add_argument("checkouts", nargs="*", type=Path)
     parser.add_argument("--no-kernels", action="store_true", help="do not compile with Inductor")
     parser.add_argument("--architectures", action="store_true", help="models of transformers too")
-    parser.add_argument("--dump", type=Path, help="write what this environment's gradrewrite does")
+    parser.add_argument("--dump", type=Path, help="write what the only checkout does; without any, this environment")
     options = parser.parse_args()
     if options.dump is not None:
-        found = dict(observed(kernels=not options.no_kernels, architectures=options.architectures))
+        (found,) = [observed_in(folder, options) for folder in options.checkouts] or [dict(observed(options))]
         options.dump.write_text(json.dumps(found))
         return 0
-    before, after = (observed_in(folder, options) for folder in options.checkouts)
+    before, after = (
+        observed_in(path, options) if path.is_dir() else json.loads(path.read_text()) for path in options.checkouts
+    )
     differ = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     for key in before:
         print(f"{'DIFFERS' if key in differ else 'equal  '} {key}: {_summary(before[key])}")
@@ -68,10 +68,14 @@ def observed_in(checkout: Path, options: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def observed(*, kernels: bool, architectures: bool) -> Iterator[tuple[str, Any]]:
+def observed(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """For each model and policy its trace, its records and gradients, and how many kernels Inductor makes of it."""
     import gradrewrite as gr
     from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
+
+    kernels, architectures = not options.no_kernels, options.architectures
+    yield from of_features(kernels=kernels)
+    yield from of_health_runs()
 
     policies: dict[str, Any] = {
         "clips": [
@@ -85,12 +89,38 @@ def observed(*, kernels: bool, architectures: bool) -> Iterator[tuple[str, Any]]
         "group": [gr.on("activation:*", Observe("max_abs", "zeros")), gr.on("gradient:*", ClipByGlobalNorm(0.1))],
     }
     for name, graph in graphs().items():
-        yield f"graphs.{name}", {"trace": _digest(str(graph()))}
+        yield f"graphs.{name}", {"trace": digest(str(graph()))}
     for name, make in {**models(), **(architecture_models() if architectures else {})}.items():
         for label, policy in policies.items():
             torch.manual_seed(0)
             yield f"{name} {label}", of_model(make, policy, kernels=kernels and not name.startswith("architectures"))
             torch.compiler.reset()
+
+
+def of_features(*, kernels: bool) -> Iterator[tuple[str, Any]]:
+    """Train under policies with one feature each: op by op, on two ranks and, for kernels, compiled."""
+    from models.feature_runs import FEATURES, observe, observe_ranks
+
+    for name in FEATURES:
+        yield f"feature {name}", observe(name)
+        torch.compiler.reset()
+    with tempfile.TemporaryDirectory() as folder:
+        yield "feature ranks", observe_ranks(Path(folder))
+    for name in FEATURES if kernels else ():
+        before = generated()
+        found = observe(name, compiled=True)
+        yield f"feature {name} compiled", {**found, "kernels": generated() - before}
+        torch.compiler.reset()
+
+
+def of_health_runs() -> Iterator[tuple[str, Any]]:
+    """Write the run logs and pages of four trainings."""
+    from models.health_runs import main
+
+    with tempfile.TemporaryDirectory() as folder:
+        main(["--out", folder])
+        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+            yield f"health {path.name}", {"content": digest(path.read_text())}
 
 
 def of_model(make: Callable[[], Made], policy: Any, *, kernels: bool) -> dict[str, Any]:
@@ -101,7 +131,7 @@ def of_model(make: Callable[[], Made], policy: Any, *, kernels: bool) -> dict[st
     model = gr.transform(plain, policy)
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found: dict[str, Any] = {"trace": _digest(_OWN_LINE.sub("", str(model.trace(*args, **kwargs))))}
+            found: dict[str, Any] = {"trace": digest(without_own_lines(str(model.trace(*args, **kwargs))))}
             step(model, args, kwargs, loss)
         found |= {"records": {k: repr(v) for k, v in model.monitor.latest().items()}, "gradients": _gradients(model)}
         if kernels:
@@ -172,14 +202,7 @@ def architecture_models() -> dict[str, Callable[[], Made]]:
 
 def _gradients(model: nn.Module) -> str:
     """A digest of the bits of all gradients."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return _digest(
-        "".join(g.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex() for g in grads)
-    )
-
-
-def _digest(text: str) -> str:
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} of {len(text)} characters"
+    return digest_of([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def _summary(found: dict[str, Any]) -> str:
