@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite.ir.statistics import norm_of, total_norm_of
-from gradrewrite.policy.actions import Policy, UpdateJudge
+from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.insertions import Insertion, JudgeUpdate, MeasureTensor, ScaleParameter, group_effect
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, state_site, step_site
-from gradrewrite.policy.scope import group_of
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.lowering import Insertion, Measure, ScaleParameter, lower_single
 from gradrewrite.sites import Site
 
 Apply = Callable[[Insertion, Tensor, Tensor], Tensor]
@@ -40,25 +39,25 @@ class EagerStep:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in names]
         present = [(step_site(names[id(p)], p), p) for p in own if p.grad is not None]
-        factors: list[tuple[Tensor, Any]] = []
+        factors: list[tuple[Tensor, ScaleParameter]] = []
         with torch.no_grad():
             groups = self._run_single(present, factors)
             skips = failed or self._failed
             for members in groups:  # before an action of a group has changed anything
-                action = members[0][1].action
-                if isinstance(action, UpdateJudge):
-                    skips |= self._judge(action, [parameter for *_, parameter in members], is_skipped=skips)
+                effect = members[0][1].insertion.effect
+                if isinstance(effect, JudgeUpdate):
+                    skips |= self._judge(effect, [parameter for *_, parameter in members], is_skipped=skips)
             for members in groups:
                 self._run_group(members)
             if skips:
                 return
             self.optimizer.step()
-            for parameter, action in factors:
-                parameter.mul_(action.parameter_factor)
+            for parameter, effect in factors:
+                parameter.mul_(effect.factor())
             self._measure(names, own)
 
     def _run_single(
-        self, present: Sequence[tuple[Site, Tensor]], factors: list[tuple[Tensor, Any]]
+        self, present: Sequence[tuple[Site, Tensor]], factors: list[tuple[Tensor, ScaleParameter]]
     ) -> list[list[tuple[Site, Answered, Tensor]]]:
         """Run actions of one gradient in their order; return the members of each group, in the order of the policy."""
         groups: dict[Any, list[tuple[Site, Answered, Tensor]]] = {}
@@ -67,12 +66,13 @@ class EagerStep:
             answers = ask_in_order(self.policy, site)
             for answered in answers:
                 self.acted[str(site)] = None
-                if group_of(answered.action) is not None:
-                    groups.setdefault(group_of(answered.action), []).append((site, answered, parameter))
-            for insertion in lower_single(answers, site):
-                if isinstance(insertion, ScaleParameter):
-                    factors.append((parameter, insertion.action))
-                if isinstance(insertion, Measure) and insertion.fails == "skip":
+                insertion, effect = answered.insertion, answered.insertion.effect
+                if insertion.group is not None:
+                    groups.setdefault(insertion.group, []).append((site, answered, parameter))
+                    continue
+                if isinstance(effect, ScaleParameter):
+                    factors.append((parameter, effect))
+                if isinstance(effect, MeasureTensor) and effect.fails == "skip":
                     self._failed |= not bool(_grad(parameter).isfinite().all())
                 self._replace(site, parameter, self._run(insertion, site, _grad(parameter), parameter))
         return sorted(groups.values(), key=lambda members: min(answered.position for _, answered, _ in members))
@@ -88,23 +88,25 @@ class EagerStep:
         return result
 
     def _run_group(self, members: Sequence[tuple[Site, Answered, Tensor]]) -> None:
-        action, grads = members[0][1].action, [_grad(parameter) for *_, parameter in members]
-        where = f"step:group:{action.group}"
+        effect, grads = group_effect(members[0][1].insertion), [_grad(parameter) for *_, parameter in members]
+        if isinstance(effect, JudgeUpdate):
+            return
+        where = f"step:group:{effect.group}"
         states = self._states.scope(where)
         with recording(grads[0].device, states=states) as reported:
-            results = action.apply_group(grads)
+            results = effect.run(grads)
             states.write()
         if all(g.dtype == torch.float64 for g in grads):
             self.note(reported, where, [str(site) for site, *_ in members])
         for (site, _, parameter), result in zip(members, results, strict=True):
             self._replace(site, parameter, result)
 
-    def _judge(self, action: UpdateJudge, parameters: Sequence[Tensor], *, is_skipped: bool) -> bool:
+    def _judge(self, judge: JudgeUpdate, parameters: Sequence[Tensor], *, is_skipped: bool) -> bool:
         """Judge an update by its total norm."""
-        states = self._states.scope(f"judge:{action.group}")
+        states = self._states.scope(f"judge:{judge.group}")
         with recording(parameters[0].device, states=states):
             figure, _ = total_norm_of([norm_of(_grad(p)) for p in parameters])
-            _, is_spike = action.judge(figure)
+            _, is_spike = judge.judge(figure)
             if not is_spike and not is_skipped:
                 states.write()
         return bool(is_spike)
@@ -122,9 +124,9 @@ class EagerStep:
             state = self.optimizer.state.get(parameter, {}).items()
             found += [(state_site(name, key, t), t) for key, t in state if isinstance(t, Tensor)]
             for site, tensor in found:
-                for insertion in lower_single(ask_in_order(self.policy, site), site):
+                for answered in ask_in_order(self.policy, site):
                     self.acted[str(site)] = None
-                    self._run(insertion, site, tensor.detach(), tensor)
+                    self._run(answered.insertion, site, tensor.detach(), tensor)
 
 
 def _grad(parameter: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from typing_extensions import assert_never
 
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
 from gradrewrite._eager_step import EagerStep
@@ -41,21 +40,20 @@ from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.module import RewrittenModule, transform
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.optimizer.guard import guard
-from gradrewrite.policy.actions import GroupAction, Policy, describe
+from gradrewrite.policy.actions import Policy, describe
+from gradrewrite.policy.insertions import (
+    AverageOverRanks,
+    Insertion,
+    JudgeUpdate,
+    KeepTensor,
+    MeasureTensor,
+    ReplaceTensor,
+    group_effect,
+)
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order, rules_at
-from gradrewrite.policy.sampling import Omitted
-from gradrewrite.policy.scope import Context, group_of, needs_examples, needs_losses
+from gradrewrite.policy.scope import needs_examples, needs_losses
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.lowering import (
-    Average,
-    Insertion,
-    Measure,
-    Replace,
-    ScaleParameter,
-    lower_action,
-    lower_single,
-)
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import AT_GUARD, Kind, Site
 
@@ -237,11 +235,7 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
                 f"than a compiled graph; {describe(action)} acts on those. Compare without it",
                 code="action-not-allowed",
             )
-        is_refused = needs_examples(action) or needs_losses(action, Context(edit.site))
-        if group_of(action) is None:
-            insertion = lower_action(action, edit.site)
-            is_refused |= isinstance(insertion, Replace) and insertion.reads_losses
-        if is_refused:
+        if needs_examples(edit.insertion) or needs_losses(edit.insertion):
             raise PolicyError(
                 f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which do not see the "
                 f"gradients of single losses or examples; {describe(action)} needs them. Compare without it",
@@ -581,7 +575,8 @@ class _Hooked:
         return out
 
     def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any], value: Tensor) -> None:
-        found = lower_single(ask_in_order(self._policy, site), site)
+        answers = (answered.insertion for answered in ask_in_order(self._policy, site))
+        found = [insertion for insertion in answers if insertion.group is None]
         if not found or str(site) in self._refused:
             return
 
@@ -596,7 +591,7 @@ class _Hooked:
                     states.write()
                 if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
                     self._reports.note(reported, str(site))
-                is_check = isinstance(insertion, Measure) and insertion.fails == "skip"
+                is_check = isinstance(insertion.effect, MeasureTensor) and insertion.effect.fails == "skip"
                 self.failed |= is_check and not bool(result.isfinite().all())
             if not torch.equal(result, g):
                 self.changed[str(site)] = None
@@ -611,9 +606,9 @@ class _Hooked:
 
     def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
         for answered in ask_in_order(self._policy, site):
-            if group_of(answered.action) is not None:
+            if answered.insertion.group is not None:
                 order = self._order.get(str(site), len(self._order))
-                self._groups.append(_Member(answered.position, order, answered.action, parameter, str(site)))
+                self._groups.append(_Member(answered.position, order, answered.insertion, parameter, str(site)))
                 self.acted[str(site)] = None
 
     def finish(self) -> None:
@@ -622,7 +617,7 @@ class _Hooked:
             handle.remove()
         groups: dict[Any, list[_Member]] = {}
         for entry in sorted(self._groups, key=lambda m: m.order):
-            groups.setdefault(group_of(entry.action), []).append(entry)
+            groups.setdefault(entry.insertion.group, []).append(entry)
         for members in sorted(groups.values(), key=lambda m: min(member.position for member in m)):
             self._run_group(list({id(m.parameter): m for m in members if m.parameter.grad is not None}.values()))
         self._groups.clear()
@@ -630,11 +625,13 @@ class _Hooked:
     def _run_group(self, members: Sequence[_Member]) -> None:
         if not members:
             return
-        action, grads = members[0].action, [m.parameter.grad for m in members if m.parameter.grad is not None]
-        where = f"group:{action.group}"
+        effect = group_effect(members[0].insertion)
+        assert not isinstance(effect, JudgeUpdate)  # at step sites alone
+        grads = [m.parameter.grad for m in members if m.parameter.grad is not None]
+        where = f"group:{effect.group}"
         states = self._states.scope(where)
         with torch.no_grad(), recording(grads[0].device, states=states) as reported:
-            results = action.apply_group(grads)
+            results = effect.run(grads)
             states.write()
         if all(g.dtype == torch.float64 for g in grads):
             self._reports.note(reported, where, [member.site for member in members])
@@ -650,22 +647,21 @@ class _Member:
 
     position: tuple[int, ...]
     order: int
-    action: GroupAction
+    insertion: Insertion
     parameter: nn.Parameter
     site: str
 
 
 def _apply(insertion: Insertion, g: Tensor, value: Tensor) -> Tensor:
-    match insertion:
-        case Replace() | Measure():
-            further = [value.detach()] if isinstance(insertion, Replace) and insertion.takes_value else []
-            return insertion.run(g, *further)
-        case Average(action) | ScaleParameter(action):
-            return action.apply(g)
-        case Omitted():
-            return insertion.apply(g)
-        case _:
-            assert_never(insertion)
+    match insertion.effect:
+        case ReplaceTensor(run, reads):
+            return run(g, *([value.detach()] if reads == "value" else []))
+        case MeasureTensor() | KeepTensor() as effect:
+            return effect.run(g)
+        case AverageOverRanks(_, begin, end):
+            return end(begin([g]), [g])[0]
+        case _:  # what leaves the gradient as it is
+            return g
 
 
 def _site_of_leaf(kind: Kind, name: str, leaf: Tensor) -> Site:

@@ -19,9 +19,10 @@ from gradrewrite.passes._settings import (
     short_repr,
     store_python_numbers,
 )
+from gradrewrite.policy.insertions import Insertion, ReplaceTensor
 from gradrewrite.policy.recording import record
 from gradrewrite.policy.schedules import Schedule
-from gradrewrite.sites import Kind
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,6 +79,10 @@ class AdaptiveClip:
     def with_bounds(self, change: Callable[[Any, float], Any]) -> AdaptiveClip:
         """Return the clip with another bound."""
         return replace(self, clipping=change(self.clipping, math.inf))
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, ReplaceTensor(self.apply, "value"), self.kinds, has_units=True)
 
     def apply(self, tensor: Tensor, value: Tensor, /) -> Tensor:
         """Clip; see the class."""

@@ -23,6 +23,7 @@ class _ClipByFollowedNorm(GroupNormClip):
     __slots__ = ()
 
     norm_type: ClassVar[float] = 2.0
+    log: ClassVar[bool] = False
 
     def record_bound(self, total: Tensor, norms: Tensor) -> Tensor:
         """Follow the total norm, and record the clip."""

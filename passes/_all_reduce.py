@@ -13,7 +13,8 @@ from gradrewrite._compat import collectives
 from gradrewrite.distributed.buckets import flatten, unflatten
 from gradrewrite.distributed.groups import check_group, resolve_group
 from gradrewrite.passes._settings import short_repr, store_python_numbers
-from gradrewrite.sites import Kind
+from gradrewrite.policy.insertions import AverageOverRanks, Insertion
+from gradrewrite.sites import Kind, Site
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,6 +87,10 @@ class AllReduce:
     def bucket_bytes(self) -> float:
         """``bucket_mb`` in bytes."""
         return self.bucket_mb * 2**20
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, AverageOverRanks(self.processes, self.begin, self.end, self.bucket_bytes), self.kinds)
 
     def begin(self, tensors: Sequence[Tensor]) -> Tensor:
         """Start to average gradients of one dtype and device."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.passes._settings import short_repr
-from gradrewrite.policy.actions import MEASURABLE
+from gradrewrite.policy.insertions import MEASURABLE, Insertion, MeasureTensor, action_key
 from gradrewrite.policy.recording import record_statistics
 from gradrewrite.sites import Kind, Site
 
@@ -53,9 +53,12 @@ class CheckFinite:
             known = ", ".join(repr(name) for name in get_args(OnFailure))
             raise ValueError(f"CheckFinite: on_failure is one of {known}, got {self.on_failure!r}")
 
-    def specialize(self, site: Site) -> CheckFinite:
-        """Count only NaN where the program itself writes infinities."""
-        return replace(self, nan_only=True) if site.kind == "activation" and site.may_be_infinite else self
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site: where the program itself writes infinities only NaN count."""
+        check = replace(self, nan_only=True) if site.kind == "activation" and site.may_be_infinite else self
+        every = 1 if self.on_failure in ("warn", "record") else None
+        effect = MeasureTensor(check.statistics, self.on_failure)
+        return Insertion(self, effect, self.kinds, every=every, key=action_key(check))
 
     @property
     def statistics(self) -> Mapping[str, str]:
@@ -63,21 +66,7 @@ class CheckFinite:
         name = "nan" if self.nan_only else "nonfinite"
         return {name: name}
 
-    @property
-    def every(self) -> int | None:
-        """1 for a mere measurement, to be sampled; else None."""
-        return 1 if self.on_failure in ("warn", "record") else None
-
-    def records_at(self, site: Site) -> tuple[str, ...]:
-        """Return the names of its records at a site."""
-        return tuple(self.specialize(site).statistics)
-
-    @property
-    def fails(self) -> OnFailure:
-        """``on_failure``."""
-        return self.on_failure
-
     def apply(self, tensor: Tensor) -> Tensor:
         """Count; see the class."""
-        record_statistics(tensor, self.statistics, fails=self.fails)
+        record_statistics(tensor, self.statistics, fails=self.on_failure)
         return tensor

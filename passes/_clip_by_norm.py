@@ -25,7 +25,7 @@ from gradrewrite.passes._settings import (
     site_bounds,
     store_python_numbers,
 )
-from gradrewrite.policy.actions import BACKWARD
+from gradrewrite.policy.insertions import BACKWARD, Insertion, ReplaceTensor, ScaleGroup
 from gradrewrite.policy.recording import record_norm_clip
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
@@ -83,20 +83,17 @@ class ClipByNorm:
         else:
             by_site.check()
 
-    def stands_for(self, site: Site) -> Sequence[ClipByNorm]:
-        """Return the clip with the bound of a site."""
-        by_site = site_bounds("ClipByNorm", "max_norm", self.max_norm)
-        return [self if by_site is None else replace(self, max_norm=by_site.at(site))]
-
     def with_bounds(self, change: Callable[[Any, float], Any]) -> ClipByNorm:
         """Return the clip with another bound."""
         return replace(self, max_norm=change(self.max_norm, math.inf))
 
-    @property
-    def statistics(self) -> Mapping[str, str]:
-        """Statistics among the records: the L2 norm, and those of the log line."""
-        norm = {"norm": "norm"} if self.norm_type == 2 else {}
-        return norm | LOGGED if self.log else norm
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site, with its bound there."""
+        by_site = site_bounds("ClipByNorm", "max_norm", self.max_norm) if site.kind in self.kinds else None
+        clip = self if by_site is None else replace(self, max_norm=by_site.at(site))
+        measured = {"norm": "norm"} if self.norm_type == 2 else {}
+        measured |= LOGGED if self.log else {}
+        return Insertion(clip, ReplaceTensor(clip.apply, statistics=measured), self.kinds, has_units=True)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip the tensor, and report a ``NormClip``."""
@@ -120,6 +117,21 @@ class GroupNormClip(ABC):
     def norm_type(self) -> float:
         """Order of the norm."""
 
+    @property
+    @abstractmethod
+    def group(self) -> Hashable:
+        """Name of the group."""
+
+    @property
+    @abstractmethod
+    def log(self) -> bool:
+        """Whether it records the share of each member."""
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        effect = ScaleGroup(self.group, self.apply_group, self.norm_type, self.bound_and_total, self.log)
+        return Insertion(self, effect, self.kinds, has_units=True)
+
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Clip the tensor, and report a ``NormClip``."""
         bound, total = self.bound_and_total(norms_of(tensors, self.norm_type))
@@ -127,7 +139,7 @@ class GroupNormClip(ABC):
         return [scale_where(tensor, factor, acts) for tensor in tensors]
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The bound and the total norm, both 1 where the clip does not act; see ``policy.actions.NormScaling``."""
+        """The bound and the total norm, both 1 where the clip does not act; see ``policy.insertions.ScaleGroup``."""
         total, flat = total_norm_of(norms, self.norm_type)
         bound, acts = bound_and_verdict(total, self.record_bound(total, flat))
         return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from gradrewrite.passes._settings import (
     site_bounds,
     store_python_numbers,
 )
-from gradrewrite.policy.actions import BACKWARD
+from gradrewrite.policy.insertions import BACKWARD, Insertion, ReplaceTensor
 from gradrewrite.policy.recording import record_value_clip
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
@@ -88,10 +88,6 @@ class ClipByValue:
         assert isinstance(self.max, int | float | Tensor | Schedule)
         return self.max
 
-    def stands_for(self, site: Site) -> Sequence[ClipByValue]:
-        """Return the clip with the bound of a site."""
-        return [self if self._by_site is None else replace(self, max=self._by_site.at(site))]
-
     def with_bounds(self, change: Callable[[Any, float], Any]) -> ClipByValue:
         """Return the clip with other bounds."""
         low = None if self.min is None else change(self.min, -math.inf)
@@ -109,10 +105,12 @@ class ClipByValue:
         if low > high:
             raise ValueError(f"ClipByValue: min must be <= max, got min={low!r}, max={high!r}")
 
-    @property
-    def statistics(self) -> Mapping[str, str]:
-        """Statistics among the records: those of the log line."""
-        return LOGGED if self.log else {}
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site, with its bound there."""
+        by_site = self._by_site if site.kind in self.kinds else None
+        clip = self if by_site is None else replace(self, max=by_site.at(site))
+        effect = ReplaceTensor(clip.apply, statistics=LOGGED if self.log else {})
+        return Insertion(clip, effect, self.kinds, has_units=True)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""

@@ -21,10 +21,10 @@ from gradrewrite.passes._settings import (
     short_repr,
     store_python_numbers,
 )
-from gradrewrite.policy.actions import LossReduction
+from gradrewrite.policy.insertions import Insertion, LossReduction, PerExample, WeighExampleGradients
 from gradrewrite.policy.recording import current_recording, record
 from gradrewrite.policy.schedules import Schedule
-from gradrewrite.sites import Kind
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -102,8 +102,15 @@ class ClipPerExample:
         """Raise ValueError if the bound is a tensor, and negative now."""
         check_not_negative("ClipPerExample", "max_norm", self.max_norm)
 
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        examples = PerExample((), self.loss_reduction, self.batch_dim)
+        noise = self.noise if self.has_noise else None
+        effect = WeighExampleGradients(self.group, self.apply_group, examples, noise)
+        return Insertion(self, effect, self.kinds, has_units=True)
+
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the weights of the examples, from their squared norms; see ``policy.actions.ExampleClip``."""
+        """Return the weights of the examples, from their squared norms."""
         (squares,) = tensors
         norms = squares.sqrt()
         bound = bound_of(now(self.max_norm, norms.device, least=0.0), norms)

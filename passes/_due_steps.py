@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gradrewrite.passes._settings import Bound, now
 from gradrewrite.passes._simple import NanToNum, Scale, Zero
-from gradrewrite.policy.actions import Bounded, describe, is_action, kinds_of, stands_for, takes_value
+from gradrewrite.policy.actions import Bounded, describe, insertion_at, is_action, kinds_of
+from gradrewrite.policy.insertions import Action, Insertion, ReplaceTensor
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
+
+
+@runtime_checkable
+class HasBounds(Bounded, Protocol):
+    """An action that is idle at infinite bounds."""
+
+    def with_bounds(self, change: Callable[[Any, float], Any]) -> Action:
+        """Return the action with other bounds, each from the bound and the infinity that bounds nothing."""
 
 
 class _DueSteps:
@@ -31,7 +41,7 @@ class _DueSteps:
         least = 1 if name == "Every" else 0
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ValueError(f"{name}: steps is a whole number >= {least}, got {self.steps!r}")
-        is_known = isinstance(self.action, Bounded | Scale | Zero | NanToNum) and not isinstance(self.action, type)
+        is_known = isinstance(self.action, HasBounds | Scale | Zero | NanToNum) and not isinstance(self.action, type)
         if not (is_known or _is_function(self.action)):
             raise TypeError(
                 f"{name} takes a clip by norm or value, Scale, Zero, NanToNum or a tensor function, got "
@@ -45,17 +55,18 @@ class _DueSteps:
 
     def check_bounds(self) -> None:
         """Raise ValueError if a bound is a tensor that cannot be one now."""
-        if isinstance(self.action, Bounded):
+        if isinstance(self.action, HasBounds):
             self.action.check_bounds()
 
-    def stands_for(self, site: Site) -> Sequence[Any]:
-        """Return the action with bounds that are infinite in other steps, or with a choice of its result."""
-        return [self._in_due_steps(action) for action in stands_for(self.action, site)]
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site, as it is in these steps."""
+        found = insertion_at(self.action, site)
+        return found if site.kind not in found.kinds else insertion_at(self._in_due_steps(found.action), site)
 
     def _in_due_steps(self, action: Any) -> Any:
-        if not isinstance(action, Bounded):
+        if not isinstance(action, HasBounds):
             choice = Schedule(self._choice(1.0, 0.0))
-            return (_ChosenOfTwo if takes_value(action) else _Chosen)(repr(self), choice, action)
+            return _Chosen(repr(self), choice, action)
         return action.with_bounds(self._bound)
 
     def _bound(self, bound: Bound, off: float) -> Schedule:
@@ -100,32 +111,18 @@ class _Chosen:
     def kinds(self) -> frozenset[Kind]:
         return kinds_of(self.action)
 
-    @property
-    def has_units(self) -> bool:
-        return not is_action(self.action) or bool(self.action.has_units)
-
     def __repr__(self) -> str:
         return self.when
 
-    def apply(self, tensor: Tensor) -> Tensor:
-        return self._choose(tensor, self._run(tensor))
+    def at(self, site: Site) -> Insertion:
+        found = insertion_at(self.action, site)
+        assert isinstance(found.effect, ReplaceTensor)
+        effect = ReplaceTensor(partial(self._choose, found.effect.run), found.effect.reads)
+        return Insertion(self, effect, found.kinds, has_units=found.has_units)
 
-    def _run(self, *given: Tensor) -> Tensor:
-        made: Tensor = (self.action.apply if is_action(self.action) else self.action)(*given)
-        return made
-
-    def _choose(self, tensor: Tensor, made: Tensor) -> Tensor:
-        is_due = now(self.choice, tensor.device)
-        return torch.where(is_due > 0, made, tensor) if isinstance(is_due, Tensor) else (made if is_due else tensor)
-
-
-class _ChosenOfTwo(_Chosen):
-    """The same of a function of two: a gradient and its parameter, activation or input."""
-
-    __slots__ = ()
-
-    def apply(self, tensor: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        return self._choose(tensor, self._run(tensor, value))
+    def _choose(self, run: Callable[..., Tensor], tensor: Tensor, *values: Tensor) -> Tensor:
+        made, is_due = run(tensor, *values), now(self.choice, tensor.device)
+        return torch.where(is_due > 0, made, tensor) if isinstance(is_due, Tensor) else made if is_due else tensor
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from gradrewrite.passes._settings import check_examples, short_repr, store_python_numbers
-from gradrewrite.policy.actions import MEASURABLE, ExampleQuantity, LossReduction
+from gradrewrite.policy.insertions import (
+    MEASURABLE,
+    ExampleQuantity,
+    Insertion,
+    KeepTensor,
+    LossReduction,
+    PerExample,
+    ReplaceTensor,
+)
 from gradrewrite.policy.recording import keep
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
@@ -77,19 +84,12 @@ class Keep:
         """The allowed kinds of site."""
         return MEASURABLE if self.what == "tensor" else frozenset(("gradient",))
 
-    @property
-    def has_units(self) -> bool:
-        """False: a tensor is kept unchanged, as ``retain_grad`` does."""
-        return False
-
-    def records_at(self, site: Site) -> tuple[str, ...]:
-        """Return the names of its records at a site: none."""
-        return ()
-
-    @property
-    def example_quantities(self) -> Sequence[ExampleQuantity]:
-        """The required figures of single examples' gradients."""
-        return _QUANTITIES[self.what]
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        if self.what == "tensor":
+            return Insertion(self, KeepTensor(self.apply), self.kinds, every=self.every)
+        examples = PerExample(_QUANTITIES[self.what], self.loss_reduction, self.batch_dim)
+        return Insertion(self, ReplaceTensor(self.apply, examples), self.kinds, every=self.every)
 
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
         """Keep; see the class."""

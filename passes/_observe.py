@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradrewrite.errors import UnsupportedGradientError
 from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
 from gradrewrite.passes._settings import check_examples
-from gradrewrite.policy.actions import MEASURABLE, SAVED, ExampleQuantity, LossReduction
-from gradrewrite.policy.recording import record, record_statistics
+from gradrewrite.policy.insertions import (
+    MEASURABLE,
+    SAVED,
+    Effect,
+    Insertion,
+    LossReduction,
+    MeasureTensor,
+    PerExample,
+    ReplaceTensor,
+    action_key,
+)
+from gradrewrite.policy.recording import record
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
 
@@ -131,15 +140,31 @@ class Observe:
             return frozenset(("gradient",))
         return _OF_LOSSES if own <= set(_LOSSES) else MEASURABLE
 
-    @property
-    def has_units(self) -> bool:
-        """Each statistic is brought to its unit, but those of examples are computed of the unscaled gradient."""
-        return not set(_EXAMPLES).isdisjoint(self.statistics)
-
-    def specialize(self, site: Site) -> _Observation | _ExampleObservation | _LossObservation | _StoredError:
-        """Return the meaningful statistics at one site."""
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site, of the statistics that mean something there."""
         if _STORED in self.statistics:
-            return _StoredError()
+            return Insertion(
+                self, ReplaceTensor(_record_stored_error, "value"), SAVED, every=self.every, records=(_STORED,)
+            )
+        chosen = dict(self._statistics_at(site))
+        measure = MeasureTensor(chosen)
+        examples = tuple(name for name in self.statistics if name in _EXAMPLES)
+        losses = tuple(name for name in self.statistics if name in _LOSSES)
+        effect: Effect = measure
+        records = tuple(chosen)
+        if losses and site.kind in _OF_LOSSES:
+            effect = ReplaceTensor(
+                partial(_record_losses, measure, losses), "losses", of_others=measure if chosen else None
+            )
+        elif examples and site.kind == "gradient":
+            run = partial(_record_examples, measure, examples, self.loss_reduction)
+            effect = ReplaceTensor(run, PerExample(("square_norms",), self.loss_reduction, self.batch_dim))
+            records += examples
+        key = action_key(self), tuple(chosen.items())
+        return Insertion(self, effect, self.kinds, has_units=bool(examples), every=self.every, records=records, key=key)
+
+    def _statistics_at(self, site: Site) -> list[tuple[str, str]]:
+        """Return the names of the records at a site, with their keys of ``STATISTICS``."""
         chosen = []
         for name in self.statistics:
             if name in _EXAMPLES or name in _LOSSES:
@@ -150,27 +175,12 @@ class Observe:
                 chosen.append((name, f"saturated_{_SATURATING[site.op]}"))
         if None in site.shape and any(STATISTICS[key].combination.kind in ("mean", "min", "max") for _, key in chosen):
             chosen.append(("numel", "numel"))  # by which parts are weighted
-        examples = tuple(name for name in self.statistics if name in _EXAMPLES)
-        losses = tuple(name for name in self.statistics if name in _LOSSES)
-        if losses and site.kind in _OF_LOSSES:
-            return _LossObservation(_Observation(tuple(chosen)), losses)
-        if not examples or site.kind != "gradient":
-            return _Observation(tuple(chosen))
-        return _ExampleObservation(_Observation(tuple(chosen)), examples, self.loss_reduction, self.batch_dim)
-
-    def records_at(self, site: Site) -> tuple[str, ...]:
-        """Return the names of its records at a site."""
-        found = self.specialize(site)
-        if isinstance(found, _StoredError):
-            return (_STORED,)
-        if isinstance(found, _ExampleObservation):
-            return (*found.observation.statistics, *found.names)
-        return tuple((found.without_losses if isinstance(found, _LossObservation) else found).statistics)
+        return chosen
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Record where no site is known."""
         names = (name for name in self.statistics if name not in ("saturated", *_EXAMPLES, *_LOSSES))
-        return _Observation(tuple(record for name in names for record in _records_of(name))).apply(tensor)
+        return MeasureTensor(dict(record for name in names for record in _records_of(name))).run(tensor)
 
 
 def _records_of(statistic: str) -> list[tuple[str, str]]:
@@ -178,91 +188,39 @@ def _records_of(statistic: str) -> list[tuple[str, str]]:
     return [(part, part) for part in PARTS.get(statistic, (statistic,))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Observation:
-    chosen: tuple[tuple[str, str], ...]
-
-    kinds: ClassVar[frozenset[Kind]] = MEASURABLE
-    has_units: ClassVar[bool] = False
-
-    @property
-    def statistics(self) -> Mapping[str, str]:
-        return dict(self.chosen)
-
-    @property
-    def fails(self) -> None:
-        return None
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        unordered = [name for name, key in self.chosen if not STATISTICS[key].takes_complex]
-        if tensor.is_complex() and unordered:
-            raise UnsupportedGradientError(
-                f"Observe({unordered[0]!r}) needs real numbers and the tensor is {tensor.dtype}; use 'max_abs'"
-            )
-        if self.chosen:
-            record_statistics(tensor, self.statistics)
-        return tensor
+def _record_stored_error(tensor: Tensor, restored: Tensor) -> Tensor:
+    """Record the relative L2 error of the stored form of a saved tensor."""
+    norm = norm_of(tensor)
+    error = norm_of(restored.to(norm.dtype) - tensor.to(norm.dtype))
+    record(_STORED, torch.where(norm > 0, error / norm, error))
+    return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredError:
-    """The relative L2 error of the stored form of a saved tensor."""
-
-    kinds: ClassVar[frozenset[Kind]] = SAVED
-    has_units: ClassVar[bool] = False
-
-    def apply(self, tensor: Tensor, restored: Tensor, /) -> Tensor:
-        norm = norm_of(tensor)
-        error = norm_of(restored.to(norm.dtype) - tensor.to(norm.dtype))
-        record(_STORED, torch.where(norm > 0, error / norm, error))
-        return tensor
+def _record_losses(measure: MeasureTensor, names: Sequence[str], tensor: Tensor, gramian: Tensor) -> Tensor:
+    measure.run(tensor)
+    if "loss_norms" in names:
+        record_loss_norms(gramian)
+    if "loss_cosine" in names:
+        record_loss_cosines(gramian)
+    return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _LossObservation:
-    without_losses: _Observation
-    loss_figures: Sequence[str]
-
-    kinds: ClassVar[frozenset[Kind]] = _OF_LOSSES
-    has_units: ClassVar[bool] = False
-
-    def apply(self, tensor: Tensor, gramian: Tensor, /) -> Tensor:
-        tensor = self.without_losses.apply(tensor)
-        if "loss_norms" in self.loss_figures:
-            record_loss_norms(gramian)
-        if "loss_cosine" in self.loss_figures:
-            record_loss_cosines(gramian)
-        return tensor
+def _record_examples(
+    measure: MeasureTensor, names: Sequence[str], loss_reduction: LossReduction, tensor: Tensor, squares: Tensor
+) -> Tensor:
+    measure.run(tensor)
+    for name in names:
+        if name == "noise_scale":
+            record(name, _noise_scale(tensor, squares, loss_reduction))
+        else:
+            record(name, squares.sqrt().mean() if name == "example_norm_mean" else largest_of(squares).sqrt())
+    return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _ExampleObservation:
-    observation: _Observation
-    names: tuple[str, ...]
-    loss_reduction: LossReduction
-    batch_dim: int
-
-    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
-    has_units: ClassVar[bool] = True
-
-    @property
-    def example_quantities(self) -> Sequence[ExampleQuantity]:
-        return ("square_norms",)
-
-    def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
-        (squares,) = quantities
-        tensor = self.observation.apply(tensor)
-        for name in self.names:
-            if name == "noise_scale":
-                record(name, self._noise_scale(tensor, squares))
-            else:
-                record(name, squares.sqrt().mean() if name == "example_norm_mean" else largest_of(squares).sqrt())
-        return tensor
-
-    def _noise_scale(self, gradient: Tensor, squares: Tensor) -> Tensor:
-        number = squares.shape[0]
-        mean = norm_of(gradient).to(squares.dtype).square()
-        mean = mean if self.loss_reduction == "mean" else mean / (number * number)
-        single = squares.mean()
-        true = (mean * number - single) / (number - 1)
-        return (single - mean) * number / (number - 1) / true
+def _noise_scale(gradient: Tensor, squares: Tensor, loss_reduction: LossReduction) -> Tensor:
+    number = squares.shape[0]
+    mean = norm_of(gradient).to(squares.dtype).square()
+    mean = mean if loss_reduction == "mean" else mean / (number * number)
+    single = squares.mean()
+    true = (mean * number - single) / (number - 1)
+    return (single - mean) * number / (number - 1) / true

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite.ir.offloading import fetch, offload
-from gradrewrite.policy.actions import SAVED
-from gradrewrite.sites import Kind
+from gradrewrite.policy.insertions import SAVED, Insertion, StoreSaved
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class Offload:
 
     kinds: ClassVar[frozenset[Kind]] = SAVED
     has_units: ClassVar[bool] = False
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, StoreSaved("Offload", self.refusal, self.encode, self.decode), SAVED)
 
     def refusal(self, tensor: Tensor) -> str:
         """Return why a tensor cannot be kept in host memory; ``""`` if it can."""

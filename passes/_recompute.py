@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradrewrite.policy.actions import SAVED
-from gradrewrite.sites import Kind
+from gradrewrite.policy.insertions import SAVED, Insertion, RecomputeSaved
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,4 +29,7 @@ class Recompute:
 
     kinds: ClassVar[frozenset[Kind]] = SAVED
     has_units: ClassVar[bool] = False
-    recomputes: ClassVar[bool] = True
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, RecomputeSaved(), SAVED)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradrewrite.passes._settings import check_number, scalar, short_repr, store_python_numbers
-from gradrewrite.sites import Kind
+from gradrewrite.policy.insertions import Insertion, ReplaceTensor
+from gradrewrite.sites import Kind, Site
 
 _KINDS: frozenset[Kind] = frozenset(("error", "gradient", "step"))
 
@@ -46,6 +47,10 @@ class Scale:
         if not isinstance(self.factor, Tensor) and math.isinf(self.factor):
             raise ValueError(f"Scale: factor must be finite, got {self.factor!r}")
 
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, ReplaceTensor(self.apply), _KINDS)
+
     def apply(self, tensor: Tensor) -> Tensor:
         """Scale; see the class."""
         return tensor * (scalar(self.factor, tensor) if isinstance(self.factor, Tensor) else self.factor)
@@ -65,6 +70,10 @@ class Zero:
     kinds: ClassVar[frozenset[Kind]] = _KINDS
     has_units: ClassVar[bool] = False
 
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, ReplaceTensor(self.apply), _KINDS)
+
     def apply(self, tensor: Tensor) -> Tensor:
         """Zero; see the class."""
         return torch.zeros_like(tensor)
@@ -83,6 +92,10 @@ class NanToNum:
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
     has_units: ClassVar[bool] = False
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, ReplaceTensor(self.apply), _KINDS)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Replace; see the class."""

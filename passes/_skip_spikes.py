@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gradrewrite.passes._settings import check_number, short_repr, store_python_numbers
-from gradrewrite.policy.actions import JudgedFigure
+from gradrewrite.policy.insertions import Insertion, JudgedFigure, JudgeUpdate
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.policy.state import State
-from gradrewrite.sites import Kind
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -81,6 +81,10 @@ class SkipSpikes:
             raise ValueError(f"SkipSpikes: window is a whole number >= 2, got {self.window!r}")
         if self.of not in get_args(JudgedFigure):
             raise ValueError(f'SkipSpikes: of is "total_norm" or "loss", got {self.of!r}')
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, JudgeUpdate(self.group, self.of, self.judge), self.kinds, has_units=True)
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gradients unchanged; the guard calls ``judge``."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.stored_forms import FORMS, decode, encode
 from gradrewrite.passes._settings import short_repr
-from gradrewrite.policy.actions import SAVED
-from gradrewrite.sites import Kind
+from gradrewrite.policy.insertions import SAVED, Insertion, StoreSaved
+from gradrewrite.sites import Kind, Site
 
 Form = Literal["int8", "float8_e4m3fn", "bfloat16", "float32"]
 
@@ -56,6 +56,10 @@ class Store:
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
             raise ValueError(f"Store(form) is one of {', '.join(map(repr, get_args(Form)))}, got {self.form!r}")
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, StoreSaved("Store", self.refusal, self.encode, self.decode), SAVED)
 
     def refusal(self, tensor: Tensor) -> str:
         """Return why a tensor cannot be kept in this form; ``""`` if it can."""

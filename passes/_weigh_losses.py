@@ -11,8 +11,10 @@ from torch import Tensor
 from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import CallbackError
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
+from gradrewrite.policy.actions import takes_value
+from gradrewrite.policy.insertions import Insertion, WeighLossGradients
 from gradrewrite.policy.recording import record_all
-from gradrewrite.sites import Kind
+from gradrewrite.sites import Kind, Site
 
 
 @runtime_checkable
@@ -96,8 +98,13 @@ class WeighLosses:
         """The function of the Gram matrix."""
         return self.weighting.weights if isinstance(self.weighting, LossWeighting) else self.weighting
 
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        effect = WeighLossGradients(self.group, self.apply_group, self.function, takes_value(self.function))
+        return Insertion(self, effect, self.kinds, has_units=True)
+
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the weights ``[K]`` of the losses, and record them; see ``policy.actions.LossWeighing``."""
+        """Return the weights ``[K]`` of the losses, and record them; see ``policy.insertions.WeighLossGradients``."""
         found, gramian = self.function(*tensors), tensors[0]
         number = len(gramian)
         if not isinstance(found, Tensor) or tuple(found.shape) != (number,) or found.is_complex():

@@ -9,7 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite.passes._settings import check_number, scalar, short_repr, store_python_numbers
-from gradrewrite.sites import Kind
+from gradrewrite.policy.insertions import Insertion, ReplaceTensor, ScaleParameter
+from gradrewrite.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,9 +46,11 @@ class DecayWeights:
         if not isinstance(self.rate, Tensor) and not 0 <= self.rate <= 1:
             raise ValueError(f"DecayWeights: rate must be from 0 to 1, got {self.rate!r}")
 
-    @property
-    def parameter_factor(self) -> float | Tensor:
-        """``1 - rate``."""
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, ScaleParameter(self._factor), self.kinds)
+
+    def _factor(self) -> float | Tensor:
         return 1 - (self.rate.detach() if isinstance(self.rate, Tensor) else self.rate)
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -87,6 +90,10 @@ class L2:
         check_number("L2", "rate", self.rate)
         if not isinstance(self.rate, Tensor) and math.isinf(self.rate):
             raise ValueError(f"L2: rate must be finite, got {self.rate!r}")
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+        return Insertion(self, ReplaceTensor(self.apply, "value"), self.kinds, has_units=self.has_units)
 
     def apply(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         """Add; see the class."""

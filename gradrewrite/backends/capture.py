@@ -98,8 +98,8 @@ class _CaptureHooks:
             marked = self.compilation.marked(graph)
             result_of = self.look(marked)
             joint, result = rewrite_and_compare(marked, session.config)
-            for site, actions in result.out_of_reach:
-                session.graphs.note_out_of_reach(site, actions)
+            for site, insertions in result.out_of_reach:
+                session.graphs.note_out_of_reach(site, insertions)
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site
                 session.rules.note_forms(result.saved)
                 session.rules.check_forms()

@@ -137,11 +137,12 @@ def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:
     texts = []
     for at_site in answers:
         for answered in at_site:
-            text = _text_of_action(answered.action)
+            # Of an average the number of processes, and the name of their group, are in the code.
+            text = None if averages(answered.insertion) else _text_of_action(answered.action)
             if text is None:
                 return None
             number = numbers.setdefault(id(answered.action), len(numbers))
-            texts.append((answered.position, answered.rule, text, number))
+            texts.append((answered.position, answered.insertion.rule, text, number))
         texts.append(((), "", "", -1))
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
@@ -149,8 +150,6 @@ def hash_of_answers(answers: Sequence[tuple[Answered, ...]]) -> str | None:
 def _text_of_action(action: Any) -> str | None:
     kind = type(action)
     if not (is_dataclass(action) and f"{kind.__module__}.".startswith("gradrewrite.passes.")):
-        return None
-    if averages(action):  # the number of processes, and the name of their group, are in the code
         return None
     settings = [(f.name, getattr(action, f.name)) for f in fields(action)]
     texts = [(name, repr(value) if _is_plain(value) else _text_of_action(value)) for name, value in settings]

@@ -292,7 +292,8 @@ class GraphCompilation:
         """Restore the rewrite from the cache, with the policy's actions of now."""
 
         def answered(edit: Edit) -> Edit:
-            return replace(edit, action=next(a.action for a in answers[edit.site] if a.action == edit.action))
+            insertion = next(a.insertion for a in answers[edit.site] if a.action == edit.action)
+            return replace(edit, action=insertion.action, insertion=insertion)
 
         self.result = RewriteResult(
             sites=cached.sites,
@@ -302,7 +303,7 @@ class GraphCompilation:
             anchors={},
             outputs=cached.outputs,
             live={},
-            out_of_reach=tuple((site, tuple(a.action for a in answers[site])) for site in cached.out_of_reach),
+            out_of_reach=tuple((site, tuple(a.insertion for a in answers[site])) for site in cached.out_of_reach),
             replay_graph=None,
             assumes=False,
             copies_of_losses=cached.copies_of_losses,
@@ -322,7 +323,7 @@ class GraphCompilation:
         assert self.result is not None
         self.session.sampling.note(self.result.answers)
         self.values_read = self.session.values.note(dict(zip(self.result.sites, self.result.answers, strict=True)))
-        self.session.note_skips(edit.action for edit in self.result.edits)
+        self.session.note_skips(edit.insertion for edit in self.result.edits)
         self.session.has_checks |= bool(self.result.outputs.checks)
         if not self.is_whole and self.region is None:
             given = self.frame, self.calls_before, self.result.sites, self.session.config.policy
@@ -352,8 +353,8 @@ class GraphCompilation:
         warnings = self.session.warnings
         for note in result.notes:
             warnings.warn_once(note, note)
-        for site, actions in result.out_of_reach:
-            self.session.graphs.note_out_of_reach(site, actions)
+        for site, insertions in result.out_of_reach:
+            self.session.graphs.note_out_of_reach(site, insertions)
         for edit in result.of_parts:
             warnings.warn_once(f"part {edit.site}", _PART.format(edit.site, describe(edit.action)))
         returned = {self.inputs[n].name for n in self.returned if n in self.inputs and self.inputs[n].has_site}

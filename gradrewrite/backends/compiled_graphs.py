@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, distributed
 
@@ -15,7 +15,8 @@ from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import describe
-from gradrewrite.policy.rules import ask, step_site
+from gradrewrite.policy.insertions import Insertion
+from gradrewrite.policy.rules import ask_in_order, step_site
 from gradrewrite.policy.scope import (
     OUTSIDE_OF_REGIONS,
     Context,
@@ -67,10 +68,10 @@ class CompiledGraphs:
         """List a graph; PolicyError where a group spans the graphs of several regions, or of several calls of one."""
         for edit in report.edits if report.region else ():
             if edit.site.kind == "gradient":
-                refuse_group_in_regions(self._region_of_group, edit.action, edit.site, report.region)
+                refuse_group_in_regions(self._region_of_group, edit.insertion, edit.site, report.region)
         self._reports.append(report)
         for edit in report.edits:
-            group = processes_of(edit.action)
+            group = processes_of(edit.insertion)
             # The largest group that averages agrees on skipped steps: its ranks have equal parameters.
             if group is not None and (self._averaging is None or group.size() > self._averaging.size()):
                 self._averaging = group
@@ -92,10 +93,10 @@ class CompiledGraphs:
             if id(parameter) in inside or not parameter.requires_grad:
                 continue
             site = replace(step_site(name, parameter), kind="gradient")
-            actions = ask(self._config.policy, site)
-            for action in actions:
-                refuse(action, Context(site, outside=name))
-            silent += [name] if actions else []
+            answers = ask_in_order(self._config.policy, site)
+            for answered in answers:
+                refuse(answered.insertion, Context(site, outside=name))
+            silent += [name] if answers else []
         self._checked_outside = True
         if silent:
             self._warnings.warn_once("outside regions", OUTSIDE_OF_REGIONS.format(listed(silent)))
@@ -130,8 +131,9 @@ class CompiledGraphs:
         self._averaging = None
         self._recorder.forget_lone_skip()
 
-    def note_out_of_reach(self, site: Site, actions: Sequence[Any]) -> None:
+    def note_out_of_reach(self, site: Site, insertions: Sequence[Insertion]) -> None:
         """Warn once of actions that were not inserted at a site."""
+        actions = [insertion.action for insertion in insertions]
         self._warnings.warn_once(
             f"view {site}",
             f"{site}: {', '.join(map(describe, actions))} cannot act, and nothing was inserted, because a part of this "

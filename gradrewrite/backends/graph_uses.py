@@ -19,9 +19,8 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.renaming import Renaming, calls_by_name
-from gradrewrite.policy.actions import action_key
 from gradrewrite.policy.rules import Answered, ask_in_order
-from gradrewrite.policy.scope import bounds_one_gradient, group_of
+from gradrewrite.policy.scope import bounds_one_gradient
 from gradrewrite.replay.step_snapshot import PendingForwards
 
 
@@ -183,7 +182,7 @@ def grouped(
     edits: Sequence[Edit], own: Mapping[int, GraphInput], inputs: Mapping[int, GraphInput]
 ) -> list[weakref.ref[Tensor]]:
     """Return the parameters that are clipped together: ``inputs`` are ``own``, of the edits, as a region names them."""
-    return _parameters_of([edit for edit in edits if group_of(edit.action) is not None], own, inputs)
+    return _parameters_of([edit for edit in edits if edit.insertion.group is not None], own, inputs)
 
 
 def _parameters_of(
@@ -196,4 +195,4 @@ def _parameters_of(
 
 def _keys_of(answers: Sequence[Answered]) -> list[Any]:
     """Equal for answers that make the same graph."""
-    return [(answer.position, action_key(answer.action)) for answer in answers]
+    return [(answer.position, answer.insertion.key) for answer in answers]

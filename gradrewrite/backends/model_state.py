@@ -23,7 +23,7 @@ from gradrewrite.backends.parameter_watch import ParameterWatch, UseOfModel
 from gradrewrite.backends.regions import Regions, outside_of
 from gradrewrite.backends.session import Session, attached_state
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.policy.rules import ask
+from gradrewrite.policy.rules import ask_in_order
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import refuse_group_in_regions
 from gradrewrite.rewriting.config import RewriteConfig
@@ -220,10 +220,10 @@ class ModelState:
             region = regions.region_of(site)
             if region is None:
                 return ()
-            answers = ask(config.policy, site)
-            for action in answers:
-                refuse_group_in_regions(grouped, action, site, region)
-            return answers
+            answers = ask_in_order(config.policy, site)
+            for answered in answers:
+                refuse_group_in_regions(grouped, answered.insertion, site, region)
+            return tuple(answered.action for answered in answers)
 
         return replace(config, policy=ask_inside)
 

@@ -20,7 +20,8 @@ from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.ir.edits import Edit
 from gradrewrite.monitoring.step_recorder import StepRecorder
-from gradrewrite.policy.actions import describe, has_units
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.rules import Answered, callbacks_of, parts_of, policy_text, rule_skips
 from gradrewrite.policy.sampling import Sampling
 from gradrewrite.policy.scope import skips_updates
@@ -93,14 +94,14 @@ class Session:
         may_skip = self.may_skip or self.buffers.may_be_scaled or self.config.loss_scale is not None
         return may_skip and bool(self.recorder.guards)
 
-    def note_skips(self, actions: Iterable[Any]) -> None:
-        """Take note of actions in a graph, or at a step site."""
-        self._skips = self._skips or any(map(skips_updates, actions))
+    def note_skips(self, insertions: Iterable[Insertion]) -> None:
+        """Take note of insertions in a graph, or at a step site."""
+        self._skips = self._skips or any(map(skips_updates, insertions))
 
     def note_step_answers(self, answers: Sequence[Answered]) -> None:
         """Take note of the policy's answers at a step site."""
         self.rules.note_step_answers(answered.position[1:] for answered in answers)
-        self.note_skips(answered.action for answered in answers)
+        self.note_skips(answered.insertion for answered in answers)
         self._has_silent_callbacks = False
 
     def forget(self) -> None:
@@ -134,7 +135,7 @@ class Session:
     def edit_with_units(self) -> Edit | None:
         """Return the first edit of a graph that means something else for gradients that are multiplied."""
         edits = (edit for graph in self.graphs for edit in graph.edits if edit.site.kind != "activation")
-        return next((edit for edit in edits if has_units(edit.action)), None)
+        return next((edit for edit in edits if edit.insertion.has_units), None)
 
     def warn_of_scaler(self, edit: Edit) -> None:
         """Warn once of a scale that the policy does not know."""

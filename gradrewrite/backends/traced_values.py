@@ -13,7 +13,8 @@ from torch import nn
 from gradrewrite._utils.formatting import located_callable
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.errors import CallbackError
-from gradrewrite.policy.actions import Policy, StandIn, action_key, actions_of, is_action
+from gradrewrite.policy.actions import Policy, actions_of, is_action
+from gradrewrite.policy.insertions import action_key
 from gradrewrite.policy.rules import Answered, ask_in_order, callbacks_of, rules_of
 from gradrewrite.rewriting.function_values import FunctionValues, functions_in
 from gradrewrite.sites import Site
@@ -43,7 +44,8 @@ class TracedValues:
     def __init__(self, policy: Policy, warnings: PendingWarnings) -> None:
         self._policy, self._warnings = policy, warnings
         actions = (action for rule in rules_of(policy) for action in actions_of(rule.action, where="a rule"))
-        of_sites = (function for action in actions if isinstance(action, StandIn) for function in functions_in(action))
+        # Functions of a site: what they return is in the action there.
+        of_sites = (function for action in actions if is_action(action) for function in functions_in(action))
         self._callbacks = (*callbacks_of(policy).values(), *of_sites)
         self._sets = [_Set()]
         self._current = 0

@@ -27,6 +27,12 @@ class Edit:
     action: Any
     nodes: tuple[str, ...]
     records: tuple[RecordKey, ...] = field(default=(), repr=False, compare=False)
+    # Of ``policy.insertions``, which this package does not know; None in an edit that was read from a cache.
+    insertion: Any = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[Edit], tuple[Any, ...]]:
+        """Leave out the insertion with its functions."""
+        return Edit, (self.site, self.action, self.nodes, self.records)
 
     @property
     def record_sites(self) -> list[str]:

@@ -636,8 +636,8 @@ def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
     """Multiply parameters after an update; a device that decided to skip it leaves them as they are."""
     with torch.no_grad():
-        for action, parameters in outcome.parameter_factors:
-            factor = action.parameter_factor
+        for effect, parameters in outcome.parameter_factors:
+            factor = effect.factor()
             if skipped is not None:
                 wide = torch.float32 if skipped.device.type == "mps" else torch.float64
                 if isinstance(factor, Tensor):

@@ -22,11 +22,10 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.optimizer._target import Target
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, Slot, SpreadSite, exchange_figures, slots_of
+from gradrewrite.policy.insertions import KeepTensor, MeasureTensor, Omitted
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, rules_at, state_site
-from gradrewrite.policy.sampling import Omitted, interval_of, omitted
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import check_dense
-from gradrewrite.rewriting.lowering import Measure, Replace, lower_single
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import Pattern, Site
 
@@ -127,7 +126,7 @@ class ObservedState:
                 self._members = self._ask(own, states, names, guard, num_guards)
             self._names, self._key = names, key
             self._readings.clear()
-            self._due = frozenset((m.target, interval_of(a.action)) for m in self._members for a in m.answers)
+            self._due = frozenset((m.target, a.insertion.every) for m in self._members for a in m.answers)
         self._warn_of_none(optimizer)
         due = frozenset(interval for interval in self._due if self._is_due(*interval))
         if not due:
@@ -155,7 +154,7 @@ class ObservedState:
             for site, key, tensor in ((parameter_site(name, parameter), None, parameter), *at_state):
                 answers = self._answers(number, site, tensor)
                 if answers:
-                    intervals = frozenset((number, interval_of(answered.action)) for answered in answers)
+                    intervals = frozenset((number, answered.insertion.every) for answered in answers)
                     members.append(_Member(replace(site, call=call), n, key, number, answers, intervals))
         self._has_state = any(sites.values())
         for number, target in enumerate(self._targets):
@@ -171,11 +170,11 @@ class ObservedState:
         for answered in answers:
             check_dense(answered.action, site, tensor)
             if fake_tensors.is_wrapper(tensor) and not is_dtensor(tensor):
-                refuse(answered.action, Context(site, tensor_type=type(tensor).__name__))
+                refuse(answered.insertion, Context(site, tensor_type=type(tensor).__name__))
             if tensor.is_complex():
-                for insertion in lower_single([answered], site):
-                    assert isinstance(insertion, Measure | Replace)
-                    insertion.run(local_of(tensor))  # which refuses what needs an order
+                effect = answered.insertion.effect
+                assert isinstance(effect, MeasureTensor | KeepTensor)
+                effect.run(local_of(tensor))  # which refuses what needs an order
         session.rules.note_step_answers(answered.position[1:] for answered in answers)
         return answers
 
@@ -191,22 +190,22 @@ class ObservedState:
         for n, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
             site, layout = member.site, spread_of(tensor)
             is_spread = layout is not None and len(layout.ranks) > 1 and layout.size > 0
-            is_due = ((member.target, interval_of(a.action)) in due for a in member.answers)
-            answers = tuple(a if d else omitted(a, site) for a, d in zip(member.answers, is_due, strict=True))
-            for insertion in lower_single(answers, site):
-                if isinstance(insertion, Omitted):
-                    numbering.new(insertion.names, str(site))
+            is_due = ((member.target, a.insertion.every) in due for a in member.answers)
+            answers = tuple(a if d else a.omitted() for a, d in zip(member.answers, is_due, strict=True))
+            for effect in (answered.insertion.effect for answered in answers):
+                if isinstance(effect, Omitted):
+                    numbering.new(effect.names, str(site))
                     continue
-                if isinstance(insertion, Replace):  # no other action that is none of ``Measure`` may stand here
-                    found.kept.append((n, insertion.action.what))
+                if isinstance(effect, KeepTensor):
+                    found.kept.append((n, "tensor"))
                     continue
-                assert isinstance(insertion, Measure)
-                keys = numbering.new(insertion.statistics, str(site))
+                assert isinstance(effect, MeasureTensor)  # no other action may stand here
+                keys = numbering.new(effect.statistics, str(site))
                 found.keys[None if is_spread else tensor.device] += keys
                 if keys and not is_spread:
-                    found.plain[tensor.device].append((n, list(insertion.statistics.values())))
-                if insertion.fails is not None:
-                    found.checks.append(FiniteCheck(site, insertion.fails, keys[-1], len(found.checks), ""))
+                    found.plain[tensor.device].append((n, list(effect.statistics.values())))
+                if effect.fails is not None:
+                    found.checks.append(FiniteCheck(site, effect.fails, keys[-1], len(found.checks), ""))
             if is_spread and layout is not None:
                 self._note_mesh(tensor)
                 found.spread[n] = SpreadSite(site, layout, answers, None)

@@ -19,7 +19,8 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import StateUpdate
 from gradrewrite.monitoring.host_copy import number_of
-from gradrewrite.policy.actions import UpdateJudge, describe
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.insertions import JudgeUpdate
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateStore, write_states
 
@@ -30,7 +31,8 @@ NUM_FIGURES = 2  # of a rank for the mean loss of all: the sum of its losses, an
 class Judge:
     """A judge at the step sites of an optimizer."""
 
-    action: UpdateJudge
+    action: Any  # as the policy answered it
+    effect: JudgeUpdate
     where: str  # site of its records and of its states
     # Keys of its records: the figure, its limit, whether it is a spike. The first may be that of another action, which
     # records it.
@@ -38,10 +40,10 @@ class Judge:
     records_figure: bool = True
 
     @classmethod
-    def at(cls, action: UpdateJudge, where: str) -> Judge:
+    def at(cls, action: Any, effect: JudgeUpdate, where: str) -> Judge:
         """Make a judge with the first records at a site."""
-        figure, limit, spike = (RecordKey(name, 1, where) for name in (action.of, "spike_limit", "spike"))
-        return cls(action, where, (figure, limit, spike))
+        figure, limit, spike = (RecordKey(name, 1, where) for name in (effect.of, "spike_limit", "spike"))
+        return cls(action, effect, where, (figure, limit, spike))
 
     @property
     def recorded(self) -> tuple[RecordKey, ...]:
@@ -96,7 +98,7 @@ class Spike:
 
     def raise_without_parts(self) -> None:
         """Raise PolicyError if it is a mean of no losses."""
-        if self.judge.action.of == "loss" and self.num_parts == 0:
+        if self.judge.effect.of == "loss" and self.num_parts == 0:
             raise no_loss(self.judge)
 
 
@@ -150,7 +152,7 @@ class Judging:
     def _run(self, reported: Recording, figure: Tensor, number: Tensor) -> list[Tensor]:
         """Return the values of a judgement, and the new values of states."""
         reported.clear()
-        limit, is_spike = self.judge.action.judge(figure)
+        limit, is_spike = self.judge.effect.judge(figure)
         reported.close()
         values = [t.to(limit.dtype) for t in (figure, limit, is_spike, number)]
         return [torch.stack(values), *reported.outputs]
@@ -249,7 +251,7 @@ class Figures:
     @property
     def judges_of_loss(self) -> list[Judging]:
         """The judges of the mean loss."""
-        return [judging for judging in self.judges if judging.judge.action.of == "loss"]
+        return [judging for judging in self.judges if judging.judge.effect.of == "loss"]
 
     def judge_norms(self) -> list[Judgement]:
         """Judge total norms."""

@@ -26,9 +26,8 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure, measure_all
 from gradrewrite.ir.statistics import STATISTICS, from_sums, norm_of, to_summands
-from gradrewrite.policy.actions import NormScaling, UpdateJudge
+from gradrewrite.policy.insertions import Effect, JudgeUpdate, MeasureTensor, ScaleGroup
 from gradrewrite.policy.rules import Answered
-from gradrewrite.rewriting.lowering import Measure, lower_single
 from gradrewrite.sites import Site
 
 
@@ -72,23 +71,32 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
     slots = [
         Slot(member.spread.ranks, STATISTICS[name].combination, name, (member,))
         for member in sites
-        for found in lower_single(member.answers, member.site)
-        if isinstance(found, Measure)
-        for name in found.statistics.values()
+        for answered in member.answers
+        if isinstance(measure := answered.insertion.effect, MeasureTensor)
+        for name in measure.statistics.values()
     ]
-    norms: dict[tuple[Hashable, tuple[int, ...], Site | None], tuple[NormScaling | UpdateJudge, list[SpreadSite]]] = {}
+    norms: dict[tuple[Hashable, tuple[int, ...], Site | None], tuple[float, list[SpreadSite]]] = {}
     for member in sites:
-        for action in (answered.action for answered in member.answers):
-            if isinstance(action, NormScaling) or (isinstance(action, UpdateJudge) and action.of == "total_norm"):
-                alone = member.site if getattr(action, "log", False) else None
-                key = (type(action), action.group), member.spread.ranks, alone
-                members = norms.setdefault(key, (action, []))[1]
+        for insertion in (answered.insertion for answered in member.answers):
+            order = _order_of_norms(insertion.effect)
+            if order is not None:
+                alone = (
+                    member.site if isinstance(insertion.effect, ScaleGroup) and insertion.effect.has_shares else None
+                )
+                key = insertion.group, member.spread.ranks, alone
+                members = norms.setdefault(key, (order, []))[1]
                 if member not in members[-1:]:  # two rules may answer with one group
                     members.append(member)
-    for (group, ranks, _), (action, members) in norms.items():
-        order = action.norm_type if isinstance(action, NormScaling) else 2.0
+    for (group, ranks, _), (order, members) in norms.items():
         slots.append(Slot(ranks, Combination("norm", order), "norm", tuple(members), group))
     return slots
+
+
+def _order_of_norms(effect: Effect) -> float | None:
+    """Return the order of the norm of all gradients of a group; None where it needs none."""
+    if isinstance(effect, ScaleGroup):
+        return effect.norm_type
+    return 2.0 if isinstance(effect, JudgeUpdate) and effect.of == "total_norm" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, fx
-from typing_extensions import assert_never
 
 from gradrewrite._compat import make_fx
 from gradrewrite.distributed.agreement import NUM_VOTES
@@ -35,26 +34,22 @@ from gradrewrite.optimizer.step_exchange import (
     reason_not_elementwise,
     slots_of,
 )
-from gradrewrite.policy.actions import GroupAction, ParameterScaling, UpdateJudge, takes_value
+from gradrewrite.policy.insertions import (
+    Insertion,
+    JudgeUpdate,
+    KeepTensor,
+    MeasureTensor,
+    ReplaceTensor,
+    ScaleGroup,
+    ScaleParameter,
+)
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
-from gradrewrite.policy.sampling import Omitted
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.lowering import (
-    Average,
-    GroupInsertion,
-    Insertion,
-    JudgeGroup,
-    Measure,
-    Replace,
-    ScaleGroup,
-    ScaleParameter,
-    is_in_units,
-    lower,
-)
+from gradrewrite.rewriting.lowering import Group, is_in_units, lower
 from gradrewrite.rewriting.record_nodes import RecordNode
 from gradrewrite.rewriting.rewrite import Rewriter
 from gradrewrite.sites import Site
@@ -83,7 +78,7 @@ class StepSettings:
     suffix: str = ""  # what follows the name of a group in the site of its records (``#1`` for the second optimizer)
     exchange: ExchangeSettings | None = None  # what ranks exchange; None where no gradient is spread over several
     states: StateStore | None = None  # what actions remember; None if they have no model
-    judges: tuple[UpdateJudge, ...] = ()  # those at step sites, of gradients that this rank lacks too
+    judges: tuple[tuple[Insertion, JudgeUpdate], ...] = ()  # those at step sites, of gradients that this rank lacks too
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ class StepRewrite:
     takes_votes: bool
     outputs: BackwardOutputs  # auxiliary outputs
     # Factors of parameters after the update, with the positions of their gradients.
-    parameter_factors: Sequence[tuple[ParameterScaling, Sequence[int]]]
+    parameter_factors: Sequence[tuple[ScaleParameter, Sequence[int]]]
     judges: tuple[Judge, ...] = ()
     judged: tuple[int, ...] = ()  # positions of the judges that are given total norms, in the order of these
 
@@ -122,13 +117,16 @@ def rewrite_step(
     """
     builder = _Builder(gradients, settings)
     plan = lower((point, given.answers) for point, given in zip(builder.points, gradients, strict=True))
-    groups = [group for group in plan.groups if not isinstance(group, JudgeGroup)]
+    groups = [group for group in plan.groups if not isinstance(group.effect, JudgeUpdate)]
+    judged = [group for group in plan.groups if isinstance(group.effect, JudgeUpdate)]
     # A float32 divisor is as good as one in the gradient's own precision where that is no wider.
     may_divide = settings.divides and all(given.gradient.dtype in _NARROW for given in gradients)
     divides = may_divide and not further and len(groups) == 1 and len(groups[0].points) == len(gradients)
     is_only_judged = may_divide and not groups and len(plan.groups) > 0
     takes_scale = divides or is_only_judged
-    takes_scale = takes_scale and not any(map(is_in_units, [*groups, *chain.from_iterable(plan.single.values())]))
+    takes_scale = takes_scale and not any(
+        map(is_in_units, [*(group.insertion for group in groups), *chain.from_iterable(plan.single.values())])
+    )
     scale = builder.add_input("loss_scale", ()) if takes_scale else None
     for point, own in plan.single.items():
         spread = builder.spreads[point.order]
@@ -137,22 +135,27 @@ def rewrite_step(
         else:
             for insertion in own:
                 builder.insert_at_part(point, insertion, spread)
-        for action in (insertion.action for insertion in own if isinstance(insertion, ScaleParameter)):
-            builder.parameter_factors[action].append(point.order)
+        for insertion in own:
+            if isinstance(insertion.effect, ScaleParameter):
+                builder.parameter_factors.setdefault(insertion.key, (insertion.effect, []))[1].append(point.order)
     if settings.exchange is not None:
         builder.exchange(settings.exchange)
-    builder.insert_judges([group for group in plan.groups if isinstance(group, JudgeGroup)], scale)
+    builder.insert_judges(judged, scale)
     is_divided = False
     for number, group in enumerate(groups):
         later = {point for other in groups[number + 1 :] for point in other.points}
-        if isinstance(group, ScaleGroup) and later.isdisjoint(group.points):
+        if isinstance(group.effect, ScaleGroup) and later.isdisjoint(group.points):
             is_divided = divides
-            builder.insert_scaling(group, scale, divides=divides)
+            builder.insert_scaling(group, group.effect, scale, divides=divides)
         else:
-            builder.refuse_parts(group.action, group.points)
-            builder.rewriter.insert_group(group, builder.where(group.action))
+            builder.refuse_parts(group.insertion, group.points)
+            builder.rewriter.insert_group(group, builder.where(group.effect.group))
     builder.name_judges(plan.groups)
     return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
+
+
+def _reads_value(insertion: Insertion) -> bool:
+    return isinstance(insertion.effect, ReplaceTensor) and insertion.effect.reads == "value"
 
 
 class _Builder:
@@ -162,7 +165,7 @@ class _Builder:
         values = {
             n: _placeholder(graph, f"parameter_{given.site.name}", given.parameter)
             for n, given in enumerate(gradients)
-            if any(takes_value(a.action) for a in given.answers)
+            if any(_reads_value(answered.insertion) for answered in given.answers)
         }
         self.parameters = tuple(values)
         output = graph.output(tuple(self.nodes))
@@ -184,7 +187,7 @@ class _Builder:
         self.exchanged: list[fx.Node] = []
         self.votes: fx.Node | None = None
         self.scaled: list[tuple[int, ...]] = []
-        self.parameter_factors: dict[ParameterScaling, list[int]] = defaultdict(list)
+        self.parameter_factors: dict[Hashable, tuple[ScaleParameter, list[int]]] = {}
         self.factors: list[fx.Node] = []
 
     def add_input(self, name: str, size: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
@@ -198,61 +201,60 @@ class _Builder:
 
     def insert_at_part(self, point: InsertionPoint, insertion: Insertion, spread: Spread) -> None:
         """Insert at a spread gradient, measure the whole one; PolicyError for an action that is not elementwise."""
-        match insertion:
-            case Measure():
-                self._measure_part(point, insertion)
-            case Replace():
-                self._refuse_unless_elementwise(point, insertion, spread)
-                self.rewriter.insert(point, [insertion])
-            case ScaleParameter() | Omitted():
-                self.rewriter.insert(point, [insertion])
-            case Average():
-                raise AssertionError("no step site may have one")
-            case _:
-                assert_never(insertion)
+        match insertion.effect:
+            case MeasureTensor() as measure:
+                self._measure_part(point, insertion, measure)
+                return
+            case ReplaceTensor() | KeepTensor() as effect:
+                self._refuse_unless_elementwise(point, insertion, effect, spread)
+        self.rewriter.insert(point, [insertion])
 
-    def _measure_part(self, point: InsertionPoint, measure: Measure) -> None:
+    def _measure_part(self, point: InsertionPoint, insertion: Insertion, measure: MeasureTensor) -> None:
         rewriter = self.rewriter
         node = rewriter.current(point.node)
         keys = tuple(rewriter.packing.numbering.new(measure.statistics, str(point.site)))
-        rewriter.packing.note_measured(measure, keys, point.site)
+        rewriter.packing.note_measured(insertion, keys, point.site)
         self.measured[point.order] += [
             RecordNode((k,), node, is_forward=False, skips=measure.fails == "skip") for k in keys
         ]
-        rewriter.edits.append(Edit(point.site, measure.action, (), keys))
+        rewriter.note(point.site, insertion, (), keys)
         if measure.fails is not None:
             rewriter.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
 
-    def _refuse_unless_elementwise(self, point: InsertionPoint, replace: Replace, spread: Spread) -> None:
+    def _refuse_unless_elementwise(
+        self, point: InsertionPoint, insertion: Insertion, effect: ReplaceTensor | KeepTensor, spread: Spread
+    ) -> None:
         """Raise PolicyError for a replacement that needs whole gradients; it is traced on those, so all ranks agree."""
         sizes = [int(size or 0) for size in point.site.shape]
-        traced = self._traced_at(point, replace, sizes)
+        traced = self._traced_at(point, insertion, effect, sizes)
         reason = reason_not_elementwise(traced.graph.graph)
         if not reason:
-            larger = self._traced_at(point, replace, [2 * size for size in sizes])
+            larger = self._traced_at(point, insertion, effect, [2 * size for size in sizes])
             is_same = constants_of(traced.graph.graph) == constants_of(larger.graph.graph)
             reason = "" if is_same else "it depends on the shape of the gradient"
         if not all(isinstance(report, Kept | StateUpdate) for report in traced.reports):
             reason = "its records would be those of the part of one rank"
         if traced.has_states:
             reason = "what it remembers would be that of the part of one rank"
-        refuse(replace.action, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
+        refuse(insertion, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
 
-    def _traced_at(self, point: InsertionPoint, replace: Replace, sizes: Sequence[int]) -> TracedAction:
+    def _traced_at(
+        self, point: InsertionPoint, insertion: Insertion, effect: ReplaceTensor | KeepTensor, sizes: Sequence[int]
+    ) -> TracedAction:
         part = value_of(point.node)
         with part.fake_mode:  # type: ignore[attr-defined]
             whole = torch.empty(sizes, dtype=part.dtype, device=part.device)
-            further = [torch.empty_like(whole)] if replace.takes_value else []
+            further = [torch.empty_like(whole)] if _reads_value(insertion) else []
         mode = TraceMode(states=self.rewriter.states_at(str(point.site)))
-        return self.tracer.trace(replace, point.site, whole, mode, further)
+        return self.tracer.trace(insertion, effect.run, point.site, whole, mode, further)
 
-    def refuse_parts(self, action: GroupAction, members: Sequence[InsertionPoint]) -> None:
+    def refuse_parts(self, insertion: Insertion, members: Sequence[InsertionPoint]) -> None:
         """Raise PolicyError for a group action that needs whole gradients where one is spread over ranks."""
         for point in members:
             spread = self.spreads[point.order]
             if spread is not None:
                 reason = "it is no global clip, or its gradients are in a later group too"
-                refuse(action, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
+                refuse(insertion, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
 
     def exchange(self, settings: ExchangeSettings) -> None:
         """Let ranks exchange the figures of the gradients that are spread over them, and their verdicts."""
@@ -278,25 +280,25 @@ class _Builder:
             elif figure.slot.group is not None:  # other ranks may have what this one lacks
                 self.norms[figure.slot.group].append((tuple(m.site for m in figure.slot.members), node))
 
-    def where(self, action: GroupAction) -> str:
+    def where(self, name: Hashable) -> str:
         """Return the site of the records of a group."""
-        return f"step:group:{action.group}{self.settings.suffix}"
+        return f"step:group:{name}{self.settings.suffix}"
 
-    def insert_scaling(self, group: ScaleGroup, scale: fx.Node | None, *, divides: bool) -> None:
+    def insert_scaling(self, group: Group, effect: ScaleGroup, scale: fx.Node | None, *, divides: bool) -> None:
         """Insert a group's factor; the gradients are multiplied after the graph."""
-        rewriter, action, points = self.rewriter, group.action, group.points
+        rewriter, insertion, points = self.rewriter, group.insertion, group.points
         for point in points:
-            check_dense(action, point.site, value_of(point.node))
-        wholes = self.norms[type(action), action.group]
+            check_dense(insertion.action, point.site, value_of(point.node))
+        wholes = self.norms[insertion.group]
         plain = [point for point in points if self.spreads[point.order] is None]
         nodes = [rewriter.current(point.node) for point in plain]
-        known = self._norms_apart(nodes) if action.norm_type == 2 else None
+        known = self._norms_apart(nodes) if effect.norm_type == 2 else None
         is_apart = known is not None
         norms, order, measured = known or (nodes, list(range(len(nodes))), [])
         norms = [*(node for _, node in wholes), *norms]
         members = [*(site for sites, _ in wholes for site in sites), *(plain[n].site for n in order)]
         measured = [*self.exchanged, *measured] if wholes else measured
-        where = self.where(action)
+        where = self.where(effect.group)
         states = rewriter.states_at(where)
         with recording(value_of(points[0].node).device, states=states) as reported:
 
@@ -304,10 +306,10 @@ class _Builder:
                 reported.clear()
                 given = values if scale is None else values[:-1]
                 found, rest = list(given[: len(wholes)]), given[len(wholes) :]
-                found += rest if is_apart else [norm_of(v, action.norm_type) for v in rest]
+                found += rest if is_apart else [norm_of(v, effect.norm_type) for v in rest]
                 if scale is not None:
                     found = [norm / values[-1].to(norm.device) for norm in found]
-                bound, total = action.bound_and_total(found)
+                bound, total = effect.bound_and_total(found)
                 result = total / bound if divides else bound / total
                 if divides and scale is not None:
                     result = result * values[-1].to(result.device)
@@ -318,21 +320,21 @@ class _Builder:
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        keys, _ = rewriter.packing.add(group, where, points[0].site, traced.reports, extras, members)
-        rewriter.packing.groups.append(str(action.group))
+        keys, _ = rewriter.packing.add(insertion, where, points[0].site, traced.reports, extras, members)
+        rewriter.packing.groups.append(str(effect.group))
         names = tuple(node.name for node in (*measured, *new))
         for n, point in enumerate(points):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
-            rewriter.edits.append(Edit(point.site, action, () if n else names, own))
+            rewriter.note(point.site, insertion, () if n else names, own)
         self.scaled.append(tuple(point.order for point in points))
         self.factors.append(result)
 
-    def insert_judges(self, groups: Sequence[JudgeGroup], scale: fx.Node | None) -> None:
+    def insert_judges(self, groups: Sequence[Group], scale: fx.Node | None) -> None:
         """Insert the total norms for judges, before group actions change a gradient."""
-        points_of = {(type(group.action), group.action.group): group.points for group in groups}
-        for number, action in enumerate(self.settings.judges):
-            if action.of == "total_norm":
-                key = type(action), action.group
+        points_of = {group.insertion.group: group.points for group in groups}
+        for number, (insertion, effect) in enumerate(self.settings.judges):
+            if effect.of == "total_norm":
+                key = insertion.group
                 self._insert_total(number, [node for _, node in self.norms[key]], points_of.get(key, ()), scale)
 
     def _insert_total(
@@ -353,20 +355,20 @@ class _Builder:
         made = [*(self.exchanged if wholes else ()), *measured, *new]
         self.totals[number] = node, tuple(one.name for one in made)
 
-    def name_judges(self, groups: Sequence[GroupInsertion]) -> None:
+    def name_judges(self, groups: Sequence[Group]) -> None:
         """Make the keys of the records of judges, behind those of group actions."""
         numbering = self.rewriter.packing.numbering
-        points_of = {group.action: group.points for group in groups if isinstance(group, JudgeGroup)}
-        for number, action in enumerate(self.settings.judges):
-            where, points = self.where(action), points_of.get(action, ())
-            is_known = action.of == "total_norm" and _records_total(groups, action.group, points)
-            figure = RecordKey(action.of, 1, where) if is_known else numbering.new([action.of], where)[0]
+        points_of = {group.insertion.group: group.points for group in groups}
+        for number, (insertion, effect) in enumerate(self.settings.judges):
+            where, points = self.where(effect.group), points_of.get(insertion.group, ())
+            is_known = effect.of == "total_norm" and _records_total(groups, effect.group, points)
+            figure = RecordKey(effect.of, 1, where) if is_known else numbering.new([effect.of], where)[0]
             limit, spike = numbering.new(["spike_limit", "spike"], where)
-            judge = Judge(action, where, (figure, limit, spike), not is_known)
+            judge = Judge(insertion.action, effect, where, (figure, limit, spike), not is_known)
             self.judges.append(judge)
             _, names = self.totals.get(number, (None, ()))
             for n, point in enumerate(points):
-                self.rewriter.edits.append(Edit(point.site, action, () if n else names, judge.keys))
+                self.rewriter.note(point.site, insertion, () if n else names, judge.keys)
 
     def _norms_apart(
         self, nodes: Sequence[fx.Node], *, always: bool = False
@@ -457,7 +459,7 @@ class _Builder:
             takes_scale,
             self.votes is not None,
             outputs,
-            tuple(self.parameter_factors.items()),
+            tuple(self.parameter_factors.values()),
             tuple(self.judges),
             tuple(self.totals),
         )
@@ -489,12 +491,13 @@ class _Builder:
         return Provenance(found, anchors, tuple(outputs))
 
 
-def _records_total(groups: Sequence[GroupInsertion], name: Hashable, points: Sequence[InsertionPoint]) -> bool:
+def _records_total(groups: Sequence[Group], name: Hashable, points: Sequence[InsertionPoint]) -> bool:
     """Return whether a clip records the total L2 norm of these gradients, unchanged before it, as that of a group."""
     for group in groups:
-        if isinstance(group, JudgeGroup):
+        effect = group.effect
+        if isinstance(effect, JudgeUpdate):
             continue
-        if isinstance(group, ScaleGroup) and group.action.group == name and group.action.norm_type == 2:
+        if isinstance(effect, ScaleGroup) and effect.group == name and effect.norm_type == 2:
             return set(group.points) == set(points)
         if not set(group.points).isdisjoint(points):
             return False

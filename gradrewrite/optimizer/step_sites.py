@@ -33,9 +33,9 @@ from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
-from gradrewrite.policy.actions import ParameterScaling, UpdateJudge
+from gradrewrite.policy.insertions import Insertion, JudgeUpdate, ScaleParameter
 from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_at, step_site
-from gradrewrite.policy.sampling import Measured, interval_of, sampled
+from gradrewrite.policy.sampling import Measured, sampled
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
 from gradrewrite.rewriting.action_tracing import check_dense
@@ -60,7 +60,7 @@ class StepOutcome:
     divisor: Tensor | None = None  # what the fused optimizer divides gradients by; None if they are as they should be
     is_unscaled: bool = False  # whether the gradients are no longer multiplied by the loss scale
     # Parameters that are multiplied after the update, by the factor's action.
-    parameter_factors: Sequence[tuple[ParameterScaling, Sequence[Tensor]]] = ()
+    parameter_factors: Sequence[tuple[ScaleParameter, Sequence[Tensor]]] = ()
     figures: Figures = field(default_factory=Figures)  # for the judges
 
     def with_judgements(self, judgements: Sequence[Judgement]) -> StepOutcome:
@@ -264,11 +264,11 @@ class StepSites:
             for answered in answers:
                 check_dense(answered.action, site, gradient)
             if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
-                refuse(answers[0].action, Context(site, tensor_type=type(gradient).__name__))
+                refuse(answers[0].insertion, Context(site, tensor_type=type(gradient).__name__))
             session.note_step_answers(answers)
             session.sampling.note([answers], at_steps=True)
-            self._measures |= any(interval_of(answered.action) for answered in answers)
-            answers = sampled(answers, site, self._measured[own[0]]) if self._measured else answers
+            self._measures |= any(answered.insertion.every for answered in answers)
+            answers = sampled(answers, self._measured[own[0]]) if self._measured else answers
             asked[n] = (site, answers)
         return asked
 
@@ -305,7 +305,7 @@ class StepSites:
         sets = sorted({member.spread.ranks for member in sites} | ({voters} if voters else set()))
         group_of = self._groups.known if voters is None else self._groups.of_ranks
         groups = {ranks: group_of(ranks) for ranks in sets}
-        takes_losses = any(action.of == "loss" for action in _judges_of(everywhere))
+        takes_losses = any(effect.of == "loss" for _, effect in _judges_of(everywhere))
         return ExchangeSettings(tuple(sites), groups, voters or (), NUM_FIGURES if takes_losses else 0)
 
     def _run(
@@ -356,8 +356,8 @@ class StepSites:
             factors[0] if rewrite.is_divided and not (idle[0] and (scale is None or not rewrite.takes_scale)) else None,
             scale is not None and not rewrite.takes_scale,
             [
-                (action, [local_of(parameters[plan.gradients[n]]) for n in members])
-                for action, members in rewrite.parameter_factors
+                (effect, [local_of(parameters[plan.gradients[n]]) for n in members])
+                for effect, members in rewrite.parameter_factors
             ],
             replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
         )
@@ -434,12 +434,15 @@ class StepSites:
         own = tuple(n for n, (_, answers) in asked.items() if answers)
         everywhere, missing = self._everywhere(asked, parameters, gradients, voters)
         exchange = self._exchange(asked, everywhere, missing, voters)
-        actions = _judges_of(everywhere)
+        asking = _judges_of(everywhere)
         is_agreed = exchange is None or _is_agreed(exchange, everywhere)
         if not own:
-            judges = tuple(Judge.at(action, f"step:group:{action.group}{self._suffix}") for action in actions)
+            judges = tuple(
+                Judge.at(insertion.action, effect, f"step:group:{effect.group}{self._suffix}")
+                for insertion, effect in asking
+            )
             return _Work(None, exchange, self._judgings(judges), is_agreed)
-        settings = StepSettings(divides, self._suffix, exchange, self._states(), actions)
+        settings = StepSettings(divides, self._suffix, exchange, self._states(), asking)
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
             gm, live = runnable(rewrite)
@@ -490,15 +493,15 @@ def _send_nothing(exchange: ExchangeSettings, figures: Figures, ballot: Ballot |
     sums, norms = send_nothing(exchange, None if ballot is None else ballot.votes, device)
     if ballot is not None and sums is not None:
         ballot.decide(sums)
-    actions = [judging.judge.action for judging in figures.judges]
-    keys = [(type(action), action.group) for action in actions]
+    keys = [(type(judging.judge.action), judging.judge.effect.group) for judging in figures.judges]
     return replace(figures, norms={n: total_norm_of(norms[key])[0] for n, key in enumerate(keys) if key in norms})
 
 
-def _judges_of(asked: _Asked) -> tuple[UpdateJudge, ...]:
+def _judges_of(asked: _Asked) -> tuple[tuple[Insertion, JudgeUpdate], ...]:
     """Return the judges among the answers, each once."""
-    actions = (answered.action for _, answers in asked.values() for answered in answers)
-    return tuple(dict.fromkeys(action for action in actions if isinstance(action, UpdateJudge)))
+    insertions = (answered.insertion for _, answers in asked.values() for answered in answers)
+    found = ((insertion, insertion.effect) for insertion in insertions)
+    return tuple({i.key: (i, effect) for i, effect in found if isinstance(effect, JudgeUpdate)}.values())
 
 
 def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:
@@ -506,12 +509,12 @@ def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:
     if not exchange.voters:
         return True
     spread = {member.site: member.spread.ranks for member in exchange.sites}
-    judged = (site for site, answers in asked.values() if any(_judges_norm(a.action) for a in answers))
+    judged = (site for site, answers in asked.values() if any(_judges_norm(a.insertion) for a in answers))
     return all(site is None or set(exchange.voters).issubset(spread.get(site, ())) for site in judged)
 
 
-def _judges_norm(action: Any) -> bool:
-    return isinstance(action, UpdateJudge) and action.of == "total_norm"
+def _judges_norm(insertion: Insertion) -> bool:
+    return isinstance(insertion.effect, JudgeUpdate) and insertion.effect.of == "total_norm"
 
 
 def _rewrite(

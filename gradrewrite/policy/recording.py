@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import dtensors
-from gradrewrite.errors import CallbackError
+from gradrewrite.errors import CallbackError, UnsupportedGradientError
 from gradrewrite.ir.ops import measure
 from gradrewrite.ir.reports import (
     Check,
@@ -251,6 +251,11 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
 
     ``fails`` says what follows if the last figure is not 0.
     """
+    unordered = [name for name, key in statistics.items() if not STATISTICS[key].takes_complex]
+    if tensor.is_complex() and unordered:
+        raise UnsupportedGradientError(
+            f"Observe({unordered[0]!r}) needs real numbers and the tensor is {tensor.dtype}; use 'max_abs'"
+        )
     recording = _recording.get()
     if recording is None:
         return

@@ -15,18 +15,20 @@ from torch import Tensor
 from gradrewrite._utils.formatting import describe_callable, located_callable, without_addresses
 from gradrewrite.errors import PolicyError, RewriteError
 from gradrewrite.policy.actions import (
-    SAVED,
     Answer,
-    LiveBounds,
+    Bounded,
     Policy,
     actions_of,
     describe,
+    insertion_anywhere,
+    insertion_at,
     is_action,
     kinds_of,
-    stands_for,
 )
 from gradrewrite.policy.frozen import explained
-from gradrewrite.policy.scope import Context, group_of, refuse, skips_updates
+from gradrewrite.policy.insertions import SAVED, Insertion
+from gradrewrite.policy.measured_once import measured_once
+from gradrewrite.policy.scope import Context, refuse, skips_updates
 from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
 
 _CALLBACK = (
@@ -101,7 +103,7 @@ def check_policy(policy: Any) -> None:
             f"gr.on('error:*', {policy.__name__}(...)), with the pattern of its sites"
         )
     if is_action(policy):
-        kind = "error" if "error" in kinds_of(policy) and group_of(policy) is None else "gradient"
+        kind = "error" if "error" in kinds_of(policy) and insertion_anywhere(policy).group is None else "gradient"
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('{kind}:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
         for item in policy:
@@ -153,7 +155,7 @@ def check_bounds(policy: Policy) -> None:
     """Raise ValueError where a tensor in a rule is no bound now; other callables cannot be looked into."""
     for rule in rules_of(policy):
         for action in _flat(rule.action):
-            if isinstance(action, LiveBounds):
+            if isinstance(action, Bounded):
                 try:
                     action.check_bounds()
                 except ValueError as err:
@@ -173,9 +175,17 @@ class Answered:
     """An action from a policy's answer."""
 
     position: tuple[int, ...]  # of the callback in the nested lists of the policy
-    action: Any
-    rule: str  # pattern of the rule; of another callback its name
+    insertion: Insertion
     is_lenient: bool = False  # where the gradient takes no action, it is left out
+
+    @property
+    def action(self) -> Any:
+        """The action as it is at the site."""
+        return self.insertion.action
+
+    def omitted(self) -> Answered:
+        """Return the answer of a step that leaves the action out."""
+        return replace(self, insertion=self.insertion.omitted())
 
 
 def leave_out_unsupported(callback: Callback) -> Callback:
@@ -187,18 +197,28 @@ def leave_out_unsupported(callback: Callback) -> Callback:
 def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> tuple[Answered, ...]:
     """Ask a policy about one site, as ``ask`` does, with the position of each answer in the list of policies.
 
+    What several actions would record of one value is left to one of them.
+
     Of a callback that is no rule the answers at ``saved``, ``param`` and ``state`` sites count only if it tells their
     kind from others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
     """
+    found = _ask(policy, site, position)
+    insertions = measured_once([answered.insertion for answered in found])
+    return tuple(replace(a, insertion=insertion) for a, insertion in zip(found, insertions, strict=True))
+
+
+def _ask(policy: Policy, site: Site, position: tuple[int, ...]) -> tuple[Answered, ...]:
     if callable(policy):
         rule = policy.pattern if isinstance(policy, Rule) else without_addresses(describe_callable(policy))
         is_lenient = getattr(policy, "is_lenient", False) is True
-        return tuple(Answered(position, action, rule, is_lenient) for action in _ask_callback(policy, site))
+        return tuple(
+            Answered(position, replace(insertion, rule=rule), is_lenient) for insertion in _ask_callback(policy, site)
+        )
     items = enumerate(policy)
-    return tuple(found for number, item in items for found in ask_in_order(item, site, (*position, number)))
+    return tuple(found for number, item in items for found in _ask(item, site, (*position, number)))
 
 
-def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ...]:
+def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Insertion, ...]:
     if site.kind in BY_KIND and not isinstance(policy, Rule) and not _tells_kind(policy, site):
         return ()
     try:
@@ -208,19 +228,19 @@ def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Any, ..
     except Exception as err:
         raise PolicyError(f"{site}: the policy raised {type(err).__name__}: {err}. {_CALLBACK}") from err
     try:
-        actions = tuple(one for action in actions_of(answer, where=str(site)) for one in _meant_at(site, action))
-        for action in actions:
-            refuse(action, Context(site))
+        insertions = tuple(_insertion_at(site, action) for action in actions_of(answer, where=str(site)))
+        for insertion in insertions:
+            refuse(insertion, Context(site))
     except PolicyError as err:
         if not isinstance(policy, Rule) or not policy.source:
             raise
         raise PolicyError(f"{policy.source}: {err.text}", code=err.code) from None
-    return actions
+    return insertions
 
 
-def _meant_at(site: Site, action: Any) -> tuple[Any, ...]:
+def _insertion_at(site: Site, action: Any) -> Insertion:
     try:
-        return stands_for(action, site)
+        return insertion_at(action, site)
     except RewriteError:
         raise
     except Exception as err:  # of the user's function of a site, or for what it returned
@@ -270,7 +290,7 @@ def _part_text(part: Any) -> str:
 
 def rule_skips(policy: Policy) -> bool:
     """Whether a rule of a policy may skip updates."""
-    return any(skips_updates(action) for rule in rules_of(policy) for action in _flat(rule.action))
+    return any(skips_updates(insertion_anywhere(action)) for rule in rules_of(policy) for action in _flat(rule.action))
 
 
 def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[int, ...], Callable[[Site], Answer]]:

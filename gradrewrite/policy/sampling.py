@@ -3,69 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
-
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 from gradrewrite._compat import autograd
-from gradrewrite.policy.actions import ANYWHERE, Policy, actions_of
+from gradrewrite.policy.actions import Policy, actions_of, insertion_anywhere
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import Answered, rules_of
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.sites import AFTER_UPDATE, Kind, Pattern, Site
+from gradrewrite.sites import AFTER_UPDATE, Pattern
 
 # The measurements of a graph: all of the policy, those without an interval of their own, or none.
 Measured: TypeAlias = Literal["all", "every step", "nothing"]
 
 
-@runtime_checkable
-class SampledAction(Protocol):
-    """An action, possibly a mere measurement (internal until 1.0)."""
-
-    @property
-    def every(self) -> int | None:
-        """Number of steps between measurements; None for other actions."""
-
-    def records_at(self, site: Site) -> Sequence[str]:
-        """Return the names of its records at a site."""
-
-
-@dataclass(frozen=True, slots=True)
-class Omitted:
-    """A measurement left out of a graph, with its reserved record names."""
-
-    names: tuple[str, ...]
-    action: Any  # that is left out
-
-    kinds: ClassVar[frozenset[Kind]] = ANYWHERE
-    has_units: ClassVar[bool] = False
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-
-def interval_of(action: Any) -> int | None:
-    """Return the steps between measurements of an action; None for an action of every step."""
-    return action.every if isinstance(action, SampledAction) else None
-
-
-def sampled(answers: Sequence[Answered], site: Site, measured: Measured) -> tuple[Answered, ...]:
+def sampled(answers: Sequence[Answered], measured: Measured) -> tuple[Answered, ...]:
     """Return the answers at a site for a graph with these measurements."""
 
-    def is_part(action: Any) -> bool:
-        every = interval_of(action)
+    def is_part(insertion: Insertion) -> bool:
+        every = insertion.every
         return every is None or measured == "all" or (measured == "every step" and every == 1)
 
-    if not any(is_part(answered.action) for answered in answers):
+    if not any(is_part(answered.insertion) for answered in answers):
         return ()
-    return tuple(a if is_part(a.action) else omitted(a, site) for a in answers)
-
-
-def omitted(answered: Answered, site: Site) -> Answered:
-    """Return the answer with a sampled action left out."""
-    return replace(answered, action=Omitted(tuple(answered.action.records_at(site)), answered.action))
+    return tuple(a if is_part(a.insertion) else a.omitted() for a in answers)
 
 
 def checked_interval(owner: str, name: str, value: Any) -> int:
@@ -97,7 +59,8 @@ class Sampling:
         self._of_steps: set[int] = set()  # of actions at step sites
         for rule in rules_of(policy):
             kind = Pattern.parse(rule.pattern).kind
-            intervals = _intervals_of(actions_of(rule.action, where="a rule"))
+            actions = actions_of(rule.action, where="a rule")
+            intervals = _intervals_of(map(insertion_anywhere, actions))
             if kind not in AFTER_UPDATE:
                 (self._of_steps if kind == "step" else self._intervals).update(intervals)
         self._step, self._sample, self._is_asked = -1, 1, False
@@ -122,7 +85,7 @@ class Sampling:
 
     def note(self, answers: Iterable[Sequence[Answered]], *, at_steps: bool = False) -> None:
         """Take note of answers of the policy to a rewritten graph, or at step sites."""
-        found = _intervals_of(answered.action for own in answers for answered in own)
+        found = _intervals_of(answered.insertion for own in answers for answered in own)
         (self._of_steps if at_steps else self._intervals).update(found)
 
     def begin(self) -> Measured:
@@ -164,5 +127,5 @@ class Sampling:
         return self._is_asked or not (self._step % self._sample or self._step % every)
 
 
-def _intervals_of(actions: Iterable[Any]) -> set[int]:
-    return {every for action in actions if (every := interval_of(action)) is not None}
+def _intervals_of(insertions: Iterable[Insertion]) -> set[int]:
+    return {insertion.every for insertion in insertions if insertion.every is not None}

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.edits import Edit
-from gradrewrite.policy.actions import (
-    BucketedAction,
-    ExampleAction,
-    ExampleClip,
-    GroupAction,
-    LossAction,
-    LossWeighing,
-    Measurement,
-    UpdateJudge,
-    describe,
-    has_units,
-    is_action,
-    kinds_of,
+from gradrewrite.ir.reports import OnFailure
+from gradrewrite.policy.actions import describe, is_action
+from gradrewrite.policy.insertions import (
+    AverageOverRanks,
+    GroupEffect,
+    Insertion,
+    JudgeUpdate,
+    MeasureTensor,
+    PerExample,
+    ReplaceTensor,
+    WeighExampleGradients,
+    WeighLossGradients,
 )
 from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Site
 
@@ -28,29 +27,28 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def group_of(action: Any) -> Hashable | None:
-    """Return the key of an action's group; None for an action of single sites."""
-    return (type(action), action.group) if isinstance(action, GroupAction) else None
+def averages(insertion: Insertion) -> bool:
+    """Return whether an insertion averages gradients over processes."""
+    return isinstance(insertion.effect, AverageOverRanks)
 
 
-def averages(action: Any) -> bool:
-    """Return whether an action averages gradients over processes."""
-    return isinstance(action, BucketedAction)
+def processes_of(insertion: Insertion) -> ProcessGroup | None:
+    """Return the processes of an average; None for any other insertion."""
+    return insertion.effect.processes() if isinstance(insertion.effect, AverageOverRanks) else None
 
 
-def processes_of(action: Any) -> ProcessGroup | None:
-    """Return the processes that an action averages over; None for an action that does not average."""
-    return action.processes() if isinstance(action, BucketedAction) else None
+def needs_examples(insertion: Insertion) -> bool:
+    """Return whether an insertion needs the gradient of each example."""
+    effect = insertion.effect
+    reads_examples = isinstance(effect, ReplaceTensor) and isinstance(effect.reads, PerExample)
+    return reads_examples or isinstance(effect, WeighExampleGradients)
 
 
-def needs_examples(action: Any) -> bool:
-    """Return whether an action needs the gradient of each example."""
-    return isinstance(action, ExampleClip) or (isinstance(action, ExampleAction) and bool(action.example_quantities))
-
-
-def needs_losses(action: Any, at: Context) -> bool:
-    """Return whether an action needs the gradient of each loss."""
-    return at.reads_losses or isinstance(action, LossWeighing)
+def needs_losses(insertion: Insertion) -> bool:
+    """Return whether an insertion needs the gradient of each loss."""
+    effect = insertion.effect
+    reads_losses = isinstance(effect, ReplaceTensor) and effect.reads == "losses"
+    return reads_losses or isinstance(effect, WeighLossGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,6 @@ class Context:
     around: str = ""  # name of the data parallelism around the model
     num_ranks: int = 1  # of ``around``; for a gradient that is spread over ranks the number of those
     is_averaged: bool = False  # another action at the site averages its gradient over processes
-    reads_losses: bool = False  # it reads the gradients of single losses
     needs_whole: str = ""  # the reason why it needs a whole gradient, where that is spread over ranks
 
 
@@ -74,7 +71,7 @@ class Context:
 class Limit:
     """A row of the table."""
 
-    holds: Callable[[Any, Context], bool]  # for an action in a context
+    holds: Callable[[Insertion, Context], bool]
     # The message; ``{action}``, ``{group}``, ``{allowed}`` (kinds of site) and the fields of ``{at}`` (the context) are
     # filled in.
     text: str
@@ -89,51 +86,51 @@ _SPANS = (
 # The first row that holds is raised as a PolicyError.
 REFUSALS = (
     Limit(
-        lambda action, at: at.site.kind not in kinds_of(action),
+        lambda insertion, at: at.site.kind not in insertion.kinds,
         "{at.site}: {action} does not apply to this kind of site; it applies to {allowed}",
     ),
     Limit(
-        lambda action, at: at.site.kind in AFTER_UPDATE and isinstance(action, Measurement) and action.fails == "skip",
+        lambda insertion, at: at.site.kind in AFTER_UPDATE and _check_of(insertion) == "skip",
         "{at.site}: {action} sees what the update has made, and skipping cannot undo that. Check the gradients before "
         'it: gr.on("step:*", {action}); here CheckFinite takes "record", "warn" or "raise"',
     ),
     Limit(
-        lambda action, at: at.site.kind in AT_GUARD and at.tensor_type not in ("Tensor", "DTensor"),
+        lambda insertion, at: at.site.kind in AT_GUARD and at.tensor_type not in ("Tensor", "DTensor"),
         "{at.site}: the tensor is a {at.tensor_type}; actions at {at.site.kind} sites take plain tensors and DTensors "
         "only",
     ),
     Limit(
-        lambda action, at: bool(at.needs_whole),
+        lambda insertion, at: bool(at.needs_whole),
         "{at.site}: {action} acts on a gradient that is spread over {at.num_ranks} ranks, and each rank would act on "
         "its part by itself: {at.needs_whole}. There may be elementwise actions and functions, CheckFinite, Observe, "
         "and ClipByGlobalNorm (in a group of its own for one gradient)",
         "several-processes",
     ),
     Limit(
-        lambda action, at: needs_examples(action) and at.tensor_type == "DTensor",
+        lambda insertion, at: needs_examples(insertion) and at.tensor_type == "DTensor",
         "{at.site}: {action} needs a plain gradient, and this one is a DTensor",
         "per-example",
     ),
     Limit(
-        lambda action, at: needs_examples(action) and at.is_part,
+        lambda insertion, at: needs_examples(insertion) and at.is_part,
         "{at.site}: {action} needs the whole model in one graph, and this graph is a part of it (a graph break, or "
         "regions). Remove the break (fullgraph=True finds it), and transform the model without regions",
         "per-example",
     ),
     Limit(
-        lambda action, at: needs_losses(action, at) and at.tensor_type == "DTensor",
+        lambda insertion, at: needs_losses(insertion) and at.tensor_type == "DTensor",
         "{at.site}: {action} needs a plain gradient, and this one is a DTensor",
         "losses",
     ),
     Limit(
-        lambda action, at: needs_losses(action, at) and (at.is_part or bool(at.elsewhere) or bool(at.outside)),
+        lambda insertion, at: needs_losses(insertion) and (at.is_part or bool(at.elsewhere) or bool(at.outside)),
         "{at.site}: {action} needs the backward of all losses in one graph, and this graph is a part of it (a graph "
         "break, or regions=, which FSDP2 needs). Remove the break (fullgraph=True finds it), and transform the model "
         "without regions",
         "losses",
     ),
     Limit(
-        lambda action, at: needs_losses(action, at) and bool(at.around),
+        lambda insertion, at: needs_losses(insertion) and bool(at.around),
         "{action} at {at.site} under {at.around} with {at.num_ranks} processes: each process would weigh by the "
         "gradients of its own examples, with weights of its own. Let the graph average the gradient of each loss "
         'instead, without {at.around}: gr.on("gradient:*", gr.passes.AllReduce()) first, WeighLosses at gradient sites '
@@ -141,7 +138,7 @@ REFUSALS = (
         "losses",
     ),
     Limit(
-        lambda action, at: group_of(action) is not None and at.is_part and at.has_states,
+        lambda insertion, at: insertion.group is not None and at.is_part and at.has_states,
         "{action} at {at.site} remembers norms of group {group!r}, and this graph computes only a part of the "
         "gradients of the model: each graph would add the norm of its part to one memory. Take step sites "
         '(gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break (fullgraph=True '
@@ -149,17 +146,17 @@ REFUSALS = (
         "groups-in-parts",
     ),
     Limit(
-        lambda action, at: group_of(action) is not None and bool(at.elsewhere),
+        lambda insertion, at: insertion.group is not None and bool(at.elsewhere),
         _SPANS % "{at.elsewhere}",
         "groups-in-parts",
     ),
     Limit(
-        lambda action, at: group_of(action) is not None and bool(at.outside),
+        lambda insertion, at: insertion.group is not None and bool(at.outside),
         _SPANS % "a region and {at.outside!r}, which is used outside of all regions",
         "groups-in-parts",
     ),
     Limit(
-        lambda action, at: averages(action) and bool(at.outside),
+        lambda insertion, at: averages(insertion) and bool(at.outside),
         "{action} averages gradients in the graphs of regions, but its pattern has {at.outside!r} too, which is used "
         "outside of all regions, and whose gradient would stay that of each process. Take a pattern of parameters "
         "inside of regions, if the others are averaged elsewhere; or compile the model as a whole, without regions; or "
@@ -168,15 +165,15 @@ REFUSALS = (
         "several-processes",
     ),
     Limit(
-        lambda action, at: averages(action) and at.around.startswith("DistributedDataParallel"),
+        lambda insertion, at: averages(insertion) and at.around.startswith("DistributedDataParallel"),
         "{action} inside {at.around}: gradients would be averaged twice. Take out the action and let {at.around} "
         "average them, or call the rewritten model itself, without it",
         "several-processes",
     ),
     Limit(
         # A clip of examples acts on the gradients of a process's own examples, before any average.
-        lambda action, at: (
-            group_of(action) is not None and bool(at.around) and not at.is_averaged and not needs_examples(action)
+        lambda insertion, at: (
+            insertion.group is not None and bool(at.around) and not at.is_averaged and not needs_examples(insertion)
         ),
         "{action} at gradient sites under {at.around} with {at.num_ranks} processes: each process would clip its own "
         "gradients, before they are reduced, and not the gradients that the optimizer uses. Clip those, at step sites: "
@@ -208,31 +205,33 @@ _NOISE_IN_PARTS = {
 }
 
 
-def refuse(action: Any, context: Context) -> None:
+def refuse(insertion: Insertion, context: Context) -> None:
     """Raise PolicyError where an action may not act."""
     for limit in REFUSALS:
-        if limit.holds(action, context):
-            allowed, group = ", ".join(sorted(kinds_of(action))), getattr(action, "group", None)
+        if limit.holds(insertion, context):
+            allowed, action = ", ".join(sorted(insertion.kinds)), describe(insertion.action)
+            name = insertion.effect.group if isinstance(insertion.effect, GroupEffect) else None
             raise PolicyError(
-                limit.text.format(action=describe(action), group=group, allowed=allowed, at=context), code=limit.code
+                limit.text.format(action=action, group=name, allowed=allowed, at=context), code=limit.code
             )
 
 
 def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: int) -> None:
     """Raise PolicyError for an edit that may not act inside a data parallelism of several ranks."""
-    own = [edit for edit in edits if edit.site.kind == "gradient" or isinstance(edit.action, LossWeighing)]
-    averaged = {edit.site for edit in own if averages(edit.action)}
-    for edit in own:
-        refuse(edit.action, Context(edit.site, around=around, num_ranks=num_ranks, is_averaged=edit.site in averaged))
+    insertions = [(edit.site, edit.insertion) for edit in edits]
+    own = [(s, i) for s, i in insertions if s.kind == "gradient" or isinstance(i.effect, WeighLossGradients)]
+    averaged = {site for site, insertion in own if averages(insertion)}
+    for site, insertion in own:
+        refuse(insertion, Context(site, around=around, num_ranks=num_ranks, is_averaged=site in averaged))
 
 
-def refuse_group_in_regions(known: dict[Hashable, str], action: Any, site: Site, region: str) -> None:
+def refuse_group_in_regions(known: dict[Hashable, str], insertion: Insertion, site: Site, region: str) -> None:
     """Raise PolicyError for a group with gradients in two regions; ``known``, by group, gets the first one."""
-    group = group_of(action)
+    group = insertion.group
     if group is None:
         return
     first = known.setdefault(group, region)
-    refuse(action, Context(site, elsewhere="" if first == region else f"the regions {first!r} and {region!r}"))
+    refuse(insertion, Context(site, elsewhere="" if first == region else f"the regions {first!r} and {region!r}"))
 
 
 def warnings_in_parts(
@@ -253,10 +252,10 @@ def warnings_in_parts(
 
 def bounds_one_gradient(edit: Edit) -> bool:
     """Return whether an edit clips the gradient of one parameter, in each backward by itself."""
-    action = edit.action
-    if edit.site.kind != "gradient" or not is_action(action) or not has_units(action) or group_of(action) is not None:
-        return False
-    return not isinstance(action, Measurement | ExampleAction | LossAction)
+    insertion = edit.insertion
+    effect = insertion.effect
+    is_clip = isinstance(effect, ReplaceTensor) and effect.reads in ("", "value") and is_action(insertion.action)
+    return edit.site.kind == "gradient" and is_clip and insertion.has_units
 
 
 def warning_of_bounds(edits: Sequence[Edit]) -> str:
@@ -271,18 +270,22 @@ def warning_of_bounds(edits: Sequence[Edit]) -> str:
     )
 
 
-def skips_updates(action: Any) -> bool:
-    """Return whether an action may skip updates."""
-    return isinstance(action, UpdateJudge) or (isinstance(action, Measurement) and action.fails == "skip")
+def skips_updates(insertion: Insertion) -> bool:
+    """Return whether an insertion may skip updates."""
+    return isinstance(insertion.effect, JudgeUpdate) or _check_of(insertion) == "skip"
+
+
+def _check_of(insertion: Insertion) -> OnFailure | None:
+    """Return the consequence of a failed check; None for any other insertion."""
+    return insertion.effect.fails if isinstance(insertion.effect, MeasureTensor) else None
 
 
 def lone_skip(edits: Iterable[Edit]) -> Site | None:
     """Return the site of the first check that skips with no average before it: it may fail on one rank alone."""
     averaged = set()
     for edit in edits:  # in their order at each site
-        action = edit.action
-        if averages(action):
+        if averages(edit.insertion):
             averaged.add(edit.site)
-        elif isinstance(action, Measurement) and action.fails == "skip" and edit.site not in averaged:
+        elif _check_of(edit.insertion) == "skip" and edit.site not in averaged:
             return edit.site
     return None

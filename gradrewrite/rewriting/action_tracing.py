@@ -16,11 +16,11 @@ from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.ir.reports import Leaf, Report
-from gradrewrite.policy.actions import describe, has_units
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.state_store import StateScope
 from gradrewrite.rewriting.function_values import FunctionValues, functions_in, random_state
-from gradrewrite.rewriting.lowering import Measure, Replace
 from gradrewrite.sites import Site
 
 
@@ -62,7 +62,8 @@ class ActionTracer:
 
     def trace(
         self,
-        insertion: Replace | Measure,
+        insertion: Insertion,
+        run: Callable[..., Tensor],
         site: Site,
         value: Tensor,
         mode: TraceMode = PLAIN,
@@ -71,13 +72,13 @@ class ActionTracer:
     ) -> TracedAction:
         """Trace one insertion at one site with a fake tensor; ``layouts`` as in ``trace_function``."""
         check_dense(insertion.action, site, value)
-        return self.trace_part(insertion.key, insertion.run, insertion.action, site, value, mode, further, layouts)
+        return self.trace_part(insertion.key, run, insertion, site, value, mode, further, layouts)
 
     def trace_part(
         self,
         name: Hashable,
         run: Callable[..., Tensor],
-        action: Any,
+        insertion: Insertion,
         site: Site,
         value: Tensor,
         mode: TraceMode = PLAIN,
@@ -91,7 +92,7 @@ class ActionTracer:
         key = (name, tuple(shapes), mode.is_opaque, id(mode.scale), tuple(layouts))
         if is_static and key in self._known:
             return self._known[key]
-        traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], action, mode, further, layouts)
+        traced = trace_function(lambda g, *more: (run(g, *more),), [value], [site], insertion, mode, further, layouts)
         if is_static and not traced.has_states:
             self._known[key] = traced
         return traced
@@ -110,7 +111,7 @@ def trace_function(
     run: Callable[..., Sequence[Tensor]],
     values: Sequence[Tensor],
     sites: Sequence[Site],
-    action: Any,
+    insertion: Insertion,
     mode: TraceMode,
     further: Sequence[Tensor] = (),
     layouts: Sequence[Layout | None] = (),
@@ -120,7 +121,8 @@ def trace_function(
     Arguments after ``values`` are in ``further``; they are not replaced. ``layouts`` are those of both, for the
     function works on global tensors; none if all are plain.
     """
-    given_scale, scale = (mode.scale, None) if has_units(action) else (None, mode.scale)
+    action = insertion.action
+    given_scale, scale = (mode.scale, None) if insertion.has_units else (None, mode.scale)
     refused, *left = _refusals(sites[0], action)
     values_read = _values_read(action, sites[0])
     own_layouts, sharded = layouts[: len(values)], any(layout is not None for layout in layouts)

@@ -28,13 +28,22 @@ from gradrewrite.per_example.rows import (
     sum_of_squares_of,
 )
 from gradrewrite.per_example.tails import Tail, find_tail, terms_of
-from gradrewrite.policy.actions import ExampleAction, ExampleClip, ExampleQuantity, describe
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.insertions import ExampleQuantity, Insertion, PerExample
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 
 _aten = torch.ops.aten
-Asked: TypeAlias = "ExampleAction | ExampleClip"
 NeededTail: TypeAlias = "Tail | None"  # None of a gradient that is 0
+Noise: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An insertion with the figures of single examples' gradients for it."""
+
+    insertion: Insertion
+    reads: PerExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +76,20 @@ class ExampleGradients:
         new, self.new = self.new, []
         return new
 
-    def quantities(
-        self, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
-    ) -> list[fx.Node]:
+    def quantities(self, point: InsertionPoint, node: fx.Node, asked: Asked, scale: Tensor | None) -> list[fx.Node]:
         """Return the nodes of an action's per-example quantities of a gradient, as the actions so far have left it."""
-        return [self._quantity(kind, point, node, action, scale) for kind in action.example_quantities]
+        return [self._quantity(kind, point, node, asked, scale) for kind in asked.reads.quantities]
 
     def _quantity(
-        self, kind: ExampleQuantity, point: InsertionPoint, node: fx.Node, action: ExampleAction, scale: Tensor | None
+        self, kind: ExampleQuantity, point: InsertionPoint, node: fx.Node, asked: Asked, scale: Tensor | None
     ) -> fx.Node:
-        tail = self._tail(point, node, action)
-        squares = self._square_norms(node, tail, action) if kind == "square_norms" else self._moment(node, tail, action)
-        number = self._found[action.batch_dim].num_examples
+        tail = self._tail(point, node, asked)
+        squares = self._square_norms(node, tail, asked) if kind == "square_norms" else self._moment(node, tail, asked)
+        number = self._found[asked.reads.batch_dim].num_examples
 
         def in_units(squares: Tensor) -> Tensor:
             x: Any = squares
-            if action.loss_reduction == "mean":  # the terms have 1 / B in them
+            if asked.reads.loss_reduction == "mean":  # the terms have 1 / B in them
                 x = x * number * number
             x = x / number if kind == "second_moment" else x
             result: Tensor = x if scale is None else x / scale.to(x.device).square()
@@ -91,17 +98,17 @@ class ExampleGradients:
         return self._insert(in_units, [squares], reads_live=scale is not None)
 
     def total_square_norms(
-        self, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node], action: ExampleClip, scale: Tensor | None
+        self, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node], asked: Asked, scale: Tensor | None
     ) -> fx.Node:
         """Return the node of the squared norms ``[B]`` of the gradients of examples, over several parameters."""
-        tails = [self._tail(point, node, action) for point, node in zip(points, nodes, strict=True)]
-        squares = [self._square_norms(node, tail, action) for node, tail in zip(nodes, tails, strict=True)]
-        number = self._found[action.batch_dim].num_examples
+        tails = [self._tail(point, node, asked) for point, node in zip(points, nodes, strict=True)]
+        squares = [self._square_norms(node, tail, asked) for node, tail in zip(nodes, tails, strict=True)]
+        number = self._found[asked.reads.batch_dim].num_examples
 
         def add_up(*norms: Tensor) -> Tensor:
             widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
             total: Any = torch.stack([n.to(norms[0].device, widest) for n in norms]).sum(0)
-            if action.loss_reduction == "mean":
+            if asked.reads.loss_reduction == "mean":
                 total = total * number * number
             result: Tensor = total if scale is None else total / scale.to(total.device).square()
             return result
@@ -109,11 +116,17 @@ class ExampleGradients:
         return self._insert(add_up, squares, reads_live=scale is not None)
 
     def weighted_gradient(
-        self, point: InsertionPoint, node: fx.Node, weights: fx.Node, action: ExampleClip, scale: Tensor | None
+        self,
+        point: InsertionPoint,
+        node: fx.Node,
+        weights: fx.Node,
+        asked: Asked,
+        noise: Noise | None,
+        scale: Tensor | None,
     ) -> fx.Node:
         """Return the node of a gradient with weighted examples ``[B]``, and noise if any."""
-        tail = self._tail(point, node, action)
-        found = self._found[action.batch_dim]
+        tail = self._tail(point, node, asked)
+        found = self._found[asked.reads.batch_dim]
         if found.is_empty:
             result = self._insert(torch.zeros_like, [node])
         elif found.analysis is None:
@@ -121,28 +134,28 @@ class ExampleGradients:
         elif tail is None:
             result = node
         else:
-            terms = self._small_terms(node, tail, action)
+            terms = self._small_terms(node, tail, asked)
             result = self._clone(tail, weights) if terms is None else self._weigh(node, terms, weights)
             self.replaced += tail.nodes
         examples = found.num_examples
-        if not action.has_noise:
+        if noise is None:
             return result
 
         def add_noise(gradient: Tensor) -> Tensor:
-            noise = action.noise(gradient)
-            noise = noise / examples if action.loss_reduction == "mean" else noise
-            return gradient + (noise if scale is None else noise * scale.to(noise.device, noise.dtype))
+            drawn = noise(gradient)
+            drawn = drawn / examples if asked.reads.loss_reduction == "mean" else drawn
+            return gradient + (drawn if scale is None else drawn * scale.to(drawn.device, drawn.dtype))
 
         return self._insert(add_noise, [result], reads_live=True)
 
-    def _tail(self, point: InsertionPoint, node: fx.Node, action: Asked) -> NeededTail:
-        refuse(action, Context(point.site, tensor_type="Tensor" if point.layout is None else "DTensor"))
-        found = self._examples(point, action)
+    def _tail(self, point: InsertionPoint, node: fx.Node, asked: Asked) -> NeededTail:
+        refuse(asked.insertion, Context(point.site, tensor_type="Tensor" if point.layout is None else "DTensor"))
+        found = self._examples(point, asked)
         if found.analysis is None or is_zero(node):
             return None
         found.analysis.update()
         layout = found.analysis.of(node)
-        start = f"{point.site}: {describe(action)} needs the gradient of each example"
+        start = f"{point.site}: {describe(asked.insertion.action)} needs the gradient of each example"
         if layout == Sum():
             try:
                 return find_tail(node, found.analysis.layouts, found.analysis.splits)
@@ -154,37 +167,37 @@ class ExampleGradients:
         line = f", {found_line}" if (found_line := line_in(self._marked, mixing)) else ""
         raise PolicyError(f"{start}: {layout.reason} ({layout.node}{line}). {_WAY_OUT}", code="per-example")
 
-    def _examples(self, point: InsertionPoint, action: Asked) -> _Found:
-        dim = action.batch_dim
+    def _examples(self, point: InsertionPoint, asked: Asked) -> _Found:
+        dim = asked.reads.batch_dim
         if dim not in self._found:
-            self._found[dim] = self._look(point, action)
+            self._found[dim] = self._look(point, asked)
         found = self._found[dim]
-        if found.is_empty and action.loss_reduction == "mean":
+        if found.is_empty and asked.reads.loss_reduction == "mean":
             raise PolicyError(
-                f"{point.site}: {describe(action)}: the batch has no examples (dimension {dim} of input "
-                f"{found.name!r} is 0), and a mean over none is not defined. Leave out empty batches, or let the loss "
-                'be a sum over examples and say so (loss_reduction="sum"): that of none is 0',
+                f"{point.site}: {describe(asked.insertion.action)}: the batch has no examples (dimension {dim} of "
+                f"input {found.name!r} is 0), and a mean over none is not defined. Leave out empty batches, or let the "
+                'loss be a sum over examples and say so (loss_reduction="sum"): that of none is 0',
                 code="per-example",
             )
         return found
 
-    def _look(self, point: InsertionPoint, action: Asked) -> _Found:
-        refuse(action, Context(point.site, is_part=not (self._marked.is_whole and self._marked.is_last)))
-        start = f"{point.site}: {describe(action)}"
+    def _look(self, point: InsertionPoint, asked: Asked) -> _Found:
+        refuse(asked.insertion, Context(point.site, is_part=not (self._marked.is_whole and self._marked.is_last)))
+        start = f"{point.site}: {describe(asked.insertion.action)}"
         inputs = self._marked.inputs
         batched: dict[fx.Node, str] = {}
         for node, position in aot_autograd.plain_inputs(self._graph).items():
             given, value = inputs.get(position), node.meta.get("val")
             if given is not None and given.role not in ("parameter", "buffer") and isinstance(value, Tensor):
-                if value.dim() > action.batch_dim:
+                if value.dim() > asked.reads.batch_dim:
                     batched[node] = given.name
                 elif value.dim():
                     raise PolicyError(
-                        f"{start}: input {given.name!r} has no dimension {action.batch_dim}", code="per-example"
+                        f"{start}: input {given.name!r} has no dimension {asked.reads.batch_dim}", code="per-example"
                     )
         if not batched:
             raise PolicyError(f"{start}: no input of the model is a tensor with a batch", code="per-example")
-        (first, *others), dim = batched, action.batch_dim
+        (first, *others), dim = batched, asked.reads.batch_dim
         size = fake_tensors.as_number(value_of(first).shape[dim])
         for node in others:
             if not fake_tensors.equal_or_guarded(size, value_of(node).shape[dim]):
@@ -197,15 +210,15 @@ class ExampleGradients:
             return _Found(batched[first], size, None)
         return _Found(batched[first], size, ExampleAnalysis(self._graph, dict.fromkeys(batched, Batch(dim)), size))
 
-    def _square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
+    def _square_norms(self, node: fx.Node, tail: NeededTail, asked: Asked) -> fx.Node:
         """Return the node of the squared norms of the terms, ``[B]``, at least in float32."""
-        key = node, action.batch_dim
+        key = node, asked.reads.batch_dim
         if key not in self._squares:
-            self._squares[key] = self._make_square_norms(node, tail, action)
+            self._squares[key] = self._make_square_norms(node, tail, asked)
         return self._squares[key]
 
-    def _make_square_norms(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
-        found = self._found[action.batch_dim]
+    def _make_square_norms(self, node: fx.Node, tail: NeededTail, asked: Asked) -> fx.Node:
+        found = self._found[asked.reads.batch_dim]
         wide, examples = _wide(node), found.num_examples
         if tail is None:
             if found.analysis is None and not found.is_empty:
@@ -215,27 +228,27 @@ class ExampleGradients:
         if rows and has_cheap_gram(rows, node):
             nodes, run = square_norms_of(rows, examples, wide)
             return self._insert(run, nodes)
-        terms = self._terms_of(node, tail, rows, action)
+        terms = self._terms_of(node, tail, rows, asked)
         return self._insert(lambda t: t.to(wide).reshape(examples, -1).square().sum(1), [terms])
 
-    def _moment(self, node: fx.Node, tail: NeededTail, action: Asked) -> fx.Node:
+    def _moment(self, node: fx.Node, tail: NeededTail, asked: Asked) -> fx.Node:
         """Return the node of the sum over examples of the squared terms, in the shape of the parameter."""
-        wide, examples = _wide(node), self._found[action.batch_dim].num_examples
+        wide, examples = _wide(node), self._found[asked.reads.batch_dim].num_examples
         if tail is None:  # a gradient that is 0, or that of one example; of none it is divided by 0
             return self._insert(lambda g: g.to(wide).square(), [node])
         rows = find_rows(tail)
         found = sum_of_squares_of(rows, node, examples, wide) if rows else None
         if found is not None:
             return self._insert(found[1], found[0])
-        terms = self._terms_of(node, tail, rows, action)
+        terms = self._terms_of(node, tail, rows, asked)
         self._summed[node] = tail, terms
         return self._insert(lambda t: t.to(wide).square().sum(0), [terms])
 
-    def _terms_of(self, node: fx.Node, tail: Tail, rows: list[Rows], action: Asked) -> fx.Node:
+    def _terms_of(self, node: fx.Node, tail: Tail, rows: list[Rows], asked: Asked) -> fx.Node:
         """Return the node of the terms ``[B, *P]`` of a gradient, before the gradient."""
-        key = node, action.batch_dim
+        key = node, asked.reads.batch_dim
         if key not in self._terms:
-            examples = self._found[action.batch_dim].num_examples
+            examples = self._found[asked.reads.batch_dim].num_examples
             found = products_of(rows, examples, _wide(node)) if rows else None
             nodes, run = terms_of(tail, examples) if found is None else found
             # Inductor cannot lay out views of a symbolic batch that the forward would save (2.13).
@@ -250,9 +263,9 @@ class ExampleGradients:
                 editing.call_instead(node, _aten.sum.dim_IntList, (terms, [0]), {"dtype": value_of(node).dtype})
                 self.replaced += [other for other in tail.nodes if other is not node]
 
-    def _small_terms(self, node: fx.Node, tail: Tail, action: Asked) -> fx.Node | None:
+    def _small_terms(self, node: fx.Node, tail: Tail, asked: Asked) -> fx.Node | None:
         """Return the node of the terms; None if not computed, or larger than their operands."""
-        terms = self._terms.get((node, action.batch_dim))
+        terms = self._terms.get((node, asked.reads.batch_dim))
         if terms is None:
             return None
         size = sum(_numel_hint(operand) for operand, layout in tail.operands if layout is not None)

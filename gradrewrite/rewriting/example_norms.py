@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -13,10 +13,9 @@ from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.replay_graph import ReplayGraph
-from gradrewrite.policy.actions import ExampleQuantity, LossReduction
-from gradrewrite.rewriting.example_gradients import ExampleGradients
+from gradrewrite.policy.insertions import Insertion, PerExample, ReplaceTensor
+from gradrewrite.rewriting.example_gradients import Asked, ExampleGradients
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.sites import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +31,19 @@ class ExampleNorms:
     missing: str  # why there are no norms; ``""`` if there are
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class _Contributions:
-    """The terms of a gradient, as they are added up."""
-
-    loss_reduction: LossReduction = "sum"  # whatever it is: the terms are not rescaled
-    batch_dim: int = 0
-
-    kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
-    has_units: ClassVar[bool] = False
-    example_quantities: ClassVar[Sequence[ExampleQuantity]] = ("square_norms",)
+    """The action of these norms, in errors."""
 
     def __repr__(self) -> str:
         return "monitor.culprits()"
 
-    def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
-        return tensor
+
+# The terms of a gradient, as they are added up: the sum is that of the loss, whatever it is.
+_READS = PerExample(("square_norms",), "sum", 0)
+
+
+def _unchanged(tensor: Tensor, squares: Tensor) -> Tensor:
+    return tensor
 
 
 def example_norms_of(replay_graph: ReplayGraph, values: Sequence[Any]) -> ExampleNorms:
@@ -77,6 +73,7 @@ def _insert_norms(
     positions = aot_autograd.plain_inputs(graph)
     inputs = {at: replay_graph.inputs[node.name] for node, at in positions.items() if node.name in replay_graph.inputs}
     examples = ExampleGradients(MarkedJointGraph(graph, (), inputs, is_whole=replay_graph.is_whole))
-    action, before = _Contributions(), graph.output_node()
+    asked = Asked(Insertion(_Contributions(), ReplaceTensor(_unchanged, _READS), frozenset(("gradient",))), _READS)
+    before = graph.output_node()
     points = [InsertionPoint(site, node, before, 0) for site, node in gradients]
-    return [examples.quantities(point, point.node, action, None)[0] for point in points]
+    return [examples.quantities(point, point.node, asked, None)[0] for point in points]

@@ -21,12 +21,12 @@ from gradrewrite.ir.memory import Forms, KeptTensor, Memory
 from gradrewrite.ir.partitioning import saved_names
 from gradrewrite.ir.statistics import norm_of
 from gradrewrite.ir.stored_forms import FORMS, decode, encode
-from gradrewrite.policy.actions import Recomputation, SavedForm, describe
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.insertions import SavedEffect, StoreSaved
 from gradrewrite.rewriting.rewrite import RewriteResult
 from gradrewrite.rewriting.saved_tensors import SMALL, SavedTensors
 from gradrewrite.sites import Site
 
-_ACTIONS = (SavedForm, Recomputation)
 _BECAUSE = "kept because of the policy"
 
 
@@ -80,11 +80,12 @@ class KeptMemory:
         next_to, reason = self._saved.left_alone(base)
         site = known or next_to
         on_host = [node for node in kept if value_of(node).device.type == "cpu" != site.device.type]
-        edits = [edit for edit in result.edits if edit.site == site and isinstance(edit.action, _ACTIONS)]
+        edits = [edit for edit in result.edits if edit.site == site and isinstance(edit.insertion.effect, SavedEffect)]
         if base.name in self._sites:
             answers = dict(zip(result.sites, result.answers, strict=True)).get(site, ())
-            refused = [a.action for a in answers if isinstance(a.action, SavedForm) and base in kept]
-            reason = "".join(f"{describe(action)}: {action.refusal(value_of(base))}" for action in refused[:1])
+            forms = [(a.action, a.insertion.effect) for a in answers if base in kept]
+            refused = [(action, form) for action, form in forms if isinstance(form, StoreSaved)]
+            reason = "".join(f"{describe(action)}: {form.refusal(value_of(base))}" for action, form in refused[:1])
         if base.name not in self._plain:
             reason = reason or _BECAUSE
         return KeptTensor(

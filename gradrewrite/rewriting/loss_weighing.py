@@ -10,18 +10,11 @@ from torch import fx
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.policy.actions import describe
-from gradrewrite.policy.scope import Context, refuse
+from gradrewrite.policy.insertions import AverageOverRanks, Insertion, ReplaceTensor, WeighLossGradients
+from gradrewrite.policy.scope import Context, needs_examples, refuse
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loss_gradients import LossGradients
-from gradrewrite.rewriting.lowering import (
-    Average,
-    GroupInsertion,
-    Insertion,
-    InsertionPlan,
-    Replace,
-    WeighExamples,
-    WeighLosses,
-)
+from gradrewrite.rewriting.lowering import Group, InsertionPlan
 from gradrewrite.rewriting.record_nodes import LossOf
 
 ByLoss = Mapping[int, InsertionPoint]
@@ -31,7 +24,8 @@ ByLoss = Mapping[int, InsertionPoint]
 class Weighing:
     """One group of losses' gradients, with the points of each loss by the point of their weighted sum."""
 
-    group: WeighLosses
+    group: Group
+    effect: WeighLossGradients
     members: Mapping[InsertionPoint, ByLoss]
 
 
@@ -55,13 +49,13 @@ class SeparatedPlan:
         return [next(iter(several[point].values())) if point in several else point for point in points]
 
 
-def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[WeighLosses]:
+def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[Group]:
     """Return the groups of losses' gradients; PolicyError where one cannot be."""
-    groups = [group for group in plan.groups if isinstance(group, WeighLosses)]
+    groups = [group for group in plan.groups if _weighs(group)]
     for group in groups:
         kinds = {point.site.kind for point in group.points}
         for point in group.points:
-            refuse(group.action, Context(point.site, tensor_type_of(point), is_part))
+            refuse(group.insertion, Context(point.site, tensor_type_of(point), is_part))
             _check_averages(group, point, plan)
         if "error" in kinds and len(group.points) > 1:
             sites = ", ".join(str(point.site) for point in group.points[:3])
@@ -75,17 +69,20 @@ def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[WeighLosses]:
     return groups
 
 
+def _weighs(group: Group) -> bool:
+    return isinstance(group.effect, WeighLossGradients)
+
+
 def tensor_type_of(point: InsertionPoint) -> str:
     """Return the class name of the gradient at a point."""
     return "Tensor" if point.layout is None else "DTensor"
 
 
-def _check_averages(group: WeighLosses, point: InsertionPoint, plan: InsertionPlan) -> None:
+def _check_averages(group: Group, point: InsertionPoint, plan: InsertionPlan) -> None:
     late = plan.single[point][plan.before_weighing[point] :]
-    average = next((i.action for i in late if isinstance(i, Average) and i.action.processes().size() > 1), None)
-    if point.site.kind == "error":  # gradients are averaged upstream
-        several = [i.action for own in plan.single.values() for i in own if isinstance(i, Average)]
-        average = next((action for action in several if action.processes().size() > 1), None)
+    several = [i for own in plan.single.values() for i in own]
+    averages = several if point.site.kind == "error" else late  # gradients are averaged upstream
+    average = next((i.action for i in averages if _averages_over_several(i)), None)
     if average is None:
         return
     raise PolicyError(
@@ -96,11 +93,15 @@ def _check_averages(group: WeighLosses, point: InsertionPoint, plan: InsertionPl
     )
 
 
-def _check_others(group: WeighLosses, plan: InsertionPlan) -> None:
+def _averages_over_several(insertion: Insertion) -> bool:
+    return isinstance(insertion.effect, AverageOverRanks) and insertion.effect.processes().size() > 1
+
+
+def _check_others(group: Group, plan: InsertionPlan) -> None:
     """Raise PolicyError for per-example actions, and for groups that would come before the weighing."""
     start = _named(group)
-    replaced = [i for own in plan.single.values() for i in own if isinstance(i, Replace) and i.examples is not None]
-    examples = [other.action for other in (*replaced, *plan.groups) if isinstance(other, Replace | WeighExamples)]
+    all_insertions = [*(i for own in plan.single.values() for i in own), *(other.insertion for other in plan.groups)]
+    examples = [insertion.action for insertion in all_insertions if needs_examples(insertion)]
     if examples:
         raise PolicyError(
             f"{start} and {describe(examples[0])} are in one policy: a gradient has terms of losses, or of "
@@ -108,7 +109,7 @@ def _check_others(group: WeighLosses, plan: InsertionPlan) -> None:
             code="losses",
         )
     for other in plan.groups[: plan.groups.index(group)]:
-        if not isinstance(other, WeighLosses) and not set(other.points).isdisjoint(group.points):
+        if not _weighs(other) and not set(other.points).isdisjoint(group.points):
             raise PolicyError(
                 f"{start} comes after {describe(other.action)}, a group action, which acts on the weighted sums: list "
                 "it after WeighLosses",
@@ -116,10 +117,9 @@ def _check_others(group: WeighLosses, plan: InsertionPlan) -> None:
             )
 
 
-def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGradients) -> SeparatedPlan:
+def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients) -> SeparatedPlan:
     """Take the backward apart as far as losses share it up to the sites of these groups, and the plan with it."""
-    others: tuple[GroupInsertion, ...] = tuple(group for group in plan.groups if not isinstance(group, WeighLosses))
-    plan = replace(plan, groups=others)
+    plan = replace(plan, groups=tuple(group for group in plan.groups if not _weighs(group)))
     targets = [point for group in groups for point in group.points]
     if losses.losses.number < 2 or not targets:
         texts = [f"{_named(group)}: the model returns one loss, and nothing is weighed" for group in groups]
@@ -158,7 +158,11 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
             position = plan.before_weighing[point]
             early, late[point] = own[:position], own[position:]
         single.update(_by_loss(early, members.get(point, split.get(point, {0: point}))))
-    weighings = [Weighing(group, {p: members[p] for p in group.points if p in members}) for group in groups]
+    weighings = [
+        Weighing(group, group.effect, {p: members[p] for p in group.points if p in members})
+        for group in groups
+        if isinstance(group.effect, WeighLossGradients)
+    ]
     notes = [
         f"{_named(w.group)}: no gradient here is shared by losses, and nothing is weighed"
         for w in weighings
@@ -174,7 +178,7 @@ def separate(plan: InsertionPlan, groups: Sequence[WeighLosses], losses: LossGra
     return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split, tuple(notes))
 
 
-def _named(group: WeighLosses) -> str:
+def _named(group: Group) -> str:
     return f"{group.points[0].site}: {describe(group.action)}"
 
 
@@ -184,8 +188,18 @@ def _by_loss(
     """Return insertions by the points of each loss; figures of all losses are taken once."""
     first, *others = points.values()
     yield first, insertions
-    of_one = [i.of_others if isinstance(i, Replace) and i.reads_losses else i for i in insertions]
-    yield from ((point, tuple(i for i in of_one if i is not None)) for point in others)
+    of_one = tuple(one for insertion in insertions if (one := _at_others(insertion)) is not None)
+    yield from ((point, of_one) for point in others)
+
+
+def _at_others(insertion: Insertion) -> Insertion | None:
+    """Return the insertion at the gradient of a loss other than the first; None for nothing."""
+    effect = insertion.effect
+    if not (isinstance(effect, ReplaceTensor) and effect.reads == "losses"):
+        return insertion
+    if effect.of_others is None:
+        return None
+    return replace(insertion, effect=effect.of_others, key=(insertion.key, "of others"))
 
 
 def _refresh(point: InsertionPoint) -> None:

@@ -35,16 +35,8 @@ from gradrewrite.ir.reports import (
     leaves,
 )
 from gradrewrite.ir.values import num_bytes
-from gradrewrite.policy.sampling import interval_of
+from gradrewrite.policy.insertions import Insertion, MeasureTensor, ReplaceTensor
 from gradrewrite.rewriting.forward_values import ForwardValues
-from gradrewrite.rewriting.lowering import (
-    Measure,
-    Replace,
-    ReplaceGroup,
-    Reporting,
-    ScaleGroup,
-    WeighExamples,
-)
 from gradrewrite.rewriting.record_nodes import LossOf, RecordNode, RecordNumbering
 from gradrewrite.sites import IN_FORWARD, Site
 
@@ -77,7 +69,7 @@ class RecordPacking:
 
     def add(
         self,
-        insertion: Reporting,
+        insertion: Insertion,
         where: str,
         site: Site,
         reports: Sequence[Report[Leaf]],
@@ -97,7 +89,7 @@ class RecordPacking:
                 case Kept(what, number):
                     self.kept.append((site, outputs[number]))
                     self.kept_as.append(what)
-                    self.kept_every.append(interval_of(insertion.action) or 1)
+                    self.kept_every.append(insertion.every or 1)
                 case StateUpdate(key, state, number):
                     if key in self.states:
                         raise CallbackError(
@@ -127,16 +119,16 @@ class RecordPacking:
         self.note_measured(insertion, [key for _, key in ordered], site, replicas)
         return [key for _, key in ordered], checks
 
-    def note_measured(self, insertion: Reporting, keys: Sequence[RecordKey], site: Site, replicas: int = 1) -> None:
+    def note_measured(self, insertion: Insertion, keys: Sequence[RecordKey], site: Site, replicas: int = 1) -> None:
         """Note the records of a measurement; so many ranks have the same tensor."""
-        every = interval_of(insertion.action)
-        if every is not None:
-            self.sampled[every].update(keys)
+        if insertion.every is not None:
+            self.sampled[insertion.every].update(keys)
         names: Mapping[str, str] = {}
-        if isinstance(insertion, Measure):
-            names = insertion.statistics
-        elif isinstance(insertion, Replace):
-            names = {name: insertion.statistics[name] for name in insertion.observed}
+        match insertion.effect:
+            case MeasureTensor(statistics):
+                names = statistics
+            case ReplaceTensor() as effect:
+                names = {name: effect.statistics[name] for name in effect.observed}
         if site.kind != "step":  # whose gradient all ranks have
             size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
             number, own = len(self.measured), [key for key in keys if key.record in names]
@@ -228,9 +220,8 @@ class RecordPacking:
 
 
 def _clip_records(
-    insertion: Reporting, where: str, site: Site, report: Clip[RecordKey], factor: RecordKey
+    insertion: Insertion, where: str, site: Site, report: Clip[RecordKey], factor: RecordKey
 ) -> ClipRecords:
-    assert isinstance(insertion, Replace | ReplaceGroup | ScaleGroup | WeighExamples)
     action = without_addresses(repr(insertion.action))
     if where == str(site):
         return ClipRecords(site.kind, site.name, site.call, action, insertion.rule, report, factor)

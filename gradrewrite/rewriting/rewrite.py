@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -36,45 +36,39 @@ from gradrewrite.ir.reports import Check, Kept
 from gradrewrite.ir.scaling import scale_where
 from gradrewrite.ir.statistics import IN_UNITS, norm_of
 from gradrewrite.ir.values import num_bytes, shape_of
-from gradrewrite.policy.actions import (
-    BucketedAction,
-    GroupAction,
-    LossWeighing,
-    NormScaling,
-    action_key,
-    describe,
-    takes_value,
+from gradrewrite.policy.actions import describe
+from gradrewrite.policy.insertions import (
+    AverageOverRanks,
+    Insertion,
+    JudgeUpdate,
+    KeepTensor,
+    MeasureTensor,
+    Omitted,
+    PerExample,
+    RecomputeSaved,
+    ReplaceGroup,
+    ReplaceTensor,
+    ScaleGroup,
+    ScaleParameter,
+    StoreSaved,
+    WeighExampleGradients,
+    WeighLossGradients,
 )
 from gradrewrite.policy.recording import Recording, current_recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order
-from gradrewrite.policy.sampling import Measured, Omitted, sampled
+from gradrewrite.policy.sampling import Measured, sampled
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
+from gradrewrite.rewriting.example_gradients import Asked, ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
 from gradrewrite.rewriting.loss_gradients import LossGradients, Rows, unbound_as, weighted_sum
 from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.rewriting.loss_weighing import SeparatedPlan, Weighing, check_weighing, separate, tensor_type_of
-from gradrewrite.rewriting.lowering import (
-    Average,
-    GroupInsertion,
-    Insertion,
-    InsertionPlan,
-    JudgeGroup,
-    Measure,
-    Replace,
-    ReplaceGroup,
-    ScaleGroup,
-    ScaleParameter,
-    WeighExamples,
-    WeighLosses,
-    lower,
-    lower_action,
-)
+from gradrewrite.rewriting.lowering import Group, InsertionPlan, lower, reads_losses
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.rewriting.saved_forms import SavedInsertion, SavedRewrite, find_saved
@@ -98,7 +92,7 @@ class RewriteResult:
     anchors: Mapping[Site, Anchor]
     outputs: BackwardOutputs
     live: Mapping[str, Tensor]  # what the graph reads at every backward, by name
-    out_of_reach: tuple[tuple[Site, tuple[Any, ...]], ...]  # answered, but outside of the graph
+    out_of_reach: tuple[tuple[Site, tuple[Insertion, ...]], ...]  # answered, but outside of the graph
     replay_graph: ReplayGraph | None  # None where nothing is checked
     # Whether an action assumes something of a size that depends on data. Such an assumption becomes part of the code of
     # the forward and the backward, but not of the key under which Inductor stores that code.
@@ -140,7 +134,7 @@ def rewrite_joint_graph(
     of_subclasses = {site: _possible(ask(site)) for site in found_points.subclasses}
     notes_of_subclasses = list(_check_subclasses(of_subclasses, found_points.subclasses))
     saved, candidates = find_saved(marked, config.policy, ask)
-    plan = lower((point, sampled(found, point.site, measured)) for point, found in answers)
+    plan = lower((point, sampled(found, measured)) for point, found in answers)
     separated = rewriter.follow(plan)
     plain = {point.output: point.node for point in points if point.output is not None}
     anchors = _anchors(separated.first_points(points))
@@ -173,7 +167,7 @@ def rewrite_joint_graph(
         anchors=anchors,
         outputs=outputs,
         live=live,
-        out_of_reach=tuple((site, tuple(a.action for a in found)) for site, found in lost if found),
+        out_of_reach=tuple((site, tuple(a.insertion for a in found)) for site, found in lost if found),
         replay_graph=replay_graph,
         assumes=fake_tensors.assumptions(graph) != assumed,
         of_parts=of_parts,
@@ -270,24 +264,22 @@ class Rewriter:
         """Take note of the measurements and changes to come, and take the backward of weighed losses apart."""
         separated = self._separate(plan)
         plan = separated.plan
-        measured = [p for p, own in plan.single.items() if any(isinstance(one, Measure) for one in own)]
+        measured = [p for p, own in plan.single.items() if any(isinstance(i.effect, MeasureTensor) for i in own)]
         self.num_measured = sum(point.output is None for point in measured)
         changed = plan.changed().union(*(weighing.members for weighing in separated.weighings))
         self.changed = {point.marker for point in changed if point.marker is not None}
         return separated
 
     def _separate(self, plan: InsertionPlan) -> SeparatedPlan:
-        reading = {
-            p: i.action for p, own in plan.single.items() for i in own if isinstance(i, Replace) and i.reads_losses
-        }
-        weighed = [group for group in plan.groups if isinstance(group, WeighLosses)]
+        reading = {p: i for p, own in plan.single.items() for i in own if reads_losses(i)}
+        weighed = [group for group in plan.groups if isinstance(group.effect, WeighLossGradients)]
         if self._marked is None or not (reading or weighed):
             return SeparatedPlan(plan)
         is_part = not (self._marked.is_whole and self._marked.is_last)
-        for point, action in reading.items():
-            refuse(action, Context(point.site, tensor_type_of(point), is_part, reads_losses=True))
+        for point, insertion in reading.items():
+            refuse(insertion, Context(point.site, tensor_type_of(point), is_part))
         groups = check_weighing(plan, is_part=is_part)
-        asking = [(point.site, action) for point, action in reading.items()]
+        asking = [(point.site, insertion.action) for point, insertion in reading.items()]
         site, action = (asking or [(group.points[0].site, group.action) for group in groups])[0]
         acting = {point.marker for point in plan.changed() if point.marker is not None}
         self.losses = LossGradients(self._marked, f"{site}: {describe(action)}", acting)
@@ -303,12 +295,13 @@ class Rewriter:
         progress.begin("rewriting", len(plan.single))
         averaged: dict[InsertionPoint, Sequence[Insertion]] = {}
         for point, own in plan.single.items():
-            if any(isinstance(insertion, Average) for insertion in own):
+            if any(isinstance(insertion.effect, AverageOverRanks) for insertion in own):
                 averaged[point] = own
             else:
                 self.insert(point, own)
             progress.advance()
-        early = [g for g in plan.groups if isinstance(g, WeighExamples) and not averaged.keys().isdisjoint(g.points)]
+        of_examples = [group for group in plan.groups if isinstance(group.effect, WeighExampleGradients)]
+        early = [group for group in of_examples if not averaged.keys().isdisjoint(group.points)]
         self.insert_bucketed(averaged, early)
         for weighing in separated.weighings:
             sums |= self.weigh_losses(weighing)
@@ -345,53 +338,68 @@ class Rewriter:
         now, later = self._split(point, insertions)
         for insertion in now:
             seen = current
-            match insertion:
-                case Measure() if _is_on_cuda(current) and point.layout is None:
+            match insertion.effect:
+                case MeasureTensor() as effect if _is_on_cuda(current) and point.layout is None:
                     base = base_of(current, self.changed)  # equal measurements are one in the compiled graph
-                    traced = self._tracer.trace(insertion, point.site, value_of(base), self._mode_at(point))
+                    value, mode = value_of(base), self._mode_at(point)
+                    traced = self._tracer.trace(insertion, effect.run, point.site, value, mode)
                     (_, *extras), new = self._splice(traced, [base], point)
-                case Measure() | Replace():
+                case MeasureTensor() | ReplaceTensor() | KeepTensor() as effect:
                     further = self._further_arguments(point, insertion, current)
                     value, *values = map(value_of, (current, *further))
                     mode, layouts = self._mode_at(point), _layouts_of(point, further)
-                    traced = self._tracer.trace(insertion, point.site, value, mode, values, layouts)
+                    traced = self._tracer.trace(insertion, effect.run, point.site, value, mode, values, layouts)
                     (current, *extras), new = self._splice(traced, [current, *further], point)
-                case ScaleParameter(action):
-                    check_dense(action, point.site, value_of(current))
-                    self.edits.append(Edit(point.site, action, ()))
+                case ScaleParameter():
+                    check_dense(insertion.action, point.site, value_of(current))
+                    self.note(point.site, insertion)
                     continue
                 case Omitted(names):
                     self.packing.numbering.new(names, str(point.site), loss=point.records_of)
                     continue
-                case Average():
-                    raise AssertionError("averages come in buckets")
+                case (
+                    AverageOverRanks()
+                    | StoreSaved()
+                    | RecomputeSaved()
+                    | ReplaceGroup()
+                    | ScaleGroup()
+                    | WeighExampleGradients()
+                    | WeighLossGradients()
+                    | JudgeUpdate()
+                ):
+                    raise AssertionError(f"{insertion.action!r} is at no single point of a gradient")
                 case _:
-                    assert_never(insertion)
+                    assert_never(insertion.effect)
             _check_kept(point, insertion, traced)
             given = insertion, str(point.site), point.site, traced.reports, extras
             keys, checks = self.packing.add(*given, replicas=point.replicas, loss=point.records_of)
             made = [node for source in (self.examples, self.losses) if source is not None for node in source.take_new()]
-            self.edits.append(Edit(point.site, insertion.action, tuple(n.name for n in (*made, *new)), tuple(keys)))
+            self.note(point.site, insertion, tuple(n.name for n in (*made, *new)), tuple(keys))
             for check in checks:
                 self.check(point, check, seen)
         if current is not point.node:
             self._replace(point, current)
-        for measure in later:
-            self.edits.append(Edit(point.site, measure.action, ()))
-            self._measure(point, measure)
+        for insertion, measure in later:
+            self.note(point.site, insertion)
+            self._measure(point, insertion, measure)
 
-    def _further_arguments(
-        self, point: InsertionPoint, insertion: Replace | Measure, current: fx.Node
-    ) -> list[fx.Node]:
-        if isinstance(insertion, Replace) and insertion.examples is not None:
+    def note(
+        self, site: Site, insertion: Insertion, nodes: tuple[str, ...] = (), keys: tuple[RecordKey, ...] = ()
+    ) -> None:
+        """List an edit."""
+        self.edits.append(Edit(site, insertion.action, nodes, keys, insertion))
+
+    def _further_arguments(self, point: InsertionPoint, insertion: Insertion, current: fx.Node) -> list[fx.Node]:
+        reads = insertion.effect.reads if isinstance(insertion.effect, ReplaceTensor) else ""
+        if isinstance(reads, PerExample):
             assert self.examples is not None
-            return self.examples.quantities(point, current, insertion.examples, self._scale_on(point.site.device))
-        if isinstance(insertion, Replace) and insertion.reads_losses:
+            return self.examples.quantities(point, current, Asked(insertion, reads), self._scale_on(point.site.device))
+        if reads == "losses":
             assert self.losses is not None
             rows, scale = [self._loss_rows[point.site]], self._scale_on(point.site.device)
             is_opaque = point.site.device.type != "cuda"
             return [self.losses.gramian(rows, scale, point.before, is_opaque=is_opaque)]
-        if isinstance(insertion, Measure) or not insertion.takes_value:
+        if reads != "value":
             return []
         if point.value is None:
             raise CallbackError(
@@ -400,16 +408,17 @@ class Rewriter:
             )
         return [self.forward.for_backward(point.value)]
 
-    def _split(self, point: InsertionPoint, insertions: Sequence[Insertion]) -> tuple[list[Insertion], list[Measure]]:
+    def _split(
+        self, point: InsertionPoint, insertions: Sequence[Insertion]
+    ) -> tuple[list[Insertion], list[tuple[Insertion, MeasureTensor]]]:
         """Split off the last measurements: several values are measured by one operation."""
         now = list(insertions)
-        later: list[Measure] = []
-        while now and isinstance(last := now[-1], Measure) and self._is_put_off(point, last):
-            later.insert(0, last)
-            now.pop()
+        later: list[tuple[Insertion, MeasureTensor]] = []
+        while now and isinstance(measure := now[-1].effect, MeasureTensor) and self._is_put_off(point, measure):
+            later.insert(0, (now.pop(), measure))
         return now, later
 
-    def _is_put_off(self, point: InsertionPoint, measure: Measure) -> bool:
+    def _is_put_off(self, point: InsertionPoint, measure: MeasureTensor) -> bool:
         """Return whether a measurement can be put off: at gradients, and where all is measured apart."""
         value = value_of(point.node)
         is_put_off = point.output is not None or value.device.type in MEASURED_APART
@@ -418,17 +427,17 @@ class Rewriter:
             return False
         return self._mode(point.site).scale is None or IN_UNITS.isdisjoint(measure.statistics.values())
 
-    def _measure(self, point: InsertionPoint, measurement: Measure) -> None:
-        if not measurement.statistics:
+    def _measure(self, point: InsertionPoint, insertion: Insertion, measure: MeasureTensor) -> None:
+        if not measure.statistics:
             return
-        keys = tuple(self.packing.numbering.new(measurement.statistics, str(point.site), loss=point.records_of))
-        self.packing.note_measured(measurement, keys, point.site, point.replicas)
-        statistics, is_forward = tuple(measurement.statistics.values()), point.site.kind in IN_FORWARD
-        skips = measurement.fails == "skip"
+        keys = tuple(self.packing.numbering.new(measure.statistics, str(point.site), loss=point.records_of))
+        self.packing.note_measured(insertion, keys, point.site, point.replicas)
+        statistics, is_forward = tuple(measure.statistics.values()), point.site.kind in IN_FORWARD
+        skips = measure.fails == "skip"
         self.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
         self.packing.note_op(point.site)
-        if measurement.fails is not None:
-            self.check(point, Check(keys[-1].record, keys[-1], measurement.fails), point.node)
+        if measure.fails is not None:
+            self.check(point, Check(keys[-1].record, keys[-1], measure.fails), point.node)
 
     def check(self, point: InsertionPoint, check: Check[RecordKey], seen: fx.Node) -> None:
         """Let the count of a check decide whether the value of a node is finite at a site."""
@@ -454,9 +463,7 @@ class Rewriter:
     def _scale_on(self, device: torch.device) -> Tensor | None:
         return None if self._scale is None else self._scale.on(device)
 
-    def insert_bucketed(
-        self, members: Mapping[InsertionPoint, Sequence[Insertion]], early: Sequence[WeighExamples]
-    ) -> None:
+    def insert_bucketed(self, members: Mapping[InsertionPoint, Sequence[Insertion]], early: Sequence[Group]) -> None:
         """Insert at single sites that have averages among their insertions.
 
         What comes before the last of these is inserted right behind the gradient, so that their operations begin as
@@ -466,43 +473,43 @@ class Rewriter:
         at_end = {point: point.before for point in members}
         rounds = {point: _rounds_of(insertions) for point, insertions in members.items()}
         while rounds:
-            begun: list[tuple[InsertionPoint, BucketedAction]] = []
+            begun: list[_Averaged] = []
             for point, left in list(rounds.items()):
-                single, action = left.pop(0)
+                single, average = left.pop(0)
                 read = [self.current(point.node), *self._loss_rows.get(point.site, {}).values()]
-                point.before = at_end[point] if action is None else self._behind(read)
+                point.before = at_end[point] if average is None else self._behind(read)
                 self.insert(point, single)
-                if action is None:
+                if average is None:
                     del rounds[point]
-                elif action.processes().size() == 1:
-                    self.edits.append(Edit(point.site, action, ()))
+                elif average[1].processes().size() == 1:
+                    self.note(point.site, average[0])
                 else:
-                    begun.append((point, action))
+                    begun.append((point, *average))
             for group in early:
                 for point in group.points:
                     point.before = at_end.get(point, point.before)
                 self.insert_group(group)
             early = ()
-            nodes = {point: self.current(point.node) for point, _ in begun}
-            for action, points in _buckets_of(begun, nodes) if begun else ():
-                self._insert_bucket(action, points)
+            nodes = {point: self.current(point.node) for point, *_ in begun}
+            for bucket in _buckets_of(begun, nodes) if begun else ():
+                self._insert_bucket(*bucket)
 
-    def _insert_bucket(self, action: BucketedAction, points: Sequence[InsertionPoint]) -> None:
+    def _insert_bucket(self, insertion: Insertion, average: AverageOverRanks, points: Sequence[InsertionPoint]) -> None:
         points = points[::-1]  # nodes of all of them are listed at the first: the gradient behind which they are
         nodes = [self.current(point.node) for point in points]
         values = [value_of(node) for node in nodes]
         for point, value in zip(points, values, strict=True):
-            check_dense(action, point.site, value)
-        begin = make_fx.trace(lambda *tensors: [action.begin(tensors)], values)
+            check_dense(insertion.action, point.site, value)
+        begin = make_fx.trace(lambda *tensors: [average.begin(tensors)], values)
         (begun,), new = editing.splice(begin, self.graph, nodes, self._behind(nodes), "must_be_in_backward")
-        end = make_fx.trace(lambda begun, *tensors: list(action.end(begun, tensors)), [value_of(begun), *values])
+        end = make_fx.trace(lambda begun, *tensors: list(average.end(begun, tensors)), [value_of(begun), *values])
         end.graph.eliminate_dead_code()
         results, added = editing.splice(end, self.graph, [begun, *nodes], self.graph.output_node(), "is_backward")
         for point, names in zip(points, _share_nodes([*new, *added], nodes, results), strict=True):
-            self.edits.append(Edit(point.site, action, names))
+            self.note(point.site, insertion, names)
             self._averaged.update(names)
         for point, result in zip(points, results, strict=True):
-            point.replicas *= action.processes().size()
+            point.replicas *= average.processes().size()
             self._replace(point, result)
 
     def _behind(self, nodes: Sequence[fx.Node]) -> fx.Node:
@@ -511,40 +518,41 @@ class Rewriter:
         last: fx.Node = max([last_input, *nodes])  # nodes compare by their position
         return last.next
 
-    def insert_group(self, group: GroupInsertion, where: str = "") -> None:
+    def insert_group(self, group: Group, where: str = "") -> None:
         """Insert one group action, its sites together. Its records are at ``where``, or at ``group:<name>``."""
-        action, points = group.action, group.points
+        points = group.points
         nodes = [self.current(point.node) for point in points]
         for point in points:
-            check_dense(action, point.site, value_of(point.node))
-        where = where or f"group:{action.group}"
+            check_dense(group.action, point.site, value_of(point.node))
+        where = where or f"group:{group.effect.group}"
         mode = self._mode(points[0].site, where)
-        match group:
-            case WeighExamples():
-                self._insert_example_clip(group, where, nodes, mode)
-            case ScaleGroup() if all(point.layout is None for point in points):
-                self._finish_group(group, where, nodes, *self._scale_group(group.action, points, nodes, mode))
-            case ScaleGroup() | ReplaceGroup():
-                self._finish_group(group, where, nodes, *self._replace_group(group.action, points, nodes, mode))
-            case WeighLosses():
+        match group.effect:
+            case WeighExampleGradients() as effect:
+                self._insert_example_clip(group, effect, where, nodes, mode)
+            case ScaleGroup() as effect if all(point.layout is None for point in points):
+                self._finish_group(group, where, nodes, *self._scale_group(group, effect, nodes, mode))
+            case ScaleGroup() | ReplaceGroup() as effect:
+                self._finish_group(group, where, nodes, *self._replace_group(group, effect, nodes, mode))
+            case WeighLossGradients():
                 raise AssertionError("losses are weighed before other groups")
-            case JudgeGroup():
+            case JudgeUpdate():
                 raise AssertionError("judges are at step sites")
             case _:
-                assert_never(group)
+                assert_never(group.effect)
 
     def _replace_group(
-        self, action: GroupAction, points: Sequence[InsertionPoint], nodes: list[fx.Node], mode: TraceMode
+        self, group: Group, effect: ScaleGroup | ReplaceGroup, nodes: list[fx.Node], mode: TraceMode
     ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
+        points = group.points
         values, sites = [value_of(n) for n in nodes], [point.site for point in points]
         layouts = [point.layout for point in points]
-        traced = trace_function(lambda *g: action.apply_group(g), values, sites, action, mode, layouts=layouts)
+        traced = trace_function(lambda *g: effect.run(g), values, sites, group.insertion, mode, layouts=layouts)
         outputs, new = self._splice(traced, nodes, points[0])
         return traced, outputs[: len(points)], outputs[len(points) :], new
 
     def _finish_group(
         self,
-        group: GroupInsertion,
+        group: Group,
         where: str,
         nodes: Sequence[fx.Node],
         traced: TracedAction,
@@ -552,24 +560,25 @@ class Rewriter:
         extras: Sequence[fx.Node],
         new: Sequence[fx.Node],
     ) -> None:
-        action, points, sites = group.action, group.points, [point.site for point in group.points]
-        refuse(action, Context(sites[0], is_part=not self._is_whole, has_states=traced.has_states))
-        keys, _ = self.packing.add(group, where, sites[0], traced.reports, extras, sites)
+        insertion, points, sites = group.insertion, group.points, [point.site for point in group.points]
+        refuse(insertion, Context(sites[0], is_part=not self._is_whole, has_states=traced.has_states))
+        keys, _ = self.packing.add(insertion, where, sites[0], traced.reports, extras, sites)
         for point, names in zip(points, _share_nodes(new, nodes, results), strict=True):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
-            self.edits.append(Edit(point.site, action, names, own))
-        self.packing.groups.append(str(action.group))
+            self.note(point.site, insertion, names, own)
+        self.packing.groups.append(str(group.effect.group))
         for point, result in zip(points, results, strict=True):
             self._replace(point, result)
 
     def _scale_group(
-        self, action: NormScaling, points: Sequence[InsertionPoint], nodes: Sequence[fx.Node], mode: TraceMode
+        self, group: Group, effect: ScaleGroup, nodes: Sequence[fx.Node], mode: TraceMode
     ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Insert the action as the norm of each gradient, one factor, and its product with each gradient.
 
         Gradients of one shape are traced once. Returns the trace of the factor, the scaled gradients, the outputs of
         the reports, and all new nodes.
         """
+        insertion, points = group.insertion, group.points
         first, alone = points[0], replace(mode, states=None)
         norms: list[fx.Node] = []
         results: list[fx.Node] = []
@@ -577,52 +586,56 @@ class Rewriter:
         at: list[int] = []
 
         def norm(gradient: Tensor) -> Tensor:
-            _recording().output(norm_of(gradient, action.norm_type))
+            _recording().output(norm_of(gradient, effect.norm_type))
             return gradient
 
         for point, node in zip(points, nodes, strict=True):
-            name = ("norm", action.norm_type)
-            traced = self._tracer.trace_part(name, norm, action, point.site, value_of(node), alone)
+            name = ("norm", effect.norm_type)
+            traced = self._tracer.trace_part(name, norm, insertion, point.site, value_of(node), alone)
             (_, found), new = self._splice(traced, [node], first)
             norms.append(found)
             made += new
 
         def factor(*found: Tensor) -> Sequence[Tensor]:
-            bound, total = action.bound_and_total(found)
+            bound, total = effect.bound_and_total(found)
             at[:] = [_recording().output(bound / total), _recording().output(bound < total)]
             return found[:1]
 
         value, *values = map(value_of, norms)
-        middle = trace_function(factor, [value], [first.site], action, replace(mode, scale=None), values)
+        middle = trace_function(factor, [value], [first.site], insertion, replace(mode, scale=None), values)
         (_, *extras), new = self._splice(middle, norms, first)
         made += new
         scales = [extras[number] for number in at]
         further = [value_of(scale) for scale in scales]
         for point, node in zip(points, nodes, strict=True):
-            traced = self._tracer.trace_part("scale", scale_where, action, point.site, value_of(node), alone, further)
+            value = value_of(node)
+            traced = self._tracer.trace_part("scale", scale_where, insertion, point.site, value, alone, further)
             (result,), new = self._splice(traced, [node, *scales], first)
             results.append(result)
             made += new
         return middle, results, extras, made
 
-    def _insert_example_clip(self, group: WeighExamples, where: str, nodes: Sequence[fx.Node], mode: TraceMode) -> None:
+    def _insert_example_clip(
+        self, group: Group, effect: WeighExampleGradients, where: str, nodes: Sequence[fx.Node], mode: TraceMode
+    ) -> None:
         assert self.examples is not None
-        action, points, site = group.action, group.points, group.points[0].site
+        insertion, points, site = group.insertion, group.points, group.points[0].site
+        asked = Asked(insertion, effect.examples)
         scale, mode = mode.scale, replace(mode, scale=None)
-        squares = self.examples.total_square_norms(points, nodes, action, scale)
-        traced = trace_function(lambda s: action.apply_group([s]), [value_of(squares)], [site], action, mode)
+        squares = self.examples.total_square_norms(points, nodes, asked, scale)
+        traced = trace_function(lambda s: effect.run([s]), [value_of(squares)], [site], insertion, mode)
         (weights, *extras), new = self._splice(traced, [squares], points[0])
-        keys, _ = self.packing.add(group, where, site, traced.reports, extras)
+        keys, _ = self.packing.add(insertion, where, site, traced.reports, extras)
         shared = (*self.examples.take_new(), *new)
         for point, node in zip(points, nodes, strict=True):
             with recording(point.site.device, states=mode.states):
-                result = self.examples.weighted_gradient(point, node, weights, action, scale)
+                result = self.examples.weighted_gradient(point, node, weights, asked, effect.noise, scale)
             made = tuple(n.name for n in (*shared, *self.examples.take_new()))
-            self.edits.append(Edit(point.site, action, made, tuple(keys)))
+            self.note(point.site, insertion, made, tuple(keys))
             self._replace(point, result)
             shared = ()
-        if action.has_noise:  # without it, clips of several backwards add up to that of all their examples
-            name = f"{action.group} (noise)"  # a global clip may have a group of the same name
+        if effect.noise is not None:  # without it, clips of several backwards add up to that of all their examples
+            name = f"{effect.group} (noise)"  # a global clip may have a group of the same name
             self.packing.groups.append(name)
             self.packing.noisy.add(name)
 
@@ -630,17 +643,18 @@ class Rewriter:
         """Insert the weighted sums of the gradients of each loss; return those of gradients, by output."""
         assert self.losses is not None
         group, members = weighing.group, weighing.members
-        action, first, where = group.action, next(iter(members)), f"group:{group.action.group}"
+        insertion, effect, first = group.insertion, weighing.effect, next(iter(members))
+        where = f"group:{effect.group}"
         rows = [{k: self.current(own.node) for k, own in points.items()} for points in members.values()]
         for point, own in zip(members, rows, strict=True):
             for node in own.values():
-                check_dense(action, point.site, value_of(node))
-            _check_same_device(action, first.site, point.site)
+                check_dense(insertion.action, point.site, value_of(node))
+            _check_same_device(insertion.action, first.site, point.site)
         mode = self._mode(first.site, where)
         gramian = self.losses.gramian(rows, mode.scale, first.before, is_opaque=mode.is_opaque)
-        weights, traced, extras, new = self._weights(action, first, gramian, replace(mode, scale=None))
-        keys, _ = self.packing.add(group, where, first.site, traced.reports, extras)
-        self.packing.groups.append(str(action.group))
+        weights, traced, extras, new = self._weights(weighing, first, gramian, replace(mode, scale=None))
+        keys, _ = self.packing.add(insertion, where, first.site, traced.reports, extras)
+        self.packing.groups.append(str(effect.group))
         made, sums = [*self.losses.take_new(), *new], {}
         single: dict[torch.dtype, list[fx.Node]] = {}  # each weight
         for point, own in zip(members, rows, strict=True):
@@ -652,9 +666,9 @@ class Rewriter:
                 made += new
             value, *others = [*own.values(), *(single[wide][k] for k in own)]
             name, further = ("weighted sum", len(own)), list(map(value_of, others))
-            part = self._tracer.trace_part(name, weighted_sum, action, point.site, value_of(value), further=further)
+            part = self._tracer.trace_part(name, weighted_sum, insertion, point.site, value_of(value), further=further)
             (result,), new = self._splice(part, [value, *others], point)
-            self.edits.append(Edit(point.site, action, tuple(node.name for node in (*made, *new)), tuple(keys)))
+            self.note(point.site, insertion, tuple(node.name for node in (*made, *new)), tuple(keys))
             made = []
             if point.marker is not None:
                 point.marker.update_arg(0, result)
@@ -665,20 +679,22 @@ class Rewriter:
         return sums
 
     def _weights(
-        self, action: LossWeighing, point: InsertionPoint, gramian: fx.Node, mode: TraceMode
+        self, weighing: Weighing, point: InsertionPoint, gramian: fx.Node, mode: TraceMode
     ) -> tuple[fx.Node, TracedAction, list[fx.Node], list[fx.Node]]:
         """Insert the weights of the losses; return them, the trace, the outputs of its reports, and all new nodes."""
         assert self.losses is not None
+        insertion, effect = weighing.group.insertion, weighing.effect
         inputs = [gramian]
-        if takes_value(action.function):
+        if effect.reads_losses:
             inputs.append(self.losses.values(self.forward, point.before))
-        given = action if inspect.ismethod(action.function) else action.function
+        if not inspect.ismethod(effect.function):  # messages name the user's function
+            insertion = replace(insertion, action=effect.function)
         sized = value_of(gramian)[0].clone()  # of the shape of the weights
 
         def run(_: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-            return action.apply_group(tensors)
+            return effect.run(tensors)
 
-        traced = trace_function(run, [sized], [point.site], given, mode, list(map(value_of, inputs)))
+        traced = trace_function(run, [sized], [point.site], insertion, mode, list(map(value_of, inputs)))
         (weights, *extras), new = self._splice(traced, [gramian, *inputs], point)
         return weights, traced, extras, new
 
@@ -716,7 +732,7 @@ class Rewriter:
 
         def reduces(edit: Edit) -> bool:
             changes_shape = any(shapes.get(name, edit.site.shape) != edit.site.shape for name in edit.nodes)
-            return changes_shape or isinstance(lower_action(edit.action, edit.site), Measure)
+            return changes_shape or isinstance(edit.insertion.effect, MeasureTensor)
 
         return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
 
@@ -758,7 +774,7 @@ class Rewriter:
         )
 
 
-def _check_kept(point: InsertionPoint, insertion: Replace | Measure, traced: TracedAction) -> None:
+def _check_kept(point: InsertionPoint, insertion: Insertion, traced: TracedAction) -> None:
     """Raise PolicyError for tensors that are to be kept of each of several losses: one site has one."""
     if point.loss is not None and any(isinstance(report, Kept) for report in traced.reports):
         raise PolicyError(
@@ -790,7 +806,7 @@ def _recording() -> Recording:
     return found
 
 
-def _check_same_device(action: GroupAction, first: Site, site: Site) -> None:
+def _check_same_device(action: Any, first: Site, site: Site) -> None:
     if site.device != first.device:
         raise PolicyError(
             f"{site}: {describe(action)} has gradients on {first.device} ({first}) and on {site.device}; give the "
@@ -823,13 +839,17 @@ def _anchors(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
     return anchors
 
 
-def _rounds_of(insertions: Sequence[Insertion]) -> list[tuple[list[Insertion], BucketedAction | None]]:
-    """Split the insertions of a site: those before each average, with its action; then the others, with None."""
-    rounds: list[tuple[list[Insertion], BucketedAction | None]] = []
+_Averaged: TypeAlias = tuple[InsertionPoint, Insertion, AverageOverRanks]
+_Round: TypeAlias = "tuple[list[Insertion], tuple[Insertion, AverageOverRanks] | None]"
+
+
+def _rounds_of(insertions: Sequence[Insertion]) -> list[_Round]:
+    """Split the insertions of a site: those before each average, with it; then the others, with None."""
+    rounds: list[_Round] = []
     before: list[Insertion] = []
     for insertion in insertions:
-        if isinstance(insertion, Average):
-            rounds.append((before, insertion.action))
+        if isinstance(insertion.effect, AverageOverRanks):
+            rounds.append((before, (insertion, insertion.effect)))
             before = []
         else:
             before.append(insertion)
@@ -837,20 +857,20 @@ def _rounds_of(insertions: Sequence[Insertion]) -> list[tuple[list[Insertion], B
 
 
 def _buckets_of(
-    members: Sequence[tuple[InsertionPoint, BucketedAction]], nodes: Mapping[InsertionPoint, fx.Node]
-) -> list[tuple[BucketedAction, list[InsertionPoint]]]:
+    members: Sequence[_Averaged], nodes: Mapping[InsertionPoint, fx.Node]
+) -> list[tuple[Insertion, AverageOverRanks, list[InsertionPoint]]]:
     """Sort gradients into buckets; these come in the order of completion by the graph, members likewise."""
-    alike: dict[Any, list[tuple[InsertionPoint, BucketedAction]]] = defaultdict(list)
-    for point, action in sorted(members, key=lambda member: nodes[member[0]]):  # nodes compare by their position
-        alike[action_key(action)].append((point, action))
+    alike: dict[Any, list[_Averaged]] = defaultdict(list)
+    for member in sorted(members, key=lambda member: nodes[member[0]]):  # nodes compare by their position
+        alike[member[1].key].append(member)
     buckets = []
     for found in alike.values():
-        points, action = [point for point, _ in found], found[0][1]
+        points, (_, insertion, average) = [point for point, *_ in found], found[0]
         values = [value_of(nodes[point]) for point in points]
         kinds = [(value.dtype, value.device) for value in values]
-        for positions in bucket_order(kinds, list(map(num_bytes, values)), action.bucket_bytes):
-            buckets.append((action, [points[n] for n in positions]))
-    return sorted(buckets, key=lambda bucket: nodes[bucket[1][-1]])
+        for positions in bucket_order(kinds, list(map(num_bytes, values)), average.bucket_bytes):
+            buckets.append((insertion, average, [points[n] for n in positions]))
+    return sorted(buckets, key=lambda bucket: nodes[bucket[2][-1]])
 
 
 _MARKERS = (ops.mark_activation, ops.mark_error)

@@ -17,11 +17,12 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.offloading import fetch
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.policy.actions import Policy, SavedForm, action_key, describe
+from gradrewrite.policy.actions import Policy, describe
+from gradrewrite.policy.insertions import Insertion, KeepTensor, Omitted, ReplaceTensor, StoreSaved
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
-from gradrewrite.policy.sampling import Measured, Omitted, sampled
+from gradrewrite.policy.sampling import Measured, sampled
 from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
-from gradrewrite.rewriting.lowering import Replace, SavedPlan, lower_saved
+from gradrewrite.rewriting.lowering import SavedPlan, lower_saved
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.rewriting.restored_values import backward_closure, redirect_backward
 from gradrewrite.rewriting.saved_tensors import SavedTensor, SavedTensors
@@ -101,24 +102,25 @@ class SavedInsertion:
             site = _next(site)
         found, kept = ask(site), []
         for answered in found:
-            refusal = answered.action.refusal(value_of(saved.node)) if isinstance(answered.action, SavedForm) else ""
+            effect = answered.insertion.effect
+            refusal = effect.refusal(value_of(saved.node)) if isinstance(effect, StoreSaved) else ""
             if refusal:
                 self._refused.setdefault(_key(answered), []).append((answered, site, refusal))
             else:
                 kept.append(answered)
-        plan = lower_saved(sampled(kept, site, measured), site)
+        plan = lower_saved(sampled(kept, measured), site)
         if plan.recomputation is not None:
-            self._check_recomputation(saved, site, plan)
+            self._check_recomputation(saved, site, plan.recomputation)
         self.answers[site], self.bases[site], self._plans[site] = found, saved.node, plan
         return plan
 
-    def _check_recomputation(self, saved: SavedTensor, site: Site, plan: SavedPlan) -> None:
+    def _check_recomputation(self, saved: SavedTensor, site: Site, recomputation: Insertion) -> None:
         number = self._saved.number_of(saved.node)
         is_random = number in self._saved.random
         if is_random or number in self._saved.collective:
             reason = "draws random numbers, and would draw others" if is_random else "waits for other processes"
             raise PolicyError(
-                f"{site}: {describe(plan.recomputation)}: the op {site.op} {reason}; leave this site out, or let "
+                f"{site}: {describe(recomputation.action)}: the op {site.op} {reason}; leave this site out, or let "
                 "Store keep it in a narrower form",
                 code="saved-tensor",
             )
@@ -129,7 +131,7 @@ class SavedInsertion:
             _key(answered)
             for site, found in self.answers.items()
             for answered in found
-            if isinstance(answered.action, SavedForm) and answered.action in self._plans[site].forms
+            if answered.insertion.key in {form.key for form in self._plans[site].forms}
         )
         refused = {}
         for key, answers in self._refused.items():
@@ -155,7 +157,7 @@ class SavedInsertion:
         for site, plan in self._plans.items():
             base = self.bases[site]
             if plan.recomputation is not None:
-                self._edits.append(Edit(site, plan.recomputation, ()))
+                self._note(site, plan.recomputation)
             decoded = self._insert_forms(site, base, plan.forms) if plan.forms else base
             for insertion in plan.measured:
                 self._measure(site, base, decoded, insertion, mode(site))
@@ -163,26 +165,30 @@ class SavedInsertion:
             self._note_twins(redirect_backward(self._graph, self._closure, self._restored, self._is_kept))
             self._prefetch()
 
-    def _insert_forms(self, site: Site, base: fx.Node, forms: Sequence[SavedForm]) -> fx.Node:
+    def _note(self, site: Site, insertion: Insertion, nodes: Sequence[fx.Node] = ()) -> None:
+        self._edits.append(Edit(site, insertion.action, tuple(node.name for node in nodes), insertion=insertion))
+
+    def _insert_forms(self, site: Site, base: fx.Node, insertions: Sequence[Insertion]) -> fx.Node:
         """Insert encoding and decoding; return the decoded value in the forward."""
         before = self._behind_first_reader(base)
-        made: dict[SavedForm, list[fx.Node]] = {form: [] for form in forms}
+        forms = [insertion.effect for insertion in insertions if isinstance(insertion.effect, StoreSaved)]
+        made: dict[str, list[fx.Node]] = {form.form: [] for form in forms}
         parts, self._restored[base] = self._insert_form(base, forms, before, made)
-        for form, nodes in made.items():
-            self._edits.append(Edit(site, form, tuple(node.name for node in nodes)))
+        for insertion, form in zip(insertions, forms, strict=True):
+            self._note(site, insertion, made[form.form])
         if len(forms) == 1:
             return self._restored[base]
         decoded, _ = self._decode(forms[0], parts, base, before)  # which does not come from host memory
         return decoded
 
     def _insert_form(
-        self, node: fx.Node, forms: Sequence[SavedForm], before: fx.Node, made: dict[SavedForm, list[fx.Node]]
+        self, node: fx.Node, forms: Sequence[StoreSaved], before: fx.Node, made: dict[str, list[fx.Node]]
     ) -> tuple[list[fx.Node], fx.Node]:
         """Insert the first form of a value, and the others of its parts; return these, and the restored value."""
         form, *others = forms
         traced = make_fx.trace(lambda x: list(form.encode(x)), [value_of(node)])
         parts, new = editing.splice(traced, self._graph, [node], before, "is_forward")
-        made[form] += new
+        made[form.form] += new
         if others:
             kept = [self._insert_form(part, others, before, made)[1] for part in parts]
         else:
@@ -191,11 +197,11 @@ class SavedInsertion:
         restored, new = self._decode(form, kept, node, before)
         aot_autograd.compute_again(new)
         self.restoring.update(one.name for one in new)
-        made[form] += new
+        made[form.form] += new
         return parts, restored
 
     def _decode(
-        self, form: SavedForm, parts: Sequence[fx.Node], like: fx.Node, before: fx.Node
+        self, form: StoreSaved, parts: Sequence[fx.Node], like: fx.Node, before: fx.Node
     ) -> tuple[fx.Node, list[fx.Node]]:
         wanted = value_of(like)
         traced = make_fx.trace(lambda *xs: [form.decode(xs[:-1], xs[-1])], [*(value_of(n) for n in parts), wanted])
@@ -207,20 +213,19 @@ class SavedInsertion:
         assert all(size == 1 or a == b for size, a, b in sizes)
         return result, new
 
-    def _measure(
-        self, site: Site, base: fx.Node, decoded: fx.Node, insertion: Replace | Omitted, mode: TraceMode
-    ) -> None:
-        if isinstance(insertion, Omitted):
-            self._packing.numbering.new(insertion.names, str(site))
+    def _measure(self, site: Site, base: fx.Node, decoded: fx.Node, insertion: Insertion, mode: TraceMode) -> None:
+        if isinstance(insertion.effect, Omitted):
+            self._packing.numbering.new(insertion.effect.names, str(site))
             return
+        assert isinstance(insertion.effect, ReplaceTensor | KeepTensor)
         if decoded is base:
             self._unmeasured.setdefault(insertion.rule, (site, insertion.action))
             return
         self._measuring.add(insertion.rule)
-        traced = self._tracer.trace(insertion, site, value_of(base), mode, [value_of(decoded)])
+        traced = self._tracer.trace(insertion, insertion.effect.run, site, value_of(base), mode, [value_of(decoded)])
         (_, *extras), new = editing.splice(traced.graph, self._graph, [base, decoded], decoded.next, "is_forward")
         keys, _ = self._packing.add(insertion, str(site), site, traced.reports, extras)
-        self._edits.append(Edit(site, insertion.action, tuple(node.name for node in new), tuple(keys)))
+        self._edits.append(Edit(site, insertion.action, tuple(node.name for node in new), tuple(keys), insertion))
 
     def _behind_first_reader(self, base: fx.Node) -> fx.Node:
         """Return the node behind a tensor and its first reader in the forward.
@@ -245,7 +250,7 @@ class SavedInsertion:
         for twin, base in twins.items():
             added.setdefault(site_of[base], []).append(twin.name)
         for number, edit in enumerate(self._edits):
-            if edit.action in self._plans[edit.site].forms[-1:] if edit.site in self._plans else False:
+            if edit.insertion in self._plans[edit.site].forms[-1:] if edit.site in self._plans else False:
                 self._edits[number] = replace(edit, nodes=(*edit.nodes, *added.get(edit.site, ())))
 
     def _is_kept(self, node: fx.Node) -> bool:
@@ -281,7 +286,7 @@ def _behind(node: fx.Node) -> fx.Node:
 
 
 def _key(answered: Answered) -> Hashable:
-    return answered.position, action_key(answered.action)
+    return answered.position, answered.insertion.key
 
 
 def _is_marker(node: fx.Node) -> bool:

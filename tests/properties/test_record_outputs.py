@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gradrewrite.ir import editing, reports
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import GraphRecord
+from gradrewrite.policy.actions import insertion_at
 from gradrewrite.rewriting.forward_values import ForwardValues
-from gradrewrite.rewriting.lowering import lower_action
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Site
 
@@ -85,8 +85,8 @@ def test_every_record_comes_out_at_its_own_key(given_reports: list[Report]) -> N
     graph.output(())
     rest = iter(inputs)
     for report, own in zip(given_reports, placeholders, strict=True):
-        lowered = lower_action(torch.relu, report.site)
-        got, _ = found.add(lowered, str(report.site), report.site, reports_of(report), own)
+        insertion = insertion_at(torch.relu, report.site)
+        got, _ = found.add(insertion, str(report.site), report.site, reports_of(report), own)
         values = [float(v) for _ in report.names for v in next(rest).flatten()]
         kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
         assert len(got) == len(values)

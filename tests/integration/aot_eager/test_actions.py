@@ -15,9 +15,10 @@ from torch._dynamo.utils import counters
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Scale, Zero
+from gradrewrite.policy.actions import insertion_at
+from gradrewrite.policy.insertions import Insertion, ReplaceTensor
 from gradrewrite.rewriting.action_tracing import ActionTracer
-from gradrewrite.rewriting.lowering import lower_action
-from gradrewrite.sites import Site
+from gradrewrite.sites import Kind, Site
 
 from helpers import Probe, mostly_slow
 from models.small import Lambda
@@ -38,7 +39,9 @@ def apply(action: Any, value: Tensor) -> Tensor:
     """The traced action by itself."""
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(value)
-    (out, *_) = ActionTracer().trace(lower_action(action, SITE), SITE, fake).graph(value)
+    insertion = insertion_at(action, SITE)
+    assert isinstance(insertion.effect, ReplaceTensor)
+    (out, *_) = ActionTracer().trace(insertion, insertion.effect.run, SITE, fake).graph(value)
     return out
 
 
@@ -338,3 +341,41 @@ def test_what_is_kept_is_a_tensor() -> None:
     with pytest.raises(ValueError, match="'second_moment', got 'norm'"):
         gr.Monitor().kept("norm")
     assert gr.Monitor().kept(what="tensor") == {}
+
+
+class Logged:
+    """An action that logs each read of its attributes."""
+
+    __module__ = "gradrewrite.passes.logged"  # values that an action of a user reads are compared at each backward
+    reads: list[str]
+
+    def __init__(self, reads: list[str]) -> None:
+        object.__setattr__(self, "reads", reads)
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            object.__getattribute__(self, "reads").append(name)
+        return object.__getattribute__(self, name)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset(("error",))
+
+    def at(self, site: Site) -> Insertion:
+        return Insertion(self, ReplaceTensor(lambda g: g / 2), frozenset(("error",)))
+
+
+def test_an_action_is_asked_for_its_insertion_alone() -> None:
+    """A new kind of action is one class; the core reads ``at``, and tells actions by ``kinds`` and ``at``."""
+    reads: list[str] = []
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    expected = torch.autograd.grad(net(torch.ones(1, 2)).sum() / 2, list(net[0].parameters()))
+    model = gr.transform(net, gr.on("error:0", Logged(reads)))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(1, 2)).sum().backward()
+    for parameter, wanted in zip(net[0].parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted)
+    optimizer.step()
+    str(model.explain()), str(model.monitor.table())
+
+    assert set(reads) == {"at", "kinds", "check_bounds"}  # the last one, where it has it, when a policy is given

@@ -19,7 +19,9 @@ import gradrewrite as gr
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.optimizer.spikes import Judge, Judging, Losses, remember
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, DecayWeights, Observe, SkipSpikes
+from gradrewrite.policy.insertions import JudgeUpdate
 from gradrewrite.policy.state_store import StateStore
+from gradrewrite.sites import Site
 
 from models.optimizers import OPTIMIZERS, USUAL
 from models.small import Lambda, TwoLayers
@@ -59,7 +61,10 @@ def test_decisions_equal_the_definition_over_ten_thousand_steps(sigma: float, wi
     """The state function of the action, with updates that others skip; what is remembered is what was accepted."""
     figures, draw = trace(seed, 10_000 if (window, seed) in ((128, 0), (7, 1)) else 1_500), random.Random(seed)
     states, reference = StateStore(), Reference(sigma, window)
-    judging = Judging(Judge.at(SkipSpikes(sigma, window=window), "here"), states, AotEager())
+    action = SkipSpikes(sigma, window=window)
+    effect = action.at(Site("step", "w")).effect
+    assert isinstance(effect, JudgeUpdate)
+    judging = Judging(Judge.at(action, effect, "here"), states, AotEager())
     numbers = {False: 0, True: 0}
     for n, figure in enumerate(figures):
         others = draw.random() < 0.01

