@@ -65,6 +65,21 @@ class Context:
     num_ranks: int = 1  # of ``around``; for a gradient that is spread over ranks the number of those
     is_averaged: bool = False  # another action at the site averages its gradient over processes
     needs_whole: str = ""  # the reason why it needs a whole gradient, where that is spread over ranks
+    # Of the weighing of losses: other actions and sites, as text.
+    sites: str = ""  # those of its group, where one of several is an error site
+    later_average: str = ""  # an average of several processes that comes behind it
+    of_examples: str = ""  # an action in the policy that needs the gradient of each example
+    earlier_group: str = ""  # a group action that comes before it
+    is_weighed_upstream: bool = False
+    first_device: str = ""  # that of its first gradient, where it is another one
+    keeps_each: bool = False  # the action keeps a tensor of each loss
+    # Of the losses of a model.
+    returned: str = ""  # the shapes of its outputs, where none is a loss
+    too_many_losses: str = ""
+    op_of_all_losses: str = ""  # one that cannot run for each, and why
+    # Of saved tensors.
+    forms: str = ""  # all actions there, where they contradict each other
+    not_repeatable: str = ""  # the reason why its op cannot be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +196,81 @@ REFUSALS = (
         "the clip, without {at.around}: put gr.passes.AllReduce() at the gradient sites before it. Clips of single "
         "sites act in each process by itself and are allowed",
         "several-processes",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.sites),
+        "{action} is at {at.sites}: a group is at gradient sites, or at one error site. Take gradients "
+        '(gr.on("gradient:trunk.*", ...)), or one error site (with #call if its module is called more than once), or '
+        "give each a group of its own",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.later_average),
+        "{at.site}: {action} comes before {at.later_average}, so that each process would weigh by the gradients of its "
+        "own examples, with weights of its own. Weigh at gradient sites, behind the average: list AllReduce first; the "
+        "gradient of each loss is then averaged",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.of_examples),
+        "{at.site}: {action} and {at.of_examples} are in one policy: a gradient has terms of losses, or of examples. "
+        "Take one of them, or compute the figures of examples in a run of their own",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.earlier_group),
+        "{at.site}: {action} comes after {at.earlier_group}, a group action, which acts on the weighted sums: list it "
+        "after WeighLosses",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: at.is_weighed_upstream,
+        "{at.site}: the losses are weighed here, and once more upstream by another group; keep one of them",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.first_device),
+        "{at.site}: {action} has gradients on {at.first_device} and on {at.site.device}; give the sites of each device "
+        "a group of their own",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: at.keeps_each,
+        "{at.site}: {action} is asked for the gradient of each loss, and a site keeps one tensor. List it behind "
+        "WeighLosses, where it keeps the weighted sum; Observe has figures of each loss",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.returned),
+        "{at.site}: {action} needs the losses of the model: differentiable scalar outputs (in a tuple, list or "
+        "mapping), or one tensor [K] with all of them, of a fixed size; the differentiable outputs have the shapes "
+        "{at.returned} Compute the losses in the model's forward and return them; to evaluate a model that returns "
+        "none then, call it under torch.no_grad()",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.too_many_losses),
+        "{at.site}: {action}: the model returns {at.too_many_losses} can be. Is this the loss of each example? Return "
+        "its mean",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.op_of_all_losses),
+        "{at.site}: {action} needs the gradient of each loss by itself, and the op {at.op_of_all_losses}. Leave out "
+        "the parameters behind it, or take an error site between this op and the losses",
+        "losses",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.forms),
+        "{at.site}: {at.forms}: one tensor is kept in one form, which Offload() may keep in host memory, or it is "
+        "computed again; let the rules match different sites",
+        "saved-tensor",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.not_repeatable),
+        "{at.site}: {action}: the op {at.site.op} {at.not_repeatable}; leave this site out, or let Store keep it in a "
+        "narrower form",
+        "saved-tensor",
     ),
 )
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
-from gradrewrite.errors import PolicyError
 from gradrewrite.instrumentation.source_locations import line_in
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.gramian import gramian
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
+from gradrewrite.policy.insertions import Insertion
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.forward_values import ForwardValues
+from gradrewrite.sites import Site
 
 _aten = torch.ops.aten
 MOST = 32  # losses
@@ -46,10 +48,18 @@ class Losses:
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by number: losses that a loss is computed from
 
 
-def find_losses(marked: MarkedJointGraph, asks: str) -> Losses:
+@dataclass(frozen=True, slots=True)
+class AsksForLosses:
+    """The first insertion that needs the gradient of each loss."""
+
+    insertion: Insertion
+    site: Site
+
+
+def find_losses(marked: MarkedJointGraph, asks: AsksForLosses) -> Losses:
     """Return the losses of a model: its differentiable scalars, or the elements of its only differentiable vector.
 
-    What a model stores is no loss of it. PolicyError if there is none; ``asks`` names the action and its site.
+    What a model stores is no loss of it. PolicyError if there is none.
     """
     graph, returned = marked.graph, marked.returned
     by_tangent = aot_autograd.outputs_of_tangents(graph)
@@ -71,22 +81,14 @@ def find_losses(marked: MarkedJointGraph, asks: str) -> Losses:
         return Losses(number, tangents, node, frozenset(others - {at}))
     shapes = ", ".join(str(tuple(value_of(node).shape)) for node in own) or "none"
     views = " Some are views of one tensor: return that tensor, or a .clone() of each view." if outside else ""
-    raise PolicyError(
-        f"{asks} needs the losses of the model: differentiable scalar outputs (in a tuple, list or mapping), or one "
-        f"tensor [K] with all of them, of a fixed size; the differentiable outputs have the shapes {shapes}.{views} "
-        "Compute the losses in the model's forward and return them; to evaluate a model that returns none then, call "
-        "it under torch.no_grad()",
-        code="losses",
-    )
+    refuse(asks.insertion, Context(asks.site, returned=f"{shapes}.{views}"))
+    raise AssertionError("no losses")
 
 
-def _checked(number: int, asks: str) -> int:
+def _checked(number: int, asks: AsksForLosses) -> int:
     if number > MOST:
-        raise PolicyError(
-            f"{asks}: the model returns {number} losses, each of which would have a backward of its own; at most "
-            f"{MOST} can be. Is this the loss of each example? Return its mean",
-            code="losses",
-        )
+        text = f"{number} losses, each of which would have a backward of its own; at most {MOST}"
+        refuse(asks.insertion, Context(asks.site, too_many_losses=text))
     return number
 
 
@@ -108,7 +110,7 @@ class LossGradients:
     ``acting`` are the markers of errors that actions change.
     """
 
-    def __init__(self, marked: MarkedJointGraph, asks: str, acting: Collection[fx.Node]) -> None:
+    def __init__(self, marked: MarkedJointGraph, asks: AsksForLosses, acting: Collection[fx.Node]) -> None:
         # By the names of nodes of this backward: that of the plain node, and the loss; None of a sum or of zeros.
         self.copies: dict[str, tuple[str, int | None]] = {}
         self.sums: list[fx.Node] = []  # over the losses, for what is not copied
@@ -281,12 +283,8 @@ class LossGradients:
         else:
             return
         line = line_in(self._marked, node)
-        raise PolicyError(
-            f"{self._asks} needs the gradient of each loss by itself, and the op {name}{f' ({line})' if line else ''} "
-            f"in the shared part of their backward {what}. Leave out the parameters behind it, or take an error site "
-            "between this op and the losses",
-            code="losses",
-        )
+        op = f"{name}{f' ({line})' if line else ''} in the shared part of their backward {what}"
+        refuse(self._asks.insertion, Context(self._asks.site, op_of_all_losses=op))
 
     def _add_up(self, nodes: Sequence[fx.Node], copies: Copies) -> None:
         """Let the readers of copied nodes that were not copied read the sums."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import AverageOverRanks, Insertion, ReplaceTensor, WeighLossGradients
@@ -59,12 +58,8 @@ def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[Group]:
             _check_averages(group, point, plan)
         if "error" in kinds and len(group.points) > 1:
             sites = ", ".join(str(point.site) for point in group.points[:3])
-            raise PolicyError(
-                f"{describe(group.action)} is at {sites}{', ...' if len(group.points) > 3 else ''}: a group is at "
-                'gradient sites, or at one error site. Take gradients (gr.on("gradient:trunk.*", ...)), or one error '
-                "site (with #call if its module is called more than once), or give each a group of its own",
-                code="losses",
-            )
+            sites = f"{sites}{', ...' if len(group.points) > 3 else ''}"
+            refuse(group.insertion, Context(group.points[0].site, sites=sites))
         _check_others(group, plan)
     return groups
 
@@ -83,14 +78,7 @@ def _check_averages(group: Group, point: InsertionPoint, plan: InsertionPlan) ->
     several = [i for own in plan.single.values() for i in own]
     averages = several if point.site.kind == "error" else late  # gradients are averaged upstream
     average = next((i.action for i in averages if _averages_over_several(i)), None)
-    if average is None:
-        return
-    raise PolicyError(
-        f"{point.site}: {describe(group.action)} comes before {describe(average)}, so that each process would weigh by "
-        "the gradients of its own examples, with weights of its own. Weigh at gradient sites, behind the average: list "
-        "AllReduce first; the gradient of each loss is then averaged",
-        code="losses",
-    )
+    refuse(group.insertion, Context(point.site, later_average="" if average is None else describe(average)))
 
 
 def _averages_over_several(insertion: Insertion) -> bool:
@@ -99,22 +87,13 @@ def _averages_over_several(insertion: Insertion) -> bool:
 
 def _check_others(group: Group, plan: InsertionPlan) -> None:
     """Raise PolicyError for per-example actions, and for groups that would come before the weighing."""
-    start = _named(group)
+    site = group.points[0].site
     all_insertions = [*(i for own in plan.single.values() for i in own), *(other.insertion for other in plan.groups)]
-    examples = [insertion.action for insertion in all_insertions if needs_examples(insertion)]
-    if examples:
-        raise PolicyError(
-            f"{start} and {describe(examples[0])} are in one policy: a gradient has terms of losses, or of "
-            "examples. Take one of them, or compute the figures of examples in a run of their own",
-            code="losses",
-        )
+    for insertion in filter(needs_examples, all_insertions):
+        refuse(group.insertion, Context(site, of_examples=describe(insertion.action)))
     for other in plan.groups[: plan.groups.index(group)]:
         if not _weighs(other) and not set(other.points).isdisjoint(group.points):
-            raise PolicyError(
-                f"{start} comes after {describe(other.action)}, a group action, which acts on the weighted sums: list "
-                "it after WeighLosses",
-                code="losses",
-            )
+            refuse(group.insertion, Context(site, earlier_group=describe(other.action)))
 
 
 def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients) -> SeparatedPlan:
@@ -125,12 +104,9 @@ def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients
         texts = [f"{_named(group)}: the model returns one loss, and nothing is weighed" for group in groups]
         return SeparatedPlan(plan, notes=tuple(texts))
     rows, markers = losses.separate([point.node for point in targets], {point.marker for point in targets})
-    for point in targets:
-        if point.marker in markers:
-            raise PolicyError(
-                f"{point.site}: the losses are weighed here, and once more upstream by another group; keep one of them",
-                code="losses",
-            )
+    for group in groups:
+        for point in group.points:
+            refuse(group.insertion, Context(point.site, is_weighed_upstream=point.marker in markers))
     for point in plan.single:
         _refresh(point)
     number = losses.losses.number

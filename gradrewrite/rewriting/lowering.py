@@ -26,6 +26,7 @@ from gradrewrite.policy.insertions import (
     group_effect,
 )
 from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.sites import Site
 
@@ -119,12 +120,7 @@ def lower_saved(answers: Sequence[Answered], site: Site) -> SavedPlan:
             measured.append(insertion)
     kinds = [type(insertion.action) for insertion in forms.values()]
     if (recomputation is not None and forms) or len(set(kinds)) < len(kinds):
-        given = ", ".join(describe(a.action) for a in answers)
-        raise PolicyError(
-            f"{site}: {given}: one tensor is kept in one form, which Offload() may keep in host memory, or it is "
-            "computed again; let the rules match different sites",
-            code="saved-tensor",
-        )
+        refuse(answers[0].insertion, Context(site, forms=", ".join(describe(a.action) for a in answers)))
     return SavedPlan(tuple(forms.values()), recomputation, tuple(measured))
 
 

@@ -19,7 +19,7 @@ from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.distributed.layouts import Layout
-from gradrewrite.errors import CallbackError, PolicyError, UnsupportedGradientError
+from gradrewrite.errors import CallbackError, UnsupportedGradientError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.attribution import backward_names, read_provenance, with_edits
 from gradrewrite.ir.bases import base_of
@@ -65,7 +65,7 @@ from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.example_gradients import Asked, ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint, find_insertion_points
-from gradrewrite.rewriting.loss_gradients import LossGradients, Rows, unbound_as, weighted_sum
+from gradrewrite.rewriting.loss_gradients import AsksForLosses, LossGradients, Rows, unbound_as, weighted_sum
 from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.rewriting.loss_weighing import SeparatedPlan, Weighing, check_weighing, separate, tensor_type_of
 from gradrewrite.rewriting.lowering import Group, InsertionPlan, lower, reads_losses
@@ -279,10 +279,10 @@ class Rewriter:
         for point, insertion in reading.items():
             refuse(insertion, Context(point.site, tensor_type_of(point), is_part))
         groups = check_weighing(plan, is_part=is_part)
-        asking = [(point.site, insertion.action) for point, insertion in reading.items()]
-        site, action = (asking or [(group.points[0].site, group.action) for group in groups])[0]
+        asking = [AsksForLosses(insertion, point.site) for point, insertion in reading.items()]
+        asking += [AsksForLosses(group.insertion, group.points[0].site) for group in groups]
         acting = {point.marker for point in plan.changed() if point.marker is not None}
-        self.losses = LossGradients(self._marked, f"{site}: {describe(action)}", acting)
+        self.losses = LossGradients(self._marked, asking[0], acting)
         rows = self.losses.measured([point.node for point in reading])
         self._loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}
         return separate(plan, groups, self.losses)
@@ -649,7 +649,7 @@ class Rewriter:
         for point, own in zip(members, rows, strict=True):
             for node in own.values():
                 check_dense(insertion.action, point.site, value_of(node))
-            _check_same_device(insertion.action, first.site, point.site)
+            _check_same_device(insertion, first.site, point.site)
         mode = self._mode(first.site, where)
         gramian = self.losses.gramian(rows, mode.scale, first.before, is_opaque=mode.is_opaque)
         weights, traced, extras, new = self._weights(weighing, first, gramian, replace(mode, scale=None))
@@ -776,12 +776,8 @@ class Rewriter:
 
 def _check_kept(point: InsertionPoint, insertion: Insertion, traced: TracedAction) -> None:
     """Raise PolicyError for tensors that are to be kept of each of several losses: one site has one."""
-    if point.loss is not None and any(isinstance(report, Kept) for report in traced.reports):
-        raise PolicyError(
-            f"{point.site}: {describe(insertion.action)} is asked for the gradient of each loss, and a site keeps one "
-            "tensor. List it behind WeighLosses, where it keeps the weighted sum; Observe has figures of each loss",
-            code="losses",
-        )
+    keeps_each = point.loss is not None and any(isinstance(report, Kept) for report in traced.reports)
+    refuse(insertion, Context(point.site, keeps_each=keeps_each))
 
 
 def _updated_inputs(graph: fx.Graph, gradients: Iterable[fx.Node]) -> set[fx.Node]:
@@ -806,13 +802,9 @@ def _recording() -> Recording:
     return found
 
 
-def _check_same_device(action: Any, first: Site, site: Site) -> None:
-    if site.device != first.device:
-        raise PolicyError(
-            f"{site}: {describe(action)} has gradients on {first.device} ({first}) and on {site.device}; give the "
-            "sites of each device a group of their own",
-            code="losses",
-        )
+def _check_same_device(insertion: Insertion, first: Site, site: Site) -> None:
+    other = "" if site.device == first.device else f"{first.device} ({first})"
+    refuse(insertion, Context(site, first_device=other))
 
 
 def _is_on_cuda(node: fx.Node) -> bool:

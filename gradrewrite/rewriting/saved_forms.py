@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from gradrewrite._compat import aot_autograd, make_fx, operators
-from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
@@ -21,6 +20,7 @@ from gradrewrite.policy.actions import Policy, describe
 from gradrewrite.policy.insertions import Insertion, KeepTensor, Omitted, ReplaceTensor, StoreSaved
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
 from gradrewrite.policy.sampling import Measured, sampled
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
 from gradrewrite.rewriting.lowering import SavedPlan, lower_saved
 from gradrewrite.rewriting.record_packing import RecordPacking
@@ -119,11 +119,7 @@ class SavedInsertion:
         is_random = number in self._saved.random
         if is_random or number in self._saved.collective:
             reason = "draws random numbers, and would draw others" if is_random else "waits for other processes"
-            raise PolicyError(
-                f"{site}: {describe(recomputation.action)}: the op {site.op} {reason}; leave this site out, or let "
-                "Store keep it in a narrower form",
-                code="saved-tensor",
-            )
+            refuse(recomputation, Context(site, not_repeatable=reason))
 
     def result(self) -> SavedRewrite:
         """Return the result at the saved tensors."""

@@ -128,6 +128,78 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         r"under FSDP2 \(fully_shard\) with 2 processes: each process would clip its own gradients",
         Context(site(), around=FSDP, num_ranks=2, is_averaged=True),
     ),
+    "several_errors": (
+        LOSSES,
+        Context(site("error"), sites="error:w, error:v"),
+        r"WeighLosses\(UPGrad\(\)\) is at error:w, error:v: a group is at gradient sites, or at one error site\. Take",
+        Context(site("error")),
+    ),
+    "average_behind": (
+        LOSSES,
+        Context(site(), later_average="AllReduce()"),
+        r"gradient:w: WeighLosses\(UPGrad\(\)\) comes before AllReduce\(\), so that each process would weigh by",
+        Context(site()),
+    ),
+    "examples_beside": (
+        LOSSES,
+        Context(site(), of_examples="ClipPerExample(1.0)"),
+        r"WeighLosses\(UPGrad\(\)\) and ClipPerExample\(1\.0\) are in one policy: a gradient has terms of losses",
+        Context(site()),
+    ),
+    "group_before": (
+        LOSSES,
+        Context(site(), earlier_group="ClipByGlobalNorm(1.0)"),
+        r"comes after ClipByGlobalNorm\(1\.0\), a group action, which acts on the weighted sums: list it after",
+        Context(site()),
+    ),
+    "weighed_twice": (
+        LOSSES,
+        Context(site("error"), is_weighed_upstream=True),
+        "error:w: the losses are weighed here, and once more upstream by another group; keep one of them",
+        Context(site("error")),
+    ),
+    "two_devices": (
+        LOSSES,
+        Context(site(), first_device="cuda:0 (gradient:v)"),
+        r"has gradients on cuda:0 \(gradient:v\) and on cpu; give the sites of each device a group of their own",
+        Context(site()),
+    ),
+    "kept_of_each_loss": (
+        P.Keep(),
+        Context(site(), keeps_each=True),
+        r"Keep\(\) is asked for the gradient of each loss, and a site keeps one tensor\. List it behind WeighLosses",
+        Context(site()),
+    ),
+    "no_loss": (
+        LOSSES,
+        Context(site(), returned="(2, 3)."),
+        r"\(\)\) needs the losses of the model: .* the shapes \(2, 3\)\. Compute the losses in the model's forward and",
+        Context(site()),
+    ),
+    "a_loss_of_each_example": (
+        LOSSES,
+        Context(site(), too_many_losses="100 losses, each of which would have a backward of its own; at most 64"),
+        "the model returns 100 losses, .*; at most 64 can be. Is this the loss of each example",
+        Context(site()),
+    ),
+    "random_op": (
+        LOSSES,
+        Context(site(), op_of_all_losses="aten.rand (net.py:3) draws random numbers"),
+        r"needs the gradient of each loss by itself, and the op aten.rand \(net.py:3\) draws random numbers\. Leave",
+        Context(site()),
+    ),
+    "two_forms": (
+        P.Store("int8"),
+        Context(site("saved"), forms="Store('int8'), Recompute()"),
+        r"saved:w: Store\('int8'\), Recompute\(\): one tensor is kept in one form, which Offload\(\) may keep",
+        Context(site("saved")),
+    ),
+    "not_again": (
+        P.Recompute(),
+        Context(site("saved"), not_repeatable="draws random numbers, and would draw others"),
+        r"saved:w: Recompute\(\): the op  draws random numbers, and would draw others; leave this site out",
+        Context(site("saved")),
+    ),
 }
 
 
