@@ -44,7 +44,7 @@ from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.function_values import FunctionValues
-from gradrewrite.rewriting.rewrite import RewriteResult, rewrite_and_compare, rewrite_joint_graph
+from gradrewrite.rewriting.joint import RewriteResult, rewrite_and_compare, rewrite_joint_graph
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")

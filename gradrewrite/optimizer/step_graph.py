@@ -47,11 +47,13 @@ from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode, check_dense
+from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense
+from gradrewrite.rewriting.canvas import Canvas
+from gradrewrite.rewriting.inserters.group import insert_group
+from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import Group, is_in_units, lower
 from gradrewrite.rewriting.record_nodes import RecordNode
-from gradrewrite.rewriting.rewrite import Rewriter
 from gradrewrite.sites import Site
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,7 +133,7 @@ def rewrite_step(
     for point, own in plan.single.items():
         spread = builder.spreads[point.order]
         if spread is None:
-            builder.rewriter.insert(point, own)
+            insert(builder.canvas, point, own)
         else:
             for insertion in own:
                 builder.insert_at_part(point, insertion, spread)
@@ -149,7 +151,7 @@ def rewrite_step(
             builder.insert_scaling(group, group.effect, scale, divides=divides)
         else:
             builder.refuse_parts(group.insertion, group.points)
-            builder.rewriter.insert_group(group, builder.where(group.effect.group))
+            insert_group(builder.canvas, group, builder.where(group.effect.group))
     builder.name_judges(plan.groups)
     return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
 
@@ -176,8 +178,7 @@ class _Builder:
         self.owner = fx.GraphModule({}, graph)
         self.graph = self.owner.graph
         self.settings = settings
-        self.rewriter = Rewriter(self.graph, states=settings.states)
-        self.tracer = ActionTracer()
+        self.canvas = Canvas(self.graph, states=settings.states)
         self.spreads = [given.spread for given in gradients]
         self.measured: dict[int, list[RecordNode]] = defaultdict(list)  # of parts on this rank, by the point's order
         self.norms: dict[Hashable, list[tuple[tuple[Site, ...], fx.Node]]] = defaultdict(list)  # of groups, by members
@@ -207,19 +208,19 @@ class _Builder:
                 return
             case ReplaceTensor() | KeepTensor() as effect:
                 self._refuse_unless_elementwise(point, insertion, effect, spread)
-        self.rewriter.insert(point, [insertion])
+        insert(self.canvas, point, [insertion])
 
     def _measure_part(self, point: InsertionPoint, insertion: Insertion, measure: MeasureTensor) -> None:
-        rewriter = self.rewriter
-        node = rewriter.current(point.node)
-        keys = tuple(rewriter.packing.numbering.new(measure.statistics, str(point.site)))
-        rewriter.packing.note_measured(insertion, keys, point.site)
+        canvas = self.canvas
+        node = canvas.current(point.node)
+        keys = tuple(canvas.packing.numbering.new(measure.statistics, str(point.site)))
+        canvas.packing.note_measured(insertion, keys, point.site)
         self.measured[point.order] += [
             RecordNode((k,), node, is_forward=False, skips=measure.fails == "skip") for k in keys
         ]
-        rewriter.note(point.site, insertion, (), keys)
+        canvas.note(point.site, insertion, (), keys)
         if measure.fails is not None:
-            rewriter.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
+            canvas.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
 
     def _refuse_unless_elementwise(
         self, point: InsertionPoint, insertion: Insertion, effect: ReplaceTensor | KeepTensor, spread: Spread
@@ -245,8 +246,8 @@ class _Builder:
         with part.fake_mode:  # type: ignore[attr-defined]
             whole = torch.empty(sizes, dtype=part.dtype, device=part.device)
             further = [torch.empty_like(whole)] if _reads_value(insertion) else []
-        mode = TraceMode(states=self.rewriter.states_at(str(point.site)))
-        return self.tracer.trace(insertion, effect.run, point.site, whole, mode, further)
+        mode = TraceMode(states=self.canvas.states_at(str(point.site)))
+        return self.canvas.tracer.trace(insertion, effect.run, point.site, whole, mode, further)
 
     def refuse_parts(self, insertion: Insertion, members: Sequence[InsertionPoint]) -> None:
         """Raise PolicyError for a group action that needs whole gradients where one is spread over ranks."""
@@ -258,14 +259,14 @@ class _Builder:
 
     def exchange(self, settings: ExchangeSettings) -> None:
         """Let ranks exchange the figures of the gradients that are spread over them, and their verdicts."""
-        packing = self.rewriter.packing
+        packing = self.canvas.packing
         figures: list[SlotPart] = []
         measured = {n: iter(own) for n, own in self.measured.items()}
         uses: list[RecordNode | None] = []
         for slot in slots_of(settings.sites):
             here = [(m.position, m.spread) for m in slot.members if m.position is not None]
             part = next(measured[here[0][0]]) if here and slot.group is None else None
-            nodes = [self.rewriter.current(self.points[n].node) if part is None else part.node for n, _ in here]
+            nodes = [self.canvas.current(self.points[n].node) if part is None else part.node for n, _ in here]
             parts = [Part(spread, value_of(node).numel()) for (_, spread), node in zip(here, nodes, strict=True)]
             figures.append(SlotPart(slot, tuple(nodes), tuple(parts), part is not None and part.skips))
             uses.append(part)
@@ -286,12 +287,12 @@ class _Builder:
 
     def insert_scaling(self, group: Group, effect: ScaleGroup, scale: fx.Node | None, *, divides: bool) -> None:
         """Insert a group's factor; the gradients are multiplied after the graph."""
-        rewriter, insertion, points = self.rewriter, group.insertion, group.points
+        canvas, insertion, points = self.canvas, group.insertion, group.points
         for point in points:
             check_dense(insertion.action, point.site, value_of(point.node))
         wholes = self.norms[insertion.group]
         plain = [point for point in points if self.spreads[point.order] is None]
-        nodes = [rewriter.current(point.node) for point in plain]
+        nodes = [canvas.current(point.node) for point in plain]
         known = self._norms_apart(nodes) if effect.norm_type == 2 else None
         is_apart = known is not None
         norms, order, measured = known or (nodes, list(range(len(nodes))), [])
@@ -299,7 +300,7 @@ class _Builder:
         members = [*(site for sites, _ in wholes for site in sites), *(plain[n].site for n in order)]
         measured = [*self.exchanged, *measured] if wholes else measured
         where = self.where(effect.group)
-        states = rewriter.states_at(where)
+        states = canvas.states_at(where)
         with recording(value_of(points[0].node).device, states=states) as reported:
 
             def factor(*values: Tensor) -> list[Tensor]:
@@ -320,12 +321,12 @@ class _Builder:
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        keys, _ = rewriter.packing.add(insertion, where, points[0].site, traced.reports, extras, members)
-        rewriter.packing.groups.append(str(effect.group))
+        keys, _ = canvas.packing.add(insertion, where, points[0].site, traced.reports, extras, members)
+        canvas.packing.groups.append(str(effect.group))
         names = tuple(node.name for node in (*measured, *new))
         for n, point in enumerate(points):
             own = tuple(key for key in keys if key.site in (where, str(point.site)))
-            rewriter.note(point.site, insertion, () if n else names, own)
+            canvas.note(point.site, insertion, () if n else names, own)
         self.scaled.append(tuple(point.order for point in points))
         self.factors.append(result)
 
@@ -340,7 +341,7 @@ class _Builder:
     def _insert_total(
         self, number: int, wholes: Sequence[fx.Node], points: Sequence[InsertionPoint], scale: fx.Node | None
     ) -> None:
-        nodes = [self.rewriter.current(point.node) for point in points if self.spreads[point.order] is None]
+        nodes = [self.canvas.current(point.node) for point in points if self.spreads[point.order] is None]
         norms, _, measured = (self._norms_apart(nodes, always=True) if nodes else None) or ([], [], [])
         inputs = [*wholes, *norms, *([] if scale is None else [scale])]
         if not (wholes or norms):
@@ -357,7 +358,7 @@ class _Builder:
 
     def name_judges(self, groups: Sequence[Group]) -> None:
         """Make the keys of the records of judges, behind those of group actions."""
-        numbering = self.rewriter.packing.numbering
+        numbering = self.canvas.packing.numbering
         points_of = {group.insertion.group: group.points for group in groups}
         for number, (insertion, effect) in enumerate(self.settings.judges):
             where, points = self.where(effect.group), points_of.get(insertion.group, ())
@@ -368,7 +369,7 @@ class _Builder:
             self.judges.append(judge)
             _, names = self.totals.get(number, (None, ()))
             for n, point in enumerate(points):
-                self.rewriter.note(point.site, insertion, () if n else names, judge.keys)
+                self.canvas.note(point.site, insertion, () if n else names, judge.keys)
 
     def _norms_apart(
         self, nodes: Sequence[fx.Node], *, always: bool = False
@@ -394,7 +395,7 @@ class _Builder:
 
         Returns flat nodes with the norms, the positions of the given nodes in their order, and all new nodes.
         """
-        packing = self.rewriter.packing
+        packing = self.canvas.packing
         own = {node: [r for r in packing.records if r.statistics and r.node is node] for node in nodes}
         alike: dict[Hashable, list[fx.Node]] = {}
         for node in nodes:
@@ -426,19 +427,19 @@ class _Builder:
 
     def finish(self, sites: Sequence[Site], is_divided: bool, takes_scale: bool) -> StepRewrite:
         """Add the auxiliary outputs."""
-        rewriter, graph = self.rewriter, self.graph
-        rewriter.packing.follow(rewriter.current, graph)
+        canvas, graph = self.canvas, self.graph
+        canvas.packing.follow(canvas.current, graph)
         totals = [node for node, _ in self.totals.values()]
         added = [*self.factors, *totals, *([] if self.votes is None else [self.votes])]
         if added:
             editing.add_outputs(graph, added)
-        outputs, record_nodes = rewriter.packing.pack_into(graph, rewriter.forward)
+        outputs, record_nodes = canvas.packing.pack_into(graph, canvas.forward)
         editing.release(graph)
         graph.eliminate_dead_code()
         graph.lint()
         self.owner.recompile()
         present = {node.name for node in graph.nodes}
-        edits = tuple(replace(e, nodes=tuple(n for n in e.nodes if n in present)) for e in rewriter.edits)
+        edits = tuple(replace(e, nodes=tuple(n for n in e.nodes if n in present)) for e in canvas.edits)
         names = tuple(node.name for node in record_nodes if node.name in present)
         labels = [str(point.site) for point in self.points]
         labels += ["grad_scale" if is_divided else "factor"] * len(self.factors)

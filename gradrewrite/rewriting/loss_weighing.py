@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from gradrewrite.ir import editing
+from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import AverageOverRanks, Insertion, ReplaceTensor, WeighLossGradients
 from gradrewrite.policy.scope import Context, needs_examples, refuse
+from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.loss_gradients import LossGradients
-from gradrewrite.rewriting.lowering import Group, InsertionPlan
+from gradrewrite.rewriting.loss_gradients import AsksForLosses, LossGradients
+from gradrewrite.rewriting.lowering import Group, InsertionPlan, reads_losses
 from gradrewrite.rewriting.record_nodes import LossOf
 
 ByLoss = Mapping[int, InsertionPoint]
@@ -46,6 +48,25 @@ class SeparatedPlan:
         """Return these points, with that of the first loss in the place of several."""
         several = {**self.split, **{p: own for weighing in self.weighings for p, own in weighing.members.items()}}
         return [next(iter(several[point].values())) if point in several else point for point in points]
+
+
+def take_apart(canvas: Canvas, marked: MarkedJointGraph, plan: InsertionPlan) -> SeparatedPlan:
+    """Take the backward of losses apart where an action asks for the gradient of each; return the plan for that."""
+    reading = {p: i for p, own in plan.single.items() for i in own if reads_losses(i)}
+    weighed = [group for group in plan.groups if isinstance(group.effect, WeighLossGradients)]
+    if not (reading or weighed):
+        return SeparatedPlan(plan)
+    is_part = not (marked.is_whole and marked.is_last)
+    for point, insertion in reading.items():
+        refuse(insertion, Context(point.site, tensor_type_of(point), is_part))
+    groups = check_weighing(plan, is_part=is_part)
+    asking = [AsksForLosses(insertion, point.site) for point, insertion in reading.items()]
+    asking += [AsksForLosses(group.insertion, group.points[0].site) for group in groups]
+    acting = {point.marker for point in plan.changed() if point.marker is not None}
+    canvas.losses = LossGradients(marked, asking[0], acting)
+    rows = canvas.losses.measured([point.node for point in reading])
+    canvas.loss_rows = {point.site: own for point, own in zip(reading, rows, strict=True)}
+    return separate(plan, groups, canvas.losses)
 
 
 def check_weighing(plan: InsertionPlan, *, is_part: bool) -> list[Group]:

@@ -29,6 +29,8 @@ from gradrewrite.passes import (
     WeighLosses,
     Zero,
 )
+from gradrewrite.policy.insertions import Insertion, ReplaceTensor
+from gradrewrite.sites import Kind
 
 from helpers import failure
 from models.several_losses import SeveralLosses
@@ -209,11 +211,10 @@ def test_a_policy_is_asked_once_a_site() -> None:
 
 
 class Double:
-    kinds = frozenset(("error",))
-    has_units = True
+    kinds: frozenset[Kind] = frozenset(("error",))
 
-    def apply(self, tensor: Tensor) -> Tensor:
-        return 2 * tensor
+    def at(self, site: gr.Site) -> Insertion:
+        return Insertion(self, ReplaceTensor(lambda tensor: 2 * tensor), self.kinds, has_units=True)
 
 
 def recorded(g: Tensor) -> Tensor:

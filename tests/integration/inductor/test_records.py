@@ -12,7 +12,7 @@ from torch._inductor import metrics
 
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
-from gradrewrite.rewriting import rewrite
+from gradrewrite.rewriting import canvas
 
 from models.gpt import Gpt, batch
 from models.small import Lambda
@@ -29,9 +29,9 @@ def both(plain: nn.Module, policy: Any, **options: Any) -> list[gr.RewrittenModu
 
 @pytest.mark.parametrize("many", [0, 1000], ids=["opaque", "traced"])
 def test_records_are_those_of_op_by_op(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrite, "MANY", many)
+    monkeypatch.setattr(canvas, "MANY", many)
     if many:
-        monkeypatch.setattr(rewrite, "MEASURED_APART", frozenset())
+        monkeypatch.setattr(canvas, "MEASURED_APART", frozenset())
     policy = [gr.on("*", ALL), gr.on("*/*", ALL), gr.on("*", CheckFinite("record")), gr.on("error:*", ClipByNorm(0.1))]
     net = Lambda(
         lambda net, x: net.two(torch.tanh(net.one(x)).relu()).sigmoid().sum(), one=nn.Linear(6, 8), two=nn.Linear(8, 3)

@@ -39,9 +39,9 @@ def test_what_is_sent_does_not_grow_with_the_ranks(world: int) -> None:
         ranks = tuple(range(world))
         sites = [
             SpreadSite(
-                gr.Site("step", f"w{n}", shape=(64, 64), dtype=torch.float32),
+                site := gr.Site("step", f"w{n}", shape=(64, 64), dtype=torch.float32),
                 Spread(ranks, 1, 4096),
-                tuple(Answered((0,), action, "step:*") for action in ACTIONS),
+                tuple(Answered((0,), action.at(site)) for action in ACTIONS),
                 None,
             )
             for n in range(300)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.ir import ops
 from gradrewrite.passes import CheckFinite, Observe
-from gradrewrite.rewriting import rewrite
+from gradrewrite.rewriting import canvas
 
 from helpers import mostly_slow
 from models.small import Sines
@@ -91,7 +91,7 @@ def test_records_of_observe(kind: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_many_sites_are_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU statistics are always opaque, elsewhere from ``rewrite.MANY`` sites on; the figures are the same."""
+    """On the CPU statistics are always opaque, elsewhere from ``canvas.MANY`` sites on; the figures are the same."""
 
     figures = []
     for patterns in (["error:h*", "activation:h*"], ["error:h0", "activation:h0"]):
@@ -99,7 +99,7 @@ def test_many_sites_are_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         model().backward()
         figures.append(model.monitor.latest())
         assert "aten.amax" not in str(model.trace())
-    monkeypatch.setattr(rewrite, "MEASURED_APART", frozenset())
+    monkeypatch.setattr(canvas, "MEASURED_APART", frozenset())
     for count in (2, 40):
         policy = gr.on("error:h*", Observe("max_abs")), gr.on("activation:h*", Observe("max_abs"))
         assert ("aten.amax" in str(gr.transform(Sines(count, 8), list(policy)).trace())) == (count == 2)

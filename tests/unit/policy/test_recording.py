@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm, ClipByValue, Keep, Observe
-from gradrewrite.rewriting import rewrite
+from gradrewrite.rewriting import canvas
 
 from helpers import Probe
 from models.small import Broken
@@ -95,7 +95,7 @@ def test_bounds_that_are_numbers_and_bounds_that_are_tensors_are_told_apart(boun
 
 @pytest.mark.slow
 def test_observing_many_gradients_leaves_the_measurement_of_an_error_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrite, "MEASURED_APART", frozenset())
+    monkeypatch.setattr(canvas, "MEASURED_APART", frozenset())
     plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
     alone, beside = (gr.transform(plain, policy).trace(torch.ones(1, 2)) for policy in _observing(plain))
     measured = [e.nodes for graph in (alone, beside) for e in graph.edits if e.site.kind == "error"]

@@ -1,0 +1,140 @@
+"""The canvas: a graph while insertions are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import make_fx
+from gradrewrite.ir import editing
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.record_layout import FiniteCheck
+from gradrewrite.ir.reports import Check
+from gradrewrite.policy.insertions import (
+    Insertion,
+)
+from gradrewrite.policy.state_store import StateScope, StateStore
+from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode
+from gradrewrite.rewriting.example_gradients import ExampleGradients
+from gradrewrite.rewriting.forward_values import ForwardValues
+from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.loss_gradients import LossGradients, Rows
+from gradrewrite.rewriting.loss_scale import LossScale
+from gradrewrite.rewriting.record_nodes import RecordNumbering
+from gradrewrite.rewriting.record_packing import RecordPacking
+from gradrewrite.sites import IN_FORWARD, Site
+
+# From this many measured errors and activations on, their statistics are opaque, except on CUDA: see docs/design.md.
+MANY = 64
+# Where errors and activations are always measured by an operation of our own, which reads memory at full speed.
+MEASURED_APART = frozenset(("cpu",))
+
+
+class Canvas:
+    """A graph while insertions are made: current values, edits, reports and states; it knows no inserter."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        scale: LossScale | None = None,
+        states: StateStore | None = None,
+        marked: MarkedJointGraph | None = None,
+        label: str = "",
+    ) -> None:
+        self.graph = graph
+        self.forward = ForwardValues(graph)
+        self.packing = RecordPacking(numbering=RecordNumbering(label))
+        self.tracer = ActionTracer()
+        self.edits: list[Edit] = []
+        self.is_whole = marked is None or marked.is_whole
+        self.num_measured = 0  # errors and activations
+        self.changed: set[fx.Node] = set()  # markers of errors that actions change
+        self.averaged: set[str] = set()  # names of nodes
+        self.examples = None if marked is None else ExampleGradients(marked)  # None where the inputs are not known
+        self.losses: LossGradients | None = None  # None where no action asks for those of single losses
+        self.loss_rows: dict[Site, Rows] = {}  # gradients of each loss, before any action
+        self._scale = scale
+        self._states = states
+        self._scopes: dict[str, StateScope] = {}
+        self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """Return the current successor of a node.
+
+        An error that passes an op unchanged (the sum of a residual) is the marker of another site, whose actions may
+        replace it later.
+        """
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def replace(self, point: InsertionPoint, result: fx.Node) -> None:
+        """Replace the value of a point for its readers."""
+        if point.marker is not None:
+            editing.reroute(point.marker, result)
+            self._replaced[point.marker] = result
+        elif point.output is not None:
+            editing.replace_output(self.graph, point.output, result)
+        point.node = result  # of an activation too, which only the next action reads: the forward is never changed
+
+    def splice(
+        self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Insert the graph of an action at a point; return the nodes of its outputs, and all new ones."""
+        tag = "must_be_in_backward" if traced.reads_live else "is_backward"
+        tag = "is_forward" if point.site.kind == "activation" else tag
+        return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
+
+    def compute(
+        self, run: Callable[..., Sequence[Tensor]], nodes: Sequence[fx.Node], before: fx.Node, tag: str = "is_backward"
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Insert a function of the values of nodes; return the nodes of its results, and all new ones."""
+        return editing.splice(make_fx.trace(run, list(map(value_of, nodes))), self.graph, nodes, before, tag)
+
+    def note(
+        self, site: Site, insertion: Insertion, nodes: tuple[str, ...] = (), keys: tuple[RecordKey, ...] = ()
+    ) -> None:
+        """List an edit."""
+        self.edits.append(Edit(site, insertion.action, nodes, keys, insertion))
+
+    def check(self, point: InsertionPoint, check: Check[RecordKey], seen: fx.Node) -> None:
+        """Let the count of a check decide whether the value of a node is finite at a site."""
+        self.packing.checks.append(FiniteCheck(point.site, check.on_failure, check.count, point.order, seen.name))
+
+    def take_new(self) -> list[fx.Node]:
+        """Return the nodes with figures of single examples and losses that were inserted since the last call."""
+        sources = (self.examples, self.losses)
+        return [node for source in sources if source is not None for node in source.take_new()]
+
+    def states_at(self, where: str) -> StateScope | None:
+        """Return the states of the actions at a site, or of a group."""
+        if self._states is None:
+            return None
+        return self._scopes.setdefault(where, self._states.scope(where))
+
+    def mode(self, site: Site, where: str = "") -> TraceMode:
+        """Return the mode of tracing an action at a site, or of a group (``where`` names its states)."""
+        # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
+        is_apart = is_measured_apart(site.device) or site.kind in ("gradient", "input", "step")
+        is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
+        scale = None if site.kind in IN_FORWARD else self.scale_on(site.device)
+        return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
+
+    def mode_at(self, point: InsertionPoint) -> TraceMode:
+        """Return the mode of tracing an action at a point."""
+        # What acts on the gradient of each loss has states for each.
+        return self.mode(point.site, f"{point.site}/loss{point.loss}" if point.loss is not None else "")
+
+    def scale_on(self, device: torch.device) -> Tensor | None:
+        """Return the loss scale on a device; None where the policy knows none."""
+        return None if self._scale is None else self._scale.on(device)
+
+
+def is_measured_apart(device: torch.device) -> bool:
+    """Return whether errors and activations on a device are measured by an operation of our own."""
+    return device.type in MEASURED_APART
