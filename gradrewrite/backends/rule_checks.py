@@ -16,7 +16,7 @@ from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import callbacks_of, first_guarded_site, may_answer_at, rules_at, rules_of
-from gradrewrite.rewriting.saved_forms import SavedRewrite
+from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Pattern, Site
 
 _OP_BY_OP = (

@@ -37,6 +37,7 @@ from gradrewrite.rewriting.example_gradients import drop_replaced
 from gradrewrite.rewriting.inserters.averages import insert_averages
 from gradrewrite.rewriting.inserters.group import insert_group
 from gradrewrite.rewriting.inserters.losses import weigh_losses
+from gradrewrite.rewriting.inserters.saved import SavedInsertion, SavedRewrite, find_saved
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import FoundPoints, InsertionPoint, find_insertion_points
 from gradrewrite.rewriting.loss_weighing import (
@@ -45,7 +46,6 @@ from gradrewrite.rewriting.loss_weighing import (
 )
 from gradrewrite.rewriting.lowering import Group, InsertionPlan, lower
 from gradrewrite.rewriting.replay_capture import make_replay_graph
-from gradrewrite.rewriting.saved_forms import SavedInsertion, SavedRewrite, find_saved
 from gradrewrite.rewriting.saved_tensors import SavedTensors
 from gradrewrite.sites import Site
 
@@ -192,13 +192,11 @@ def _insert_groups(rewrite: _Rewrite) -> None:
 
 def _insert_at_saved(rewrite: _Rewrite) -> None:
     """Ask the policy at the saved tensors, and insert their forms."""
-    canvas = rewrite.canvas
     if rewrite.saved is None:
         return
-    insertion = SavedInsertion(canvas.graph, rewrite.saved, canvas.tracer, canvas.packing, canvas.edits)
-    further = [record.node for record in canvas.packing.records if not record.is_forward]
-    insertion.ask(rewrite.ask, rewrite.measured, further)
-    insertion.insert(canvas.mode)
+    insertion = SavedInsertion(rewrite.canvas, rewrite.saved)
+    insertion.ask(rewrite.ask, rewrite.measured)
+    insertion.insert()
     rewrite.kept = insertion.result()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradrewrite.rewriting.saved_forms import _next
+from gradrewrite.rewriting.inserters.saved import _next
 from gradrewrite.sites import Site
 
 

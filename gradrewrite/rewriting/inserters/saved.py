@@ -11,7 +11,6 @@ from torch import fx
 
 from gradrewrite._compat import aot_autograd, make_fx, operators
 from gradrewrite.ir import editing, ops
-from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.offloading import fetch
@@ -21,9 +20,8 @@ from gradrewrite.policy.insertions import Insertion, KeepTensor, Omitted, Replac
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
 from gradrewrite.policy.sampling import Measured, sampled
 from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.rewriting.action_tracing import ActionTracer, TraceMode
+from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.lowering import SavedPlan, lower_saved
-from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.rewriting.restored_values import backward_closure, redirect_backward
 from gradrewrite.rewriting.saved_tensors import SavedTensor, SavedTensors
 from gradrewrite.sites import Site
@@ -65,10 +63,8 @@ class SavedRewrite:
 class SavedInsertion:
     """The edits at the saved tensors of one graph, as they are made."""
 
-    def __init__(
-        self, graph: fx.Graph, saved: SavedTensors, tracer: ActionTracer, packing: RecordPacking, edits: list[Edit]
-    ) -> None:
-        self._graph, self._saved, self._tracer, self._packing, self._edits = graph, saved, tracer, packing, edits
+    def __init__(self, canvas: Canvas, saved: SavedTensors) -> None:
+        self._canvas, self._graph, self._saved = canvas, canvas.graph, saved
         self.answers: dict[Site, tuple[Answered, ...]] = {}  # of the policy, by site in the order of the forward
         self.bases: dict[Site, fx.Node] = {}
         self.not_saved: dict[Site, str] = {}  # values that are no sites, and why
@@ -81,8 +77,9 @@ class SavedInsertion:
         self._measuring: set[str] = set()  # rules that measure somewhere
         self._closure: set[fx.Node] = set()  # what only the backward computes
 
-    def ask(self, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured, further: Sequence[fx.Node]) -> None:
+    def ask(self, ask: Callable[[Site], tuple[Answered, ...]], measured: Measured) -> None:
         """Find the saved tensors and ask the policy, also at those that ``Recompute`` leads to."""
+        further = [record.node for record in self._canvas.packing.records if not record.is_forward]
         self._saved.follow()
         while True:
             found, self._names = self._saved.find(further)
@@ -147,22 +144,19 @@ class SavedInsertion:
             notes=tuple(text.format(site, describe(action)) for site, action in idle),
         )
 
-    def insert(self, mode: Callable[[Site], TraceMode]) -> None:
+    def insert(self) -> None:
         """Insert the forms, and let the backward read restored values."""
         self._closure = backward_closure(self._graph)
         for site, plan in self._plans.items():
             base = self.bases[site]
             if plan.recomputation is not None:
-                self._note(site, plan.recomputation)
+                self._canvas.note(site, plan.recomputation)
             decoded = self._insert_forms(site, base, plan.forms) if plan.forms else base
             for insertion in plan.measured:
-                self._measure(site, base, decoded, insertion, mode(site))
+                self._measure(site, base, decoded, insertion)
         if self._restored:
             self._note_twins(redirect_backward(self._graph, self._closure, self._restored, self._is_kept))
             self._prefetch()
-
-    def _note(self, site: Site, insertion: Insertion, nodes: Sequence[fx.Node] = ()) -> None:
-        self._edits.append(Edit(site, insertion.action, tuple(node.name for node in nodes), insertion=insertion))
 
     def _insert_forms(self, site: Site, base: fx.Node, insertions: Sequence[Insertion]) -> fx.Node:
         """Insert encoding and decoding; return the decoded value in the forward."""
@@ -171,7 +165,7 @@ class SavedInsertion:
         made: dict[str, list[fx.Node]] = {form.form: [] for form in forms}
         parts, self._restored[base] = self._insert_form(base, forms, before, made)
         for insertion, form in zip(insertions, forms, strict=True):
-            self._note(site, insertion, made[form.form])
+            self._canvas.note(site, insertion, tuple(node.name for node in made[form.form]))
         if len(forms) == 1:
             return self._restored[base]
         decoded, _ = self._decode(forms[0], parts, base, before)  # which does not come from host memory
@@ -182,8 +176,7 @@ class SavedInsertion:
     ) -> tuple[list[fx.Node], fx.Node]:
         """Insert the first form of a value, and the others of its parts; return these, and the restored value."""
         form, *others = forms
-        traced = make_fx.trace(lambda x: list(form.encode(x)), [value_of(node)])
-        parts, new = editing.splice(traced, self._graph, [node], before, "is_forward")
+        parts, new = self._canvas.compute(lambda x: list(form.encode(x)), [node], before, "is_forward")
         made[form.form] += new
         if others:
             kept = [self._insert_form(part, others, before, made)[1] for part in parts]
@@ -209,19 +202,21 @@ class SavedInsertion:
         assert all(size == 1 or a == b for size, a, b in sizes)
         return result, new
 
-    def _measure(self, site: Site, base: fx.Node, decoded: fx.Node, insertion: Insertion, mode: TraceMode) -> None:
+    def _measure(self, site: Site, base: fx.Node, decoded: fx.Node, insertion: Insertion) -> None:
         if isinstance(insertion.effect, Omitted):
-            self._packing.numbering.new(insertion.effect.names, str(site))
+            self._canvas.packing.numbering.new(insertion.effect.names, str(site))
             return
         assert isinstance(insertion.effect, ReplaceTensor | KeepTensor)
         if decoded is base:
             self._unmeasured.setdefault(insertion.rule, (site, insertion.action))
             return
         self._measuring.add(insertion.rule)
-        traced = self._tracer.trace(insertion, insertion.effect.run, site, value_of(base), mode, [value_of(decoded)])
+        traced = self._canvas.tracer.trace(
+            insertion, insertion.effect.run, site, value_of(base), self._canvas.mode(site), [value_of(decoded)]
+        )
         (_, *extras), new = editing.splice(traced.graph, self._graph, [base, decoded], decoded.next, "is_forward")
-        keys, _ = self._packing.add(insertion, str(site), site, traced.reports, extras)
-        self._edits.append(Edit(site, insertion.action, tuple(node.name for node in new), tuple(keys), insertion))
+        keys, _ = self._canvas.packing.add(insertion, str(site), site, traced.reports, extras)
+        self._canvas.note(site, insertion, tuple(node.name for node in new), tuple(keys))
 
     def _behind_first_reader(self, base: fx.Node) -> fx.Node:
         """Return the node behind a tensor and its first reader in the forward.
@@ -245,9 +240,9 @@ class SavedInsertion:
         self.restoring.update(twin.name for twin in twins)
         for twin, base in twins.items():
             added.setdefault(site_of[base], []).append(twin.name)
-        for number, edit in enumerate(self._edits):
+        for number, edit in enumerate(self._canvas.edits):
             if edit.insertion in self._plans[edit.site].forms[-1:] if edit.site in self._plans else False:
-                self._edits[number] = replace(edit, nodes=(*edit.nodes, *added.get(edit.site, ())))
+                self._canvas.edits[number] = replace(edit, nodes=(*edit.nodes, *added.get(edit.site, ())))
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Return whether the forward keeps a node's value unchanged."""
@@ -263,7 +258,7 @@ class SavedInsertion:
             if readers and node not in closure:
                 first[node] = min(readers)
         copies: dict[str, list[fx.Node]] = {}  # by module, in the order of the backward
-        sites = {node: edit.site for edit in self._edits for node in edit.nodes}
+        sites = {node: edit.site for edit in self._canvas.edits for node in edit.nodes}
         found = [node for node in self._graph.find_nodes(op="call_function", target=fetch) if node in first]
         for node in sorted(found, key=first.__getitem__):
             copies.setdefault(sites[node.name].module, []).append(node)
