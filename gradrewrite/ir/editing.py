@@ -6,7 +6,7 @@ Every verb takes graphs that are consistent and leaves them consistent; none lin
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,22 @@ def splice(
                 combined_kernels.mark(copies[node])
                 new.append(copies[node])
     return [copies[node] for node in outputs_of(traced.graph.output_node())], new
+
+
+def compute(
+    graph: fx.Graph,
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[fx.Node],
+    before: fx.Node,
+    tag: str = "is_backward",
+    *,
+    is_pruned: bool = False,
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Trace a function of the values of nodes, and ``splice`` it in; ``is_pruned`` leaves out unused nodes."""
+    traced = make_fx.trace(run, [node.meta["val"] for node in inputs])
+    if is_pruned:
+        traced.graph.eliminate_dead_code()
+    return splice(traced, graph, inputs, before, tag)
 
 
 def insert_call(

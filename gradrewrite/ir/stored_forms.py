@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import make_fx
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import LIBRARY
@@ -113,15 +113,17 @@ def expand(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=encode):
         tensor, form = node.args
         if not (FORMS[form].is_encoded_apart and value_of(tensor).device.type == "cpu"):
-            traced = make_fx.trace(lambda *xs, form=form: _encode(xs[0], form), [value_of(tensor)])
-            results, _ = editing.splice(traced, graph, [tensor], node, "is_forward")
+            results, _ = editing.compute(graph, partial(_encode, form=form), [tensor], node, "is_forward")
             for getitem in list(node.users):
                 editing.replace_node(getitem, results[getitem.args[1]])
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=decode):
         parts, form, dtype = node.args
         if not (FORMS[form].is_decoded_apart and value_of(node).device.type == "cpu"):
-            values = [value_of(part) for part in parts]
-            traced = make_fx.trace(lambda *xs, form=form, dtype=dtype: [_decode(xs, form, dtype)], values)
-            (result,), _ = editing.splice(traced, graph, parts, node, "is_backward")
+            run = partial(_decoded, form=form, dtype=dtype)
+            (result,), _ = editing.compute(graph, run, parts, node)
             editing.replace_node(node, result)
+
+
+def _decoded(*parts: Tensor, form: str, dtype: torch.dtype) -> list[Tensor]:
+    return [_decode(parts, form, dtype)]

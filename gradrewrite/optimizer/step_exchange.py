@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, fx
 
-from gradrewrite._compat import collectives, make_fx
+from gradrewrite._compat import collectives
 from gradrewrite.distributed.figures import (
     Combination,
     Part,
@@ -142,8 +142,7 @@ def insert_exchange(
         return _exchange(settings, figures, found, own_votes, device)
 
     nodes = [*inputs, *([] if votes is None else [votes])]
-    traced = make_fx.trace(exchange, [value_of(node) for node in nodes])
-    results, new = editing.splice(traced, graph, nodes, graph.output_node(), "is_backward")
+    results, new = editing.compute(graph, exchange, nodes, graph.output_node())
     return (results, None, new) if votes is None else (results[1:], results[0], new)
 
 

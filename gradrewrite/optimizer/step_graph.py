@@ -351,8 +351,7 @@ class _Builder:
             found = list(values) if scale is None else [norm / values[-1].to(norm.device) for norm in values[:-1]]
             return [total_norm_of(found)[0]]
 
-        traced = make_fx.trace(total, [value_of(node) for node in inputs])
-        (node,), new = editing.splice(traced, self.graph, inputs, self.graph.output_node(), "is_backward")
+        (node,), new = editing.compute(self.graph, total, inputs, self.graph.output_node())
         made = [*(self.exchanged if wholes else ()), *measured, *new]
         self.totals[number] = node, tuple(one.name for one in made)
 
@@ -385,8 +384,9 @@ class _Builder:
         if all(v.device.type == "cpu" and not v.is_complex() for v in values):
             self.measured_norms[key] = self._measured_norms(nodes)
         elif always:
-            traced = make_fx.trace(lambda *tensors: [norm_of(tensor) for tensor in tensors], values)
-            norms, new = editing.splice(traced, self.graph, nodes, self.graph.output_node(), "is_backward")
+            norms, new = editing.compute(
+                self.graph, lambda *tensors: list(map(norm_of, tensors)), nodes, self.graph.output_node()
+            )
             self.measured_norms[key] = norms, list(range(len(nodes))), new
         return self.measured_norms.get(key)
 
@@ -412,10 +412,8 @@ class _Builder:
             kinds = [(record.skips, record.statistics) for record in own[members[0]]]
             statistics = ["norm", *(name for _, names in kinds for name in names)]
             num_skips = sum(len(names) for skips, names in kinds if skips)
-            traced = make_fx.trace(_measure_together(statistics, num_skips), [value_of(n) for n in members])
-            (norm, skipping, others), added = editing.splice(
-                traced, self.graph, members, self.graph.output_node(), "is_backward"
-            )
+            run = _measure_together(statistics, num_skips)
+            (norm, skipping, others), added = editing.compute(self.graph, run, members, self.graph.output_node())
             norms.append(norm)
             new += added
             for skips, node in ((True, skipping), (False, others)):

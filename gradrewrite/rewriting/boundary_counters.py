@@ -7,11 +7,12 @@ from outside (``outside:0``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, make_fx
+from gradrewrite._compat import aot_autograd
 from gradrewrite.ir import editing
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.ops import measure
@@ -40,9 +41,8 @@ def insert_boundary_counters(
         if value.device.type == "cpu" and not is_written:
             records.append(RecordNode(keys, node, is_forward, statistics=(name,)))
             return
-        traced = make_fx.trace(lambda x: [measure(x, [name], is_opaque=value.device.type != "cuda")], [value])
-        tag = "is_forward" if is_forward else "is_backward"
-        (counted,), new = editing.splice(traced, graph, [node], before, tag)
+        run = partial(_counted, name=name, is_opaque=value.device.type != "cuda")
+        (counted,), new = editing.compute(graph, run, [node], before, "is_forward" if is_forward else "is_backward")
         names.extend(n.name for n in new)
         records.append(RecordNode(keys, counted, is_forward))
 
@@ -55,3 +55,7 @@ def insert_boundary_counters(
     for number, node in enumerate(tangents):
         count(node, f"outside:{number}", first, False)
     return records, names
+
+
+def _counted(tensor: Tensor, name: str, *, is_opaque: bool) -> list[Tensor]:
+    return [measure(tensor, [name], is_opaque=is_opaque)]

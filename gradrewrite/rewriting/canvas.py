@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import make_fx
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import FiniteCheck
 from gradrewrite.ir.reports import Check
@@ -89,12 +85,6 @@ class Canvas:
         tag = "must_be_in_backward" if traced.reads_live else "is_backward"
         tag = "is_forward" if point.site.kind == "activation" else tag
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
-
-    def compute(
-        self, run: Callable[..., Sequence[Tensor]], nodes: Sequence[fx.Node], before: fx.Node, tag: str = "is_backward"
-    ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Insert a function of the values of nodes; return the nodes of its results, and all new ones."""
-        return editing.splice(make_fx.trace(run, list(map(value_of, nodes))), self.graph, nodes, before, tag)
 
     def note(
         self, site: Site, insertion: Insertion, nodes: tuple[str, ...] = (), keys: tuple[RecordKey, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
+from gradrewrite._compat import aot_autograd, fake_tensors, operators
 from gradrewrite.errors import PolicyError
 from gradrewrite.instrumentation.source_locations import line_in
 from gradrewrite.ir import editing
@@ -307,10 +307,10 @@ class ExampleGradients:
         sizes = {str(n.meta["val"]): n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)}
         inputs = [*dict.fromkeys(nodes), *sizes.values()]  # symbols in layouts come from these
         places = [inputs.index(node) for node in nodes]
-        traced = make_fx.trace(lambda *xs: [run(*(xs[n] for n in places))], [node.meta["val"] for node in inputs])
-        traced.graph.eliminate_dead_code()
-        tag = "must_be_in_backward" if reads_live else "is_backward"
-        (result,), new = editing.splice(traced, self._graph, inputs, before or self._graph.output_node(), tag)
+        tag, before = "must_be_in_backward" if reads_live else "is_backward", before or self._graph.output_node()
+        (result,), new = editing.compute(
+            self._graph, lambda *xs: [run(*(xs[n] for n in places))], inputs, before, tag, is_pruned=True
+        )
         self.new += new
         return result
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
+from gradrewrite._compat import aot_autograd, fake_tensors, operators
 from gradrewrite.instrumentation.source_locations import line_in
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.gramian import gramian
@@ -251,8 +251,7 @@ class LossGradients:
         self.copies[made.name] = _unmarked(node).name, loss  # a marker has no provenance
 
     def _zeros_like(self, node: fx.Node, plain: fx.Node, before: fx.Node) -> fx.Node:
-        traced = make_fx.trace(lambda tensor: [torch.zeros_like(tensor)], [value_of(node)])  # decomposed
-        (zeros,), new = editing.splice(traced, self._graph, [node], before, "is_backward")
+        (zeros,), new = editing.compute(self._graph, lambda tensor: [torch.zeros_like(tensor)], [node], before)
         for made in new:
             self._note(made, plain, None)
         return zeros
@@ -266,9 +265,8 @@ class LossGradients:
             def mask(tangent: Tensor) -> list[Tensor]:
                 return [torch.where(torch.arange(number, device=tangent.device) == k, tangent, 0)]
 
-            traced = make_fx.trace(mask, [value_of(vector)])
             after = self._graph.find_nodes(op="placeholder")[-1].next
-            (self._masked[k],), new = editing.splice(traced, self._graph, [vector], after, "is_backward")
+            (self._masked[k],), new = editing.compute(self._graph, mask, [vector], after)
             for made in new:
                 self._note(made, vector, k)
         return self._masked[k]
@@ -315,9 +313,8 @@ class LossGradients:
 
         different = list(dict.fromkeys(nodes))
         places = [different.index(node) for node in nodes]
-        traced = make_fx.trace(lambda *xs: run(*(xs[n] for n in places)), [value_of(node) for node in different])
         tag = "is_backward" if scale is None else "must_be_in_backward"
-        (result,), new = editing.splice(traced, self._graph, different, before, tag)
+        (result,), new = editing.compute(self._graph, lambda *xs: run(*(xs[n] for n in places)), different, before, tag)
         self._new += new
         return result
 
@@ -331,8 +328,7 @@ class LossGradients:
             wide = [loss.to(torch.float64).reshape(-1) for loss in losses]
             return [torch.cat(wide)]
 
-        traced = make_fx.trace(run, [value_of(node) for node in nodes])
-        (result,), new = editing.splice(traced, self._graph, nodes, before, "is_backward")
+        (result,), new = editing.compute(self._graph, run, nodes, before)
         self._new += new
         return result
 

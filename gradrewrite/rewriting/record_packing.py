@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import assert_never
 
-from gradrewrite._compat import make_fx
 from gradrewrite._utils.formatting import without_addresses
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
@@ -258,8 +257,9 @@ def _insert_pack(
     if values[0].device.type != "cuda":
         node = editing.insert_call(graph, OP_PACK, (nodes, text_of(statistics), list(checks)), before, tag)
         return node, [node]
-    traced = make_fx.trace(lambda *xs: [pack(list(zip(xs, statistics, strict=True)), checks)], values)
-    (result,), new = editing.splice(traced, graph, nodes, before, tag)
+    (result,), new = editing.compute(
+        graph, lambda *xs: [pack(list(zip(xs, statistics, strict=True)), checks)], nodes, before, tag
+    )
     return result, new
 
 

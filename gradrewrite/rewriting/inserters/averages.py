@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from gradrewrite._compat import make_fx
 from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
@@ -72,10 +71,16 @@ def _insert_bucket(
     for point, value in zip(points, values, strict=True):
         check_dense(insertion.action, point.site, value)
     place = behind(canvas.graph, nodes)
-    (begun,), new = canvas.compute(lambda *tensors: [average.begin(tensors)], nodes, place, "must_be_in_backward")
-    end = make_fx.trace(lambda begun, *tensors: list(average.end(begun, tensors)), [value_of(begun), *values])
-    end.graph.eliminate_dead_code()
-    results, added = editing.splice(end, canvas.graph, [begun, *nodes], canvas.graph.output_node(), "is_backward")
+    (begun,), new = editing.compute(
+        canvas.graph, lambda *tensors: [average.begin(tensors)], nodes, place, "must_be_in_backward"
+    )
+    results, added = editing.compute(
+        canvas.graph,
+        lambda begun, *tensors: list(average.end(begun, tensors)),
+        [begun, *nodes],
+        canvas.graph.output_node(),
+        is_pruned=True,
+    )
     for point, names in zip(points, share_nodes([*new, *added], nodes, results), strict=True):
         canvas.note(point.site, insertion, names)
         canvas.averaged.update(names)

@@ -46,7 +46,9 @@ def weigh_losses(canvas: Canvas, weighing: Weighing) -> dict[int, fx.Node]:
         point.replicas = next(iter(members[point].values())).replicas
         wide = torch.promote_types(value_of(point.node).dtype.to_real(), torch.float32)
         if wide not in single:
-            single[wide], new = canvas.compute(functools.partial(unbound_as, wide), [weights], first.before)
+            single[wide], new = editing.compute(
+                canvas.graph, functools.partial(unbound_as, wide), [weights], first.before
+            )
             made += new
         value, *others = [*own.values(), *(single[wide][k] for k in own)]
         name, further = ("weighted sum", len(own)), list(map(value_of, others))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from gradrewrite._compat import aot_autograd, make_fx, operators
+from gradrewrite._compat import aot_autograd, operators
 from gradrewrite.ir import editing, ops
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
@@ -176,7 +176,7 @@ class SavedInsertion:
     ) -> tuple[list[fx.Node], fx.Node]:
         """Insert the first form of a value, and the others of its parts; return these, and the restored value."""
         form, *others = forms
-        parts, new = self._canvas.compute(lambda x: list(form.encode(x)), [node], before, "is_forward")
+        parts, new = editing.compute(self._graph, lambda x: list(form.encode(x)), [node], before, "is_forward")
         made[form.form] += new
         if others:
             kept = [self._insert_form(part, others, before, made)[1] for part in parts]
@@ -193,9 +193,14 @@ class SavedInsertion:
         self, form: StoreSaved, parts: Sequence[fx.Node], like: fx.Node, before: fx.Node
     ) -> tuple[fx.Node, list[fx.Node]]:
         wanted = value_of(like)
-        traced = make_fx.trace(lambda *xs: [form.decode(xs[:-1], xs[-1])], [*(value_of(n) for n in parts), wanted])
-        traced.graph.eliminate_dead_code()
-        (result,), new = editing.splice(traced, self._graph, [*parts, like], before, "is_forward")
+        (result,), new = editing.compute(
+            self._graph,
+            lambda *xs: [form.decode(xs[:-1], xs[-1])],
+            [*parts, like],
+            before,
+            "is_forward",
+            is_pruned=True,
+        )
         got = value_of(result)
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
         sizes = zip(wanted.shape, got.stride(), wanted.stride(), strict=True)
