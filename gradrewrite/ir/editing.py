@@ -6,6 +6,7 @@ Every verb takes graphs that are consistent and leaves them consistent; none lin
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,28 @@ from gradrewrite.ir import ops
 
 LIVE = "_live_tensor_"
 _STORED = "gradrewrite_stored"  # in the metadata of nodes
+
+
+def graph_of(inputs: Sequence[tuple[str, Tensor]], num_returned: int) -> fx.GraphModule:
+    """Return a graph of these inputs, by name and value, with the first ones as its outputs."""
+    graph = fx.Graph()
+    nodes = [_placeholder(graph, name, value) for name, value in inputs]
+    graph.output(tuple(nodes[:num_returned]))
+    return fx.GraphModule({}, graph)
+
+
+def add_input(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    """Add an input behind the others."""
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        return _placeholder(graph, name, value)
+
+
+def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    """Add an input with an identifier made from this name as its prefix."""
+    node = graph.placeholder(re.sub(r"\W", "_", name))
+    node.target = node.name  # which is like no other
+    node.meta = {"val": value}
+    return node
 
 
 def erase_markers(graph: fx.Graph) -> None:
@@ -145,6 +168,27 @@ def replace_node(node: fx.Node, replacement: fx.Node) -> None:
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
     replacement._rename(name)
+
+
+def skip(node: fx.Node, value: fx.Node) -> None:
+    """Let the readers of a node read another value, and erase it."""
+    node.replace_all_uses_with(value)
+    erase(node)
+
+
+def replace_input(reader: fx.Node, given: fx.Node, replacement: fx.Node) -> None:
+    """Let one reader of a node read another one."""
+    reader.replace_input_with(given, replacement)
+
+
+def mark_instead(marker: fx.Node, node: fx.Node) -> None:
+    """Let a marker mark another value."""
+    marker.update_arg(0, node)
+
+
+def erase(node: fx.Node) -> None:
+    """Erase a node without readers."""
+    node.graph.erase_node(node)
 
 
 def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

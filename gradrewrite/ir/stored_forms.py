@@ -116,7 +116,7 @@ def expand(graph: fx.Graph) -> None:
             results, _ = editing.compute(graph, partial(_encode, form=form), [tensor], node, "is_forward")
             for getitem in list(node.users):
                 editing.replace_node(getitem, results[getitem.args[1]])
-            graph.erase_node(node)
+            editing.erase(node)
     for node in graph.find_nodes(op="call_function", target=decode):
         parts, form, dtype = node.args
         if not (FORMS[form].is_decoded_apart and value_of(node).device.type == "cpu"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -162,21 +161,22 @@ def _reads_value(insertion: Insertion) -> bool:
 
 class _Builder:
     def __init__(self, gradients: Sequence[StepGradient], settings: StepSettings) -> None:
-        graph = fx.Graph()
-        self.nodes = [_placeholder(graph, f"grad_{given.site.name}", given.gradient) for given in gradients]
-        values = {
-            n: _placeholder(graph, f"parameter_{given.site.name}", given.parameter)
-            for n, given in enumerate(gradients)
-            if any(_reads_value(answered.insertion) for answered in given.answers)
-        }
-        self.parameters = tuple(values)
-        output = graph.output(tuple(self.nodes))
+        reading = [n for n, given in enumerate(gradients) if any(_reads_value(a.insertion) for a in given.answers)]
+        inputs = [(f"grad_{given.site.name}", given.gradient) for given in gradients]
+        inputs += [(f"parameter_{gradients[n].site.name}", gradients[n].parameter) for n in reading]
+        self.owner = editing.graph_of(inputs, len(gradients))
+        self.graph = self.owner.graph
+        placeholders = self.graph.find_nodes(op="placeholder")
+        self.nodes, values = (
+            placeholders[: len(gradients)],
+            dict(zip(reading, placeholders[len(gradients) :], strict=True)),
+        )
+        self.parameters = tuple(reading)
+        output = self.graph.output_node()
         self.points = [
             InsertionPoint(given.site, node, output, n, output=n, value=values.get(n))
             for n, (given, node) in enumerate(zip(gradients, self.nodes, strict=True))
         ]
-        self.owner = fx.GraphModule({}, graph)
-        self.graph = self.owner.graph
         self.settings = settings
         self.canvas = Canvas(self.graph, states=settings.states)
         self.spreads = [given.spread for given in gradients]
@@ -193,12 +193,9 @@ class _Builder:
 
     def add_input(self, name: str, size: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
         """Add an input behind the others, on the device of the last gradient."""
-        last = self.graph.find_nodes(op="placeholder")[-1]
-        with self.graph.inserting_after(last):
-            node = self.graph.placeholder(name)
-        with value_of(last).fake_mode:  # type: ignore[attr-defined]
-            node.meta = {"val": torch.empty(size, dtype=dtype, device=value_of(self.nodes[-1]).device)}
-        return node
+        with value_of(self.nodes[-1]).fake_mode:  # type: ignore[attr-defined]
+            value = torch.empty(size, dtype=dtype, device=value_of(self.nodes[-1]).device)
+        return editing.add_input(self.graph, name, value)
 
     def insert_at_part(self, point: InsertionPoint, insertion: Insertion, spread: Spread) -> None:
         """Insert at a spread gradient, measure the whole one; PolicyError for an action that is not elementwise."""
@@ -446,7 +443,9 @@ class _Builder:
         labels += ["records"] * len(outputs.packs) + [f"kept {site}" for site in outputs.kept]
         labels += [f"state {key}" for key, _ in outputs.states]
         before = JointGraph(
-            self._plain(), tuple(sites), provenance=self._provenance((), (), labels[: len(self.points)])
+            editing.graph_of([(node.name, value_of(node)) for node in self.nodes], len(self.nodes)),
+            tuple(sites),
+            provenance=self._provenance((), (), labels[: len(self.points)]),
         )
         shown = JointGraph(self.owner, tuple(sites), edits, names, before, self._provenance(edits, names, labels))
         return StepRewrite(
@@ -462,12 +461,6 @@ class _Builder:
             tuple(self.judges),
             tuple(self.totals),
         )
-
-    def _plain(self) -> fx.GraphModule:
-        graph = fx.Graph()
-        nodes = [_placeholder(graph, node.name, value_of(node)) for node in self.nodes]
-        graph.output(tuple(nodes))
-        return fx.GraphModule({}, graph)
 
     def _provenance(self, edits: Sequence[Edit], records: Collection[str], outputs: Sequence[str]) -> Provenance:
         def origin(number: int, op: str) -> Origin:
@@ -501,14 +494,6 @@ def _records_total(groups: Sequence[Group], name: Hashable, points: Sequence[Ins
         if not set(group.points).isdisjoint(points):
             return False
     return False
-
-
-def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
-    """Add an input with an identifier made from this name as its prefix."""
-    node = graph.placeholder(re.sub(r"\W", "_", name))
-    node.target = node.name  # which is like no other
-    node.meta = {"val": value}
-    return node
 
 
 def _measure_together(statistics: Sequence[str], num_skips: int) -> Callable[..., list[Tensor]]:

@@ -15,6 +15,7 @@ from gradrewrite._compat import dtensors, fake_tensors, make_fx, operators
 from gradrewrite.distributed.layouts import Layout, added_up, full
 from gradrewrite.errors import CallbackError, RewriteError, UnsupportedGradientError
 from gradrewrite.instrumentation.source_locations import user_line
+from gradrewrite.ir import editing
 from gradrewrite.ir.reports import Leaf, Report
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import Insertion
@@ -321,8 +322,7 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
         if node.target is torch.ops.aten._local_scalar_dense.default:  # read by an operator, as the value of torch.full
             raise CallbackError(_READS.format(site, describe(action)))
         if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
-            node.replace_all_uses_with(node.args[1])  # the argument was changed in place: what counts is returned
-            graph.erase_node(node)
+            editing.skip(node, node.args[1])  # the argument was changed in place: what counts is returned
         elif (lost := _lost_write(node)) is not None:
             raise CallbackError(
                 f"{site}: {describe(action)} writes in place ({operators.name_of(node)}) into {lost}, which is lost or "

@@ -300,7 +300,7 @@ class LossGradients:
                     self._note(total, node, None)
             for user in outside:
                 element = self._elements.get(user)
-                user.replace_input_with(node, total if element is None else copies[element][node])
+                editing.replace_input(user, node, total if element is None else copies[element][node])
 
     def gramian(self, rows: Sequence[Rows], scale: Tensor | None, before: fx.Node, *, is_opaque: bool) -> fx.Node:
         """Insert the Gram matrix ``[K, K]`` of gradients, float64, in units of the unscaled losses."""

@@ -36,7 +36,7 @@ def redirect_backward(
     for node in closure:
         for given in node.all_input_nodes:
             if given not in closure:
-                node.replace_input_with(given, values.of(given))
+                editing.replace_input(node, given, values.of(given))
     results = enumerate(editing.outputs_of(graph.output_node()))
     for position, result in list(results)[aot_autograd.num_forward_outputs(graph) :]:
         if isinstance(result, fx.Node) and result not in closure:

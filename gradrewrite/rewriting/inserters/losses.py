@@ -57,7 +57,7 @@ def weigh_losses(canvas: Canvas, weighing: Weighing) -> dict[int, fx.Node]:
         canvas.note(point.site, insertion, tuple(node.name for node in (*made, *new)), tuple(keys))
         made = []
         if point.marker is not None:
-            point.marker.update_arg(0, result)
+            editing.mark_instead(point.marker, result)
         elif point.output is not None:
             editing.replace_output(canvas.graph, point.output, result)
             sums[point.output] = result
