@@ -167,10 +167,8 @@ class _Builder:
         self.owner = editing.graph_of(inputs, len(gradients))
         self.graph = self.owner.graph
         placeholders = self.graph.find_nodes(op="placeholder")
-        self.nodes, values = (
-            placeholders[: len(gradients)],
-            dict(zip(reading, placeholders[len(gradients) :], strict=True)),
-        )
+        self.nodes = placeholders[: len(gradients)]
+        values = dict(zip(reading, placeholders[len(gradients) :], strict=True))
         self.parameters = tuple(reading)
         output = self.graph.output_node()
         self.points = [
