@@ -22,9 +22,10 @@ from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.memory import Memory
 from gradrewrite.monitoring.step_recorder import StepRecorder
+from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.rewriting.joint import RewriteResult, rewrite_and_compare
 from gradrewrite.rewriting.kept_memory import KeptMemory
+from gradrewrite.rewriting.result import RewriteResult
 
 Result = Callable[[JointGraph, RewriteResult], Any]  # of a capture, from the rewritten graph
 Look = Callable[[MarkedJointGraph, Sequence[Any]], Result]  # at the graph and the inputs, before the rewrite

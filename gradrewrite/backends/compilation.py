@@ -43,8 +43,10 @@ from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
+from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.function_values import FunctionValues
-from gradrewrite.rewriting.joint import RewriteResult, rewrite_and_compare, rewrite_joint_graph
+from gradrewrite.rewriting.joint import rewrite_joint_graph
+from gradrewrite.rewriting.result import RewriteResult
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")

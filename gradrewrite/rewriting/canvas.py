@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, fx
 
@@ -11,12 +13,14 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import FiniteCheck
 from gradrewrite.ir.reports import Check
+from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.insertions import (
     Insertion,
+    MeasureTensor,
 )
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode
-from gradrewrite.rewriting.example_gradients import ExampleGradients
+from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loss_gradients import LossGradients, Rows
@@ -100,6 +104,26 @@ class Canvas:
         """Return the nodes with figures of single examples and losses that were inserted since the last call."""
         sources = (self.examples, self.losses)
         return [node for source in sources if source is not None for node in source.take_new()]
+
+    def reducing_edits(self, sites: Collection[Site]) -> tuple[Edit, ...]:
+        """Return the edits at these sites that are not elementwise."""
+        if not sites:
+            return ()
+        shapes = {node.name: shape_of(v) for node in self.graph.nodes if isinstance(v := node.meta.get("val"), Tensor)}
+
+        def reduces(edit: Edit) -> bool:
+            changes_shape = any(shapes.get(name, edit.site.shape) != edit.site.shape for name in edit.nodes)
+            return changes_shape or isinstance(edit.insertion.effect, MeasureTensor)
+
+        return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
+
+    def erase_unused(self) -> None:
+        """Erase markers, and what insertions have left without readers."""
+        editing.erase_markers(self.graph)
+        if self.examples is not None:
+            drop_replaced(self.graph, self.examples.replaced)
+        if self.losses is not None:
+            editing.erase_unused(self.graph, self.losses.sums)
 
     def states_at(self, where: str) -> StateScope | None:
         """Return the states of the actions at a site, or of a group."""

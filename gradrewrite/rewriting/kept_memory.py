@@ -23,7 +23,7 @@ from gradrewrite.ir.statistics import norm_of
 from gradrewrite.ir.stored_forms import FORMS, decode, encode
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import SavedEffect, StoreSaved
-from gradrewrite.rewriting.joint import RewriteResult
+from gradrewrite.rewriting.result import RewriteResult
 from gradrewrite.rewriting.saved_tensors import SMALL, SavedTensors
 from gradrewrite.sites import Site
 

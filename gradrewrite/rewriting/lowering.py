@@ -69,6 +69,10 @@ class InsertionPlan:
     # How many of the single insertions come before the weighing of losses there.
     before_weighing: Mapping[InsertionPoint, int]
 
+    def measured(self) -> list[InsertionPoint]:
+        """Return the insertion points with measurements."""
+        return [p for p, own in self.single.items() if any(isinstance(i.effect, MeasureTensor) for i in own)]
+
     def changed(self) -> set[InsertionPoint]:
         """Return the insertion points with changed values."""
         found = {point for point, own in self.single.items() if not all(map(_is_idle, own))}

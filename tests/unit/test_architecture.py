@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +119,38 @@ def test_paths_in_contributing_are_there() -> None:
 
     assert "ir/reports.py" in paths
     assert not {p for p in paths if not (ROOT / p).exists() and not (ROOT / "gradrewrite" / p).exists()}
+
+
+@pytest.mark.pure
+def test_policy_asks_an_action_for_two_protocols_at_most() -> None:
+    modules = [
+        importlib.import_module(f"gradrewrite.policy.{p.stem}") for p in (ROOT / "gradrewrite" / "policy").glob("*.py")
+    ]
+    protocols = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if getattr(value, "_is_runtime_protocol", False) and value.__module__.startswith("gradrewrite.")
+    }
+
+    assert {protocol.__name__ for protocol in protocols} == {"Action", "Bounded"}
+
+
+@pytest.mark.pure
+def test_modules_of_the_rewrite_import_25_others_at_most() -> None:
+    def imported(path: Path) -> set[str]:
+        found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {
+            f"{node.module}.{name.name}"
+            for node in found
+            if "gradrewrite" in (node.module or "")
+            for name in node.names
+        }
+        return {name if (ROOT / f"{name.replace('.', '/')}.py").exists() else name.rpartition(".")[0] for name in names}
+
+    numbers = {path.name: len(imported(path)) for path in (ROOT / "gradrewrite" / "rewriting").rglob("*.py")}
+    assert 20 < numbers["joint.py"]
+    assert max(numbers.values()) <= 25
 
 
 @pytest.mark.pure

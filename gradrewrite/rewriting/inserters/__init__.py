@@ -1,1 +1,17 @@
 """Inserters: each inserts one kind of effect into a graph, on its canvas."""
+
+from gradrewrite.rewriting.inserters.averages import insert_averages
+from gradrewrite.rewriting.inserters.group import insert_group
+from gradrewrite.rewriting.inserters.losses import weigh_losses
+from gradrewrite.rewriting.inserters.saved import SavedInsertion, SavedRewrite, find_saved
+from gradrewrite.rewriting.inserters.single import insert
+
+__all__ = [
+    "SavedInsertion",
+    "SavedRewrite",
+    "find_saved",
+    "insert",
+    "insert_averages",
+    "insert_group",
+    "weigh_losses",
+]

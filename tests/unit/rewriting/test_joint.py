@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue, Scale
+from gradrewrite.rewriting.joint import STAGES
 
 
 def ops(graph: gr.JointGraph) -> list[str]:
@@ -91,3 +92,18 @@ def test_edits_name_inserted_nodes_once() -> None:
     assert len(names) == len(ops_nodes(graph.before)) + len(inserted)
     order = [n.name for n in graph.graph_module.graph.nodes]
     assert all(list(e.nodes) == sorted(e.nodes, key=order.index) for e in graph.edits)
+
+
+def test_the_log_has_the_graph_after_each_stage(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = gr.transform(net, [gr.on("error:*", Scale(2.0)), gr.on("gradient:*", ClipByGlobalNorm(1.0))])
+    with caplog.at_level("DEBUG", logger="gradrewrite.rewriting.joint"):
+        model.trace(torch.zeros(1, 2))
+    own = (r.args for r in caplog.records if r.name == "gradrewrite.rewriting.joint")
+    texts = {str(args[0]): str(args[1]) for args in own if isinstance(args, tuple)}
+
+    assert list(texts) == [name for name, _ in STAGES]
+    assert "linalg_vector_norm" not in texts["singles"]
+    assert texts["ask"] != texts["singles"] != texts["groups"] != texts["pack"]
+    assert "mark_error" in texts["saved"]
+    assert "mark_error" not in texts["pack"]
