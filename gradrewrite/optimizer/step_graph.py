@@ -22,22 +22,17 @@ from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import BackwardOutputs
-from gradrewrite.ir.reports import Check, Kept, StateUpdate
 from gradrewrite.ir.statistics import norm_of, total_norm_of
 from gradrewrite.optimizer.spikes import Judge
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,
     SlotPart,
-    constants_of,
     insert_exchange,
-    reason_not_elementwise,
     slots_of,
 )
 from gradrewrite.policy.insertions import (
     Insertion,
     JudgeUpdate,
-    KeepTensor,
-    MeasureTensor,
     ReplaceTensor,
     ScaleGroup,
     ScaleParameter,
@@ -46,10 +41,9 @@ from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore
-from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense
+from gradrewrite.rewriting.action_tracing import TracedAction, check_dense
 from gradrewrite.rewriting.canvas import Canvas
-from gradrewrite.rewriting.inserters.group import insert_group
-from gradrewrite.rewriting.inserters.single import insert
+from gradrewrite.rewriting.inserters import insert, insert_at_part, insert_group
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import Group, is_in_units, lower
 from gradrewrite.rewriting.record_nodes import RecordNode
@@ -135,7 +129,7 @@ def rewrite_step(
             insert(builder.canvas, point, own)
         else:
             for insertion in own:
-                builder.insert_at_part(point, insertion, spread)
+                builder.measured[point.order] += insert_at_part(builder.canvas, point, insertion, spread)
         for insertion in own:
             if isinstance(insertion.effect, ScaleParameter):
                 builder.parameter_factors.setdefault(insertion.key, (insertion.effect, []))[1].append(point.order)
@@ -194,55 +188,6 @@ class _Builder:
         with value_of(self.nodes[-1]).fake_mode:  # type: ignore[attr-defined]
             value = torch.empty(size, dtype=dtype, device=value_of(self.nodes[-1]).device)
         return editing.add_input(self.graph, name, value)
-
-    def insert_at_part(self, point: InsertionPoint, insertion: Insertion, spread: Spread) -> None:
-        """Insert at a spread gradient, measure the whole one; PolicyError for an action that is not elementwise."""
-        match insertion.effect:
-            case MeasureTensor() as measure:
-                self._measure_part(point, insertion, measure)
-                return
-            case ReplaceTensor() | KeepTensor() as effect:
-                self._refuse_unless_elementwise(point, insertion, effect, spread)
-        insert(self.canvas, point, [insertion])
-
-    def _measure_part(self, point: InsertionPoint, insertion: Insertion, measure: MeasureTensor) -> None:
-        canvas = self.canvas
-        node = canvas.current(point.node)
-        keys = tuple(canvas.packing.numbering.new(measure.statistics, str(point.site)))
-        canvas.packing.note_measured(insertion, keys, point.site)
-        self.measured[point.order] += [
-            RecordNode((k,), node, is_forward=False, skips=measure.fails == "skip") for k in keys
-        ]
-        canvas.note(point.site, insertion, (), keys)
-        if measure.fails is not None:
-            canvas.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
-
-    def _refuse_unless_elementwise(
-        self, point: InsertionPoint, insertion: Insertion, effect: ReplaceTensor | KeepTensor, spread: Spread
-    ) -> None:
-        """Raise PolicyError for a replacement that needs whole gradients; it is traced on those, so all ranks agree."""
-        sizes = [int(size or 0) for size in point.site.shape]
-        traced = self._traced_at(point, insertion, effect, sizes)
-        reason = reason_not_elementwise(traced.graph.graph)
-        if not reason:
-            larger = self._traced_at(point, insertion, effect, [2 * size for size in sizes])
-            is_same = constants_of(traced.graph.graph) == constants_of(larger.graph.graph)
-            reason = "" if is_same else "it depends on the shape of the gradient"
-        if not all(isinstance(report, Kept | StateUpdate) for report in traced.reports):
-            reason = "its records would be those of the part of one rank"
-        if traced.has_states:
-            reason = "what it remembers would be that of the part of one rank"
-        refuse(insertion, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
-
-    def _traced_at(
-        self, point: InsertionPoint, insertion: Insertion, effect: ReplaceTensor | KeepTensor, sizes: Sequence[int]
-    ) -> TracedAction:
-        part = value_of(point.node)
-        with part.fake_mode:  # type: ignore[attr-defined]
-            whole = torch.empty(sizes, dtype=part.dtype, device=part.device)
-            further = [torch.empty_like(whole)] if _reads_value(insertion) else []
-        mode = TraceMode(states=self.canvas.states_at(str(point.site)))
-        return self.canvas.tracer.trace(insertion, effect.run, point.site, whole, mode, further)
 
     def refuse_parts(self, insertion: Insertion, members: Sequence[InsertionPoint]) -> None:
         """Raise PolicyError for a group action that needs whole gradients where one is spread over ranks."""

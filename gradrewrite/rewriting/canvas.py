@@ -118,7 +118,7 @@ class Canvas:
         return tuple(edit for edit in self.edits if edit.site in sites and reduces(edit))
 
     def erase_unused(self) -> None:
-        """Erase markers, and what insertions have left without readers."""
+        """Erase markers and replaced nodes without readers."""
         editing.erase_markers(self.graph)
         if self.examples is not None:
             drop_replaced(self.graph, self.examples.replaced)

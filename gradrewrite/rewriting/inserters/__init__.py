@@ -3,6 +3,7 @@
 from gradrewrite.rewriting.inserters.averages import insert_averages
 from gradrewrite.rewriting.inserters.group import insert_group
 from gradrewrite.rewriting.inserters.losses import weigh_losses
+from gradrewrite.rewriting.inserters.parts import insert_at_part
 from gradrewrite.rewriting.inserters.saved import SavedInsertion, SavedRewrite, find_saved
 from gradrewrite.rewriting.inserters.single import insert
 
@@ -11,6 +12,7 @@ __all__ = [
     "SavedRewrite",
     "find_saved",
     "insert",
+    "insert_at_part",
     "insert_averages",
     "insert_group",
     "weigh_losses",
