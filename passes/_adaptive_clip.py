@@ -62,7 +62,6 @@ class AdaptiveClip:
     eps: float = 1e-3
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
-    has_units: ClassVar[bool] = True
     __repr__ = short_repr
 
     def __post_init__(self) -> None:

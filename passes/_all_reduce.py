@@ -72,7 +72,6 @@ class AllReduce:
     bucket_mb: float = 25
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
-    has_units: ClassVar[bool] = False
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -100,10 +99,6 @@ class AllReduce:
     def end(self, begun: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Wait for the sum from ``begin``; return the averages as views of one tensor."""
         return unflatten(collectives.wait(begun), tensors)
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Average one gradient."""
-        return self.end(self.begin([tensor]), [tensor])[0]
 
     def processes(self) -> ProcessGroup:
         """Return ``process_group``, or the default group."""

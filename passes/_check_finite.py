@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, get_args
 
-from torch import Tensor
-
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.passes._settings import short_repr
 from gradrewrite.policy.insertions import MEASURABLE, Insertion, MeasureTensor, action_key
-from gradrewrite.policy.recording import record_statistics
 from gradrewrite.sites import Kind, Site
 
 
@@ -45,7 +42,6 @@ class CheckFinite:
     nan_only: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = MEASURABLE
-    has_units: ClassVar[bool] = False
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -65,8 +61,3 @@ class CheckFinite:
         """The count."""
         name = "nan" if self.nan_only else "nonfinite"
         return {name: name}
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Count; see the class."""
-        record_statistics(tensor, self.statistics, fails=self.on_failure)
-        return tensor

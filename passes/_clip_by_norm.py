@@ -67,7 +67,6 @@ class ClipByNorm:
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
-    has_units: ClassVar[bool] = True
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -110,7 +109,6 @@ class GroupNormClip(ABC):
     __slots__ = ()
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
-    has_units: ClassVar[bool] = True
 
     @property
     @abstractmethod

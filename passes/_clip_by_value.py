@@ -67,7 +67,6 @@ class ClipByValue:
     log: bool = False
 
     kinds: ClassVar[frozenset[Kind]] = BACKWARD
-    has_units: ClassVar[bool] = True
     __repr__ = short_repr
 
     def __post_init__(self) -> None:

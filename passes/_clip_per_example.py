@@ -84,7 +84,6 @@ class ClipPerExample:
     _source: NoiseSource | None = field(init=False, repr=False, compare=False)
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
-    has_units: ClassVar[bool] = True
     __repr__ = short_repr
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,7 +61,9 @@ class _DueSteps:
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site, as it is in these steps."""
         found = insertion_at(self.action, site)
-        return found if site.kind not in found.kinds else insertion_at(self._in_due_steps(found.action), site)
+        if site.kind not in found.kinds:
+            return replace(found, action=self)
+        return insertion_at(self._in_due_steps(found.action), site)
 
     def _in_due_steps(self, action: Any) -> Any:
         if not isinstance(action, HasBounds):

@@ -177,11 +177,6 @@ class Observe:
             chosen.append(("numel", "numel"))  # by which parts are weighted
         return chosen
 
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Record where no site is known."""
-        names = (name for name in self.statistics if name not in ("saturated", *_EXAMPLES, *_LOSSES))
-        return MeasureTensor(dict(record for name in names for record in _records_of(name))).run(tensor)
-
 
 def _records_of(statistic: str) -> list[tuple[str, str]]:
     """Name the records of a statistic, one a part, with their keys of ``STATISTICS``."""

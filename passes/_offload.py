@@ -31,7 +31,6 @@ class Offload:
     """
 
     kinds: ClassVar[frozenset[Kind]] = SAVED
-    has_units: ClassVar[bool] = False
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""

@@ -28,7 +28,6 @@ class Recompute:
     """
 
     kinds: ClassVar[frozenset[Kind]] = SAVED
-    has_units: ClassVar[bool] = False
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""

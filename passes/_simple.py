@@ -38,7 +38,6 @@ class Scale:
     factor: float | Tensor
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
-    has_units: ClassVar[bool] = False
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -68,7 +67,6 @@ class Zero:
     """
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
-    has_units: ClassVar[bool] = False
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""
@@ -91,7 +89,6 @@ class NanToNum:
     """
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
-    has_units: ClassVar[bool] = False
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, get_args
 
@@ -66,7 +66,6 @@ class SkipSpikes:
     group: Hashable = "default"
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("step",))
-    has_units: ClassVar[bool] = True
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -85,10 +84,6 @@ class SkipSpikes:
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""
         return Insertion(self, JudgeUpdate(self.group, self.of, self.judge), self.kinds, has_units=True)
-
-    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the gradients unchanged; the guard calls ``judge``."""
-        return tensors
 
     def judge(self, figure: Tensor) -> tuple[Tensor, Tensor]:
         """Return the limit of a figure, and whether it is a spike.

@@ -50,7 +50,6 @@ class Store:
     form: Form
 
     kinds: ClassVar[frozenset[Kind]] = SAVED
-    has_units: ClassVar[bool] = False
     __repr__ = short_repr
 
     def __post_init__(self) -> None:

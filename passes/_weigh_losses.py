@@ -73,7 +73,6 @@ class WeighLosses:
     group: Hashable = "default"
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "error"))
-    has_units: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.weighting, LossWeighting) and not callable(self.weighting):

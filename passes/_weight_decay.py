@@ -37,7 +37,6 @@ class DecayWeights:
     rate: float | Tensor
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("step",))
-    has_units: ClassVar[bool] = False
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -52,10 +51,6 @@ class DecayWeights:
 
     def _factor(self) -> float | Tensor:
         return 1 - (self.rate.detach() if isinstance(self.rate, Tensor) else self.rate)
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Return the gradient unchanged."""
-        return tensor
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -82,7 +77,6 @@ class L2:
     rate: float | Tensor
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "step"))
-    has_units: ClassVar[bool] = True
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -93,7 +87,7 @@ class L2:
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""
-        return Insertion(self, ReplaceTensor(self.apply, "value"), self.kinds, has_units=self.has_units)
+        return Insertion(self, ReplaceTensor(self.apply, "value"), self.kinds, has_units=True)
 
     def apply(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         """Add; see the class."""

@@ -292,9 +292,11 @@ class GraphCompilation:
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
         """Restore the rewrite from the cache, with the policy's actions of now."""
+        left = {site: [answered.insertion for answered in own] for site, own in answers.items()}
 
         def answered(edit: Edit) -> Edit:
-            insertion = next(a.insertion for a in answers[edit.site] if a.action == edit.action)
+            own = left[edit.site]  # equal actions in their order
+            insertion = own.pop(next(n for n, insertion in enumerate(own) if insertion.action == edit.action))
             return replace(edit, action=insertion.action, insertion=insertion)
 
         self.result = RewriteResult(

@@ -13,12 +13,15 @@ _NAMES = {"gr": "gradrewrite", "P": "gradrewrite.passes", **{m.rpartition(".")[2
 
 def entry(name: str) -> str | None:
     """Return the entry of a public name, such as ``ClipByNorm`` or ``gr.Monitor.reduce``; None for any other."""
+    if name in (*_NAMES, *MODULES):
+        inside = f"{_NAMES.get(name, name)}."
+        return "\n".join([f"# {inside[:-1]}", "", *(n for n in names() if n.rpartition(".")[0] == inside[:-1])])
     first, dot, rest = name.partition(".")
     full = f"{_NAMES.get(first, first)}.{rest}" if dot else name
     for module in reversed(MODULES):
         path = full.removeprefix(f"{module}.")
         value = _attribute(module, path.split("."))
-        if value is not None:
+        if value is not None and (_has_own_doc(value) or "." not in path):
             doc = inspect.getdoc(value) if _has_own_doc(value) else ""
             title = f"# {module}.{path}{_signature(value) if _has_own_doc(value) else f' = {value}'}"
             return "\n".join([title, "", doc or "", *_members(value)]).rstrip()

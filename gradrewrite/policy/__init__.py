@@ -1,1 +1,1 @@
-"""The interface of users and passes: action protocols, rules, records."""
+"""The interface of users and passes: insertions, rules, records."""

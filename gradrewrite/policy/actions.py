@@ -1,20 +1,17 @@
-"""Action protocols: the valid answers of a policy."""
+"""Actions: the valid answers of a policy."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from gradrewrite._utils.formatting import located_callable
 from gradrewrite.errors import PolicyError
-from gradrewrite.policy.insertions import Action, Insertion, ReplaceTensor
+from gradrewrite.policy.insertions import BACKWARD, Action, Insertion, ReplaceTensor
 from gradrewrite.sites import Kind, Site
-
-if TYPE_CHECKING:
-    pass
 
 TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor]
 Answer: TypeAlias = "Action | TensorFunction | Sequence[Answer] | None"
@@ -50,7 +47,10 @@ def is_action(value: Any) -> bool:
 def insertion_at(action: Any, site: Site) -> Insertion:
     """Return the insertion of an action or a tensor function at a site."""
     if isinstance(action, Action):
-        return action.at(site)
+        found: Any = action.at(site)
+        if not isinstance(found, Insertion):
+            raise PolicyError(f"{site}: {action!r}.at(site) returns an Insertion, and returned {found!r}")
+        return found
     return Insertion(action, ReplaceTensor(action, "value" if takes_value(action) else ""), has_units=True)
 
 
@@ -112,14 +112,18 @@ def _check_function(function: Callable[..., Any], where: str) -> None:
         )
 
 
-def insertion_anywhere(action: Any) -> Insertion:
-    """Return the part of an insertion that does not depend on the site."""
-    return insertion_at(action, _NOWHERE)
+def insertion_anywhere(action: Any) -> Insertion | None:
+    """Return the part of an insertion that does not depend on the site; None for an action that needs one."""
+    try:
+        return insertion_at(action, _NOWHERE)
+    except Exception:  # of an action of the user; it is asked again at each site
+        return None
 
 
 def kinds_of(action: Any) -> frozenset[Kind]:
     """Return the allowed kinds of site of an action or a tensor function."""
-    return insertion_anywhere(action).kinds
+    found: frozenset[Kind] = action.kinds if isinstance(action, Action) else BACKWARD
+    return found
 
 
 def describe(action: Any) -> str:

@@ -191,7 +191,7 @@ class Insertion:
 
     action: Any  # as the policy answered it
     effect: Effect
-    kinds: frozenset[Kind] = BACKWARD  # the allowed kinds of site
+    kinds: frozenset[Kind] = frozenset()  # the allowed kinds of site; those of the action where none are given
     # Whether it means something else for a gradient that a loss scale multiplied; it is then given the unscaled one.
     has_units: bool = False
     every: int | None = None  # number of steps between measurements; None for what acts in each step
@@ -200,7 +200,9 @@ class Insertion:
     key: Hashable = None  # equal for insertions of the same nodes
 
     def __post_init__(self) -> None:
-        """Make the key of an action."""
+        """Make the key of an action, and take its kinds."""
+        if not self.kinds:
+            object.__setattr__(self, "kinds", self.action.kinds if isinstance(self.action, Action) else BACKWARD)
         if self.key is None:
             object.__setattr__(self, "key", action_key(self.action))
 

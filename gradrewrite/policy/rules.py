@@ -103,7 +103,9 @@ def check_policy(policy: Any) -> None:
             f"gr.on('error:*', {policy.__name__}(...)), with the pattern of its sites"
         )
     if is_action(policy):
-        kind = "error" if "error" in kinds_of(policy) and insertion_anywhere(policy).group is None else "gradient"
+        found = insertion_anywhere(policy)
+        is_of_group = found is not None and found.group is not None
+        kind = "error" if "error" in kinds_of(policy) and not is_of_group else "gradient"
         raise PolicyError(f"{policy!r} is an action, not a policy: say where, as in gr.on('{kind}:*', {policy!r})")
     if isinstance(policy, Sequence) and not isinstance(policy, str):
         for item in policy:
@@ -290,7 +292,8 @@ def _part_text(part: Any) -> str:
 
 def rule_skips(policy: Policy) -> bool:
     """Whether a rule of a policy may skip updates."""
-    return any(skips_updates(insertion_anywhere(action)) for rule in rules_of(policy) for action in _flat(rule.action))
+    found = (insertion_anywhere(action) for rule in rules_of(policy) for action in _flat(rule.action))
+    return any(insertion is not None and skips_updates(insertion) for insertion in found)
 
 
 def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[int, ...], Callable[[Site], Answer]]:

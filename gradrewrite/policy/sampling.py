@@ -60,7 +60,7 @@ class Sampling:
         for rule in rules_of(policy):
             kind = Pattern.parse(rule.pattern).kind
             actions = actions_of(rule.action, where="a rule")
-            intervals = _intervals_of(map(insertion_anywhere, actions))
+            intervals = _intervals_of(found for a in actions if (found := insertion_anywhere(a)) is not None)
             if kind not in AFTER_UPDATE:
                 (self._of_steps if kind == "step" else self._intervals).update(intervals)
         self._step, self._sample, self._is_asked = -1, 1, False

@@ -47,8 +47,11 @@ def needs_examples(insertion: Insertion) -> bool:
 def needs_losses(insertion: Insertion) -> bool:
     """Return whether an insertion needs the gradient of each loss."""
     effect = insertion.effect
-    reads_losses = isinstance(effect, ReplaceTensor) and effect.reads == "losses"
-    return reads_losses or isinstance(effect, WeighLossGradients)
+    return _weighs(insertion) or (isinstance(effect, ReplaceTensor) and effect.reads == "losses")
+
+
+def _weighs(insertion: Insertion) -> bool:
+    return isinstance(insertion.effect, WeighLossGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +141,16 @@ REFUSALS = (
         "losses",
     ),
     Limit(
-        lambda insertion, at: needs_losses(insertion) and (at.is_part or bool(at.elsewhere) or bool(at.outside)),
+        lambda insertion, at: (
+            (needs_losses(insertion) and at.is_part) or (_weighs(insertion) and bool(at.elsewhere or at.outside))
+        ),
         "{at.site}: {action} needs the backward of all losses in one graph, and this graph is a part of it (a graph "
         "break, or regions=, which FSDP2 needs). Remove the break (fullgraph=True finds it), and transform the model "
         "without regions",
         "losses",
     ),
     Limit(
-        lambda insertion, at: needs_losses(insertion) and bool(at.around),
+        lambda insertion, at: _weighs(insertion) and bool(at.around),
         "{action} at {at.site} under {at.around} with {at.num_ranks} processes: each process would weigh by the "
         "gradients of its own examples, with weights of its own. Let the graph average the gradient of each loss "
         'instead, without {at.around}: gr.on("gradient:*", gr.passes.AllReduce()) first, WeighLosses at gradient sites '
@@ -309,7 +314,7 @@ def refuse(insertion: Insertion, context: Context) -> None:
 def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: int) -> None:
     """Raise PolicyError for an edit that may not act inside a data parallelism of several ranks."""
     insertions = [(edit.site, edit.insertion) for edit in edits]
-    own = [(s, i) for s, i in insertions if s.kind == "gradient" or isinstance(i.effect, WeighLossGradients)]
+    own = [(s, i) for s, i in insertions if s.kind == "gradient" or _weighs(i)]
     averaged = {site for site, insertion in own if averages(insertion)}
     for site, insertion in own:
         refuse(insertion, Context(site, around=around, num_ranks=num_ranks, is_averaged=site in averaged))

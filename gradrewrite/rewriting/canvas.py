@@ -14,10 +14,7 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.record_layout import FiniteCheck
 from gradrewrite.ir.reports import Check
 from gradrewrite.ir.values import shape_of
-from gradrewrite.policy.insertions import (
-    Insertion,
-    MeasureTensor,
-)
+from gradrewrite.policy.insertions import Insertion, MeasureTensor
 from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced

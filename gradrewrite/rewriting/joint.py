@@ -38,10 +38,7 @@ from gradrewrite.rewriting.inserters import (
     weigh_losses,
 )
 from gradrewrite.rewriting.insertion_points import FoundPoints, InsertionPoint, anchors_of, find_insertion_points
-from gradrewrite.rewriting.loss_weighing import (
-    SeparatedPlan,
-    take_apart,
-)
+from gradrewrite.rewriting.loss_weighing import SeparatedPlan, take_apart
 from gradrewrite.rewriting.lowering import Group, InsertionPlan, lower
 from gradrewrite.rewriting.replay_capture import make_replay_graph
 from gradrewrite.rewriting.result import RewriteResult
@@ -176,7 +173,7 @@ def _copy_for_replay(rewrite: _Rewrite) -> None:
         points = rewrite.separated.points_of(rewrite.points)
         found = make_replay_graph(canvas, points, rewrite.marked, rewrite.plain)
         rewrite.replay_graph, rewrite.counters = found
-    rewrite.of_parts = canvas.reducing_edits([point.site for point in rewrite.points if point.is_part])
+    rewrite.of_parts = canvas.reducing_edits({point.site for point in rewrite.points if point.is_part})
 
 
 def _pack(rewrite: _Rewrite) -> None:

@@ -11,9 +11,7 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
-from gradrewrite.policy.insertions import (
-    Insertion,
-)
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.sites import Site

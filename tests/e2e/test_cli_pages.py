@@ -48,7 +48,7 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("P.L2", ["# gradrewrite.passes.L2(rate: float | Tensor) -> None"]),
         ("gr.record", ["# gradrewrite.record(name: str, value: Tensor | float) -> None", "Example:"]),
         ("Monitor.reduce", ["# gradrewrite.Monitor.reduce(self, how: How | None = None", "A collective call"]),
-        ("gradrewrite.Site.call", ["# gradrewrite.Site.call"]),
+        ("gradrewrite.Site.matches", ["# gradrewrite.Site.matches(self, pattern: str) -> bool"]),
         ("Policy", ["# gradrewrite.Policy = Callable[[Site], Answer] | Sequence[Policy]"]),
         ("viz.Format", ["# gradrewrite.viz.Format = typing.Literal["]),
         ("testing.assert_inert", ["# gradrewrite.testing.assert_inert("]),
@@ -63,7 +63,12 @@ def test_a_public_name_has_its_signature_and_docstring(
     assert all(text in out for text in wanted)
 
 
-@pytest.mark.parametrize("name", ["Monitor._records", "passes", "gr.nothing", "__name__"])
+def test_a_module_has_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "passes"]) == 0
+    assert "gradrewrite.passes.ClipByNorm" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", ["Monitor._records", "ClipByNorm.max_norm", "gr.nothing", "__name__"])
 def test_no_other_name_has_an_entry(name: str) -> None:
     assert main(["help", name]) == 2
 

@@ -23,6 +23,8 @@ from gradrewrite.passes import (
     Scale,
     Zero,
 )
+from gradrewrite.policy.actions import insertion_at
+from gradrewrite.policy.insertions import ReplaceTensor
 
 SHAPES = ((), (0,), (1,), (7,), (3, 4), (2, 1, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
@@ -79,8 +81,14 @@ def is_possible(dtype: torch.dtype, actions: Any) -> bool:
     return not (dtype.is_complex and any(isinstance(a, ClipByValue) for a in actions))
 
 
+SITE = gr.Site("step", "w")
+
+
 def call(action: Any, g: Tensor, p: Tensor) -> Tensor:
-    return action.apply(g, p) if isinstance(action, L2) else action.apply(g)
+    effect = insertion_at(action, SITE).effect
+    if isinstance(effect, ReplaceTensor):
+        return effect.run(g, p) if effect.reads == "value" else effect.run(g)
+    return g
 
 
 # Norms of float32 gradients are float32, beside those of float64 too.

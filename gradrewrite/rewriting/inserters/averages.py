@@ -12,10 +12,7 @@ from gradrewrite.distributed.buckets import bucket_order
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.values import num_bytes
-from gradrewrite.policy.insertions import (
-    AverageOverRanks,
-    Insertion,
-)
+from gradrewrite.policy.insertions import AverageOverRanks, Insertion
 from gradrewrite.rewriting.action_tracing import check_dense
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.inserters.group import insert_group

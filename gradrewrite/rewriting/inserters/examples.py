@@ -8,9 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from gradrewrite.ir.markers import value_of
-from gradrewrite.policy.insertions import (
-    WeighExampleGradients,
-)
+from gradrewrite.policy.insertions import WeighExampleGradients
 from gradrewrite.policy.recording import recording
 from gradrewrite.rewriting.action_tracing import TraceMode, trace_function
 from gradrewrite.rewriting.canvas import Canvas

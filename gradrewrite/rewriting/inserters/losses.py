@@ -12,9 +12,7 @@ from torch import Tensor, fx
 
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
-from gradrewrite.policy.insertions import (
-    Insertion,
-)
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.canvas import Canvas

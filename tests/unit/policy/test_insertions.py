@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import gradrewrite.passes as P
 from gradrewrite.policy.actions import insertion_anywhere, insertion_at, kinds_of
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
+    Insertion,
     JudgeUpdate,
     KeepTensor,
     MeasureTensor,
@@ -26,6 +28,7 @@ from gradrewrite.policy.insertions import (
     WeighExampleGradients,
     WeighLossGradients,
 )
+from gradrewrite.policy.rules import ask_in_order, rule_skips
 from gradrewrite.sites import KINDS, Kind, Site
 
 pytestmark = pytest.mark.pure
@@ -158,3 +161,34 @@ def test_units() -> None:
     actions = (P.ClipByNorm(1.0), halve, P.Scale(2.0), P.Observe("norm"), P.Observe("noise_scale"), P.AllReduce())
 
     assert [insertion_anywhere(action).has_units for action in actions] == [True, True, False, False, True, False]
+
+
+class Own:
+    """An action of a user."""
+
+    kinds: frozenset[Kind] = frozenset(("gradient",))
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+
+    def at(self, site: Site) -> Any:
+        assert site.shape[0] == 2  # which no made-up site has
+        return self.result if self.result is not None else Insertion(self, ReplaceTensor(halve))
+
+
+def test_actions_of_users() -> None:
+    rule = gr.on("gradient:*", Own())
+    (answered,) = ask_in_order(rule, site("gradient"))
+
+    assert answered.insertion.kinds == {"gradient"}  # those of the action
+    assert not rule_skips(rule)
+    with pytest.raises(gr.PolicyError, match="does not apply to this kind of site; it applies to gradient"):
+        ask_in_order(gr.on("error:*", Own()), site("error"))
+    with pytest.raises(gr.PolicyError, match="returns an Insertion, and returned 3"):
+        ask_in_order(gr.on("gradient:*", Own(3)), site("gradient"))
+
+
+def test_a_refusal_names_the_action_as_it_was_given() -> None:
+    for action in (P.Every(2, P.Scale(2.0)), P.After(3, P.ClipByNorm({"w": 1.0}))):
+        with pytest.raises(gr.PolicyError, match=re.escape(f"activation:w: {action!r} does not apply")):
+            ask_in_order(lambda _, action=action: action, site("activation"))

@@ -32,6 +32,11 @@ pytestmark = pytest.mark.pure
         ([P.Observe("norm"), P.NanToNum(), P.ClipByNorm(1.0)], [["norm"]]),
         ([P.ClipByNorm(1.0), P.Observe("norm")], [["norm"]]),
         ([P.Observe("norm"), P.ClipByGlobalNorm(1.0), P.ClipByNorm(1.0)], [[]]),  # groups come last
+        (
+            [P.Observe("kurtosis", "norm"), P.Observe("std", "norm")],
+            [["mean", "std", "skewness", "kurtosis"], ["mean", "std", "norm"]],
+        ),
+        ([P.Observe("std"), P.Observe("kurtosis")], [[], ["mean", "std", "skewness", "kurtosis"]]),
         ([P.Observe("norm"), P.WeighLosses(P.UPGrad()), P.ClipByNorm(1.0)], [["norm"]]),
     ],
 )
@@ -53,3 +58,20 @@ def test_what_is_recorded_twice_is_measured_once(
     given = {name for action in actions if isinstance(action, P.Observe) for name in action.statistics}
     if isinstance(last := effects[-1], ReplaceTensor):
         assert last.observed == given.difference(*found)
+
+
+@pytest.mark.parametrize("action", [P.ClipByValue(1.0, log=True), P.Observe("mean_abs")])
+def test_the_weight_of_a_symbolic_size_stays_with_its_statistic(action: Any) -> None:
+    site = Site("error", "h", shape=(None, 3))
+    answers = ask_in_order(gr.on("error:*", [P.Observe("mean_abs", "norm", every=2), action]), site)
+    effects = [answered.insertion.effect for answered in answers]
+    found = [list(effect.statistics) for effect in effects if isinstance(effect, MeasureTensor)]
+
+    is_clip = isinstance(action, P.ClipByValue)
+    assert found == ([["mean_abs", "norm", "numel"]] if is_clip else [["norm"], ["mean_abs", "numel"]])
+
+
+def test_what_measures_nothing_has_no_interval() -> None:
+    answers = ask_in_order(gr.on("gradient:*", [P.Observe("norm", every=3), P.ClipByNorm(1.0)]), Site("gradient", "w"))
+
+    assert [answered.insertion.every for answered in answers] == [None, None]

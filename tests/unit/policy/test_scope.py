@@ -230,8 +230,8 @@ def test_observed_losses_are_refused_as_weighed_ones() -> None:
 
 @pytest.mark.parametrize(
     "action",
-    [P.ClipByNorm(1.0), P.CheckFinite("skip"), torch.sign, EXAMPLES],
-    ids=["clip", "check", "function", "clip of examples"],
+    [P.ClipByNorm(1.0), P.CheckFinite("skip"), torch.sign, EXAMPLES, P.Observe("loss_norms")],
+    ids=["clip", "check", "function", "clip of examples", "figures of losses"],
 )
 def test_single_sites_and_examples_are_clipped_in_each_process(action: Any) -> None:
     for around in (DDP, FSDP):
