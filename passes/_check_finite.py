@@ -50,7 +50,7 @@ class CheckFinite:
             raise ValueError(f"CheckFinite: on_failure is one of {known}, got {self.on_failure!r}")
 
     def at(self, site: Site) -> Insertion:
-        """Return the insertion at a site: where the program itself writes infinities only NaN count."""
+        """Return the insertion at a site; under mask infinities NaN alone count."""
         check = replace(self, nan_only=True) if site.kind == "activation" and site.may_be_infinite else self
         every = 1 if self.on_failure in ("warn", "record") else None
         effect = MeasureTensor(check.statistics, self.on_failure)

@@ -137,7 +137,10 @@ class GroupNormClip(ABC):
         return [scale_where(tensor, factor, acts) for tensor in tensors]
 
     def bound_and_total(self, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The bound and the total norm, both 1 where the clip does not act; see ``policy.insertions.ScaleGroup``."""
+        """Return bound and total norm, both 1 if the clip is idle.
+
+        See ``policy.insertions.ScaleGroup``.
+        """
         total, flat = total_norm_of(norms, self.norm_type)
         bound, acts = bound_and_verdict(total, self.record_bound(total, flat))
         return torch.where(acts, bound, 1.0), torch.where(acts, total, 1.0)

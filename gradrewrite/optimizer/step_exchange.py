@@ -91,7 +91,7 @@ def slots_of(sites: Sequence[SpreadSite]) -> list[Slot]:
 
 
 def _order_of_norms(effect: Effect) -> float | None:
-    """Return the order of the norm of all gradients of a group; None where it needs none."""
+    """Return the order of a group's norm; None without one."""
     if isinstance(effect, ScaleGroup):
         return effect.norm_type
     return 2.0 if isinstance(effect, JudgeUpdate) and effect.of == "total_norm" else None

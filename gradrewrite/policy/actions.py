@@ -33,7 +33,10 @@ _OTHER_FUNCTIONS = (
 
 @runtime_checkable
 class Bounded(Protocol):
-    """An action with bounds that may be tensors, checked where a policy is given (internal until 1.0)."""
+    """An action with bounds, possibly tensors (internal until 1.0).
+
+    They are checked when a policy is given.
+    """
 
     def check_bounds(self) -> None:
         """Raise ValueError if a bound cannot be one now."""

@@ -129,7 +129,10 @@ class Canvas:
         return self._scopes.setdefault(where, self._states.scope(where))
 
     def mode(self, site: Site, where: str = "") -> TraceMode:
-        """Return the mode of tracing an action at a site, or of a group (``where`` names its states)."""
+        """Return the trace mode at a site, or of a group.
+
+        ``where`` names the states of a group.
+        """
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
         is_apart = is_measured_apart(site.device) or site.kind in ("gradient", "input", "step")
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
@@ -142,7 +145,7 @@ class Canvas:
         return self.mode(point.site, f"{point.site}/loss{point.loss}" if point.loss is not None else "")
 
     def scale_on(self, device: torch.device) -> Tensor | None:
-        """Return the loss scale on a device; None where the policy knows none."""
+        """Return the loss scale on a device; None without one."""
         return None if self._scale is None else self._scale.on(device)
 
 

@@ -110,7 +110,7 @@ def _ask(rewrite: _Rewrite) -> None:
 
 
 def _separate(rewrite: _Rewrite) -> None:
-    """Plan the insertions, and take the backward of several losses apart where an action asks for it."""
+    """Plan the insertions, and separate the gradients of several losses."""
     canvas = rewrite.canvas
     plan = lower((point, sampled(found, rewrite.measured)) for point, found in rewrite.answers)
     separated = rewrite.separated = take_apart(canvas, rewrite.marked, plan)

@@ -51,7 +51,7 @@ class SeparatedPlan:
 
 
 def take_apart(canvas: Canvas, marked: MarkedJointGraph, plan: InsertionPlan) -> SeparatedPlan:
-    """Take the backward of losses apart where an action asks for the gradient of each; return the plan for that."""
+    """Separate the backward by losses, if an action asks for it; return the plan."""
     reading = {p: i for p, own in plan.single.items() for i in own if reads_losses(i)}
     weighed = [group for group in plan.groups if isinstance(group.effect, WeighLossGradients)]
     if not (reading or weighed):

@@ -28,7 +28,10 @@ from gradrewrite.rewriting.node_shares import share_nodes
 
 
 def insert_group(canvas: Canvas, group: Group, where: str = "") -> None:
-    """Insert one group action, its sites together. Its records are at ``where``, or at ``group:<name>``."""
+    """Insert one group action, its sites together.
+
+    Its records are at ``where``, or at ``group:<name>``.
+    """
     points = group.points
     nodes = [canvas.current(point.node) for point in points]
     for point in points:

@@ -125,7 +125,10 @@ def _split(
 
 
 def _is_put_off(canvas: Canvas, point: InsertionPoint, measure: MeasureTensor) -> bool:
-    """Return whether a measurement can be put off: at gradients, and where all is measured apart."""
+    """Return whether a measurement can be put off.
+
+    It can at gradients, and on devices with an operation of our own for measurements.
+    """
     value = value_of(point.node)
     is_put_off = point.output is not None or is_measured_apart(value.device)
     is_traced = _is_on_cuda(point.node) or point.layout is not None

@@ -193,6 +193,22 @@ def test_a_clip_records_what_is_observed_beside_it(kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(end, plain[2], strict=True))
 
 
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_the_norm_of_a_clip_is_that_of_the_whole_batch_where_it_is_observed(is_observed: bool) -> None:
+    torch.manual_seed(0)
+    actions = [*[Observe("norm")] * is_observed, ClipByNorm(1e-3)]
+    model = gr.transform(TwoLayers(), gr.on("error:two", actions))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for part in range(2):
+        model(batch(part)).square().sum().backward()
+    optimizer.step()
+    norms = model.monitor.history("norm@error:two")
+
+    (whole,) = model.monitor.history("norm@error:two", per="step")
+    assert norms[0] != norms[1]
+    assert whole == pytest.approx(math.hypot(*norms) if is_observed else sum(norms) / 2)
+
+
 def test_sampled_measurements_of_parameters_keep_their_names() -> None:
     rules = [gr.on("param:two.weight", Observe("norm", every=every)) for every in (2, 3)]
     _, rows, _ = train([*rules, gr.on("param:two.weight", [Observe("nonfinite"), CheckFinite("record")])])
