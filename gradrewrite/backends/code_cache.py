@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
-from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.policy.actions import Policy

@@ -17,7 +17,7 @@ from gradrewrite.backends.session import Session
 from gradrewrite.errors import NotRewrittenError
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
-from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.renaming import Renaming, calls_by_name
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.scope import bounds_one_gradient

@@ -95,16 +95,15 @@ class RewrittenBackward:
             return results
         number = len(results) - self.num_outputs
         results, auxiliary = results[:number], results[number:]
-        first_state = len(auxiliary) - len(outputs.states)
-        packs, kept = auxiliary[: len(outputs.packs)], auxiliary[len(outputs.packs) : first_state]
+        packs, kept, states = outputs.split(auxiliary)
         if self.copies_packs:  # a CUDA graph overwrites all of it
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
-            tensors = [*packs, *_owned(kept, outputs.kept_as, [*results, *packs])]
+            tensors = [*packs, *_owned(kept, [what for what, *_ in outputs.kept], [*results, *packs])]
         update = session.config.states.current
         again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due, update)
         if outputs.states:
-            write_states([tensor for _, tensor in outputs.states], auxiliary[first_state:])
+            write_states([tensor for _, tensor in outputs.states], states)
         if again and (self.is_whole or "part" not in session.warnings):
             self._warn_in_parts("again", again, outputs.noisy)
         use.accumulation.note_at_end()

@@ -14,8 +14,8 @@ from typing_extensions import assert_never
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.outputs import ClipRecords
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.ir.reports import NormClip, ValueClip
 
 MIN_CLIP_STEPS, CLIPS_ALWAYS = 20, 0.9  # early steps alone say nothing about a threshold

@@ -16,7 +16,7 @@ from gradrewrite._utils.files import written_whole
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 from gradrewrite._utils.formatting import html_table, plain_table
 from gradrewrite.diagnostics.run_log import Run, Step, as_executed, last_run, listed, words
-from gradrewrite.ir.record_layout import SiteOp
+from gradrewrite.ir.outputs import SiteOp
 
 DifferenceKind = Literal["bits", "values", "shape", "missing"]
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from gradrewrite.diagnostics.run_log import Origin, Step
+from gradrewrite.ir.outputs import ClipRecords, SiteOp
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import ClipRecords, SiteOp
 from gradrewrite.ir.reports import Clip, LogFigures, NormClip, ValueClip
 
 LINE_STARTS = (b'{"run"', b'{"graphs"', b'{"step"')

@@ -11,8 +11,8 @@ from typing import Any
 
 from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
+from gradrewrite.ir.outputs import ClipRecords, SiteOp
 from gradrewrite.ir.record_key import RecordKey, without_label
-from gradrewrite.ir.record_layout import ClipRecords, SiteOp
 
 MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.outputs import BackwardOutputs, Owner
 from gradrewrite.ir.record_key import RecordKey, with_label, without_label
-from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, SiteOp
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.sites import OF_VALUES, Site
 
@@ -67,35 +67,16 @@ class Renaming:
     def outputs(self, outputs: BackwardOutputs, sites: Sequence[Site]) -> BackwardOutputs:
         """Rename the auxiliary outputs of a graph with these sites; groups and other owners of records keep theirs."""
         renamed = {str(site): self.site(site) for site in sites}
-        ops = {SiteOp.of(site).name: SiteOp.of(self.site(site)) for site in sites if site.op}
-        names = {name: op.name for name, op in ops.items()}
-
-        def op(old: SiteOp) -> SiteOp:
-            known = ops[old.name if old.name in ops else without_label(old.name)[0]]
-            return replace(known, name=_with_label(old.name, names))
 
         def key(old: RecordKey) -> RecordKey:
             return replace(old, site=_with_label(old.site, renamed))
 
-        def clip(old: ClipRecords) -> ClipRecords:
-            new = replace(old, report=old.report.map(lambda _, leaf: key(leaf)), factor=key(old.factor))
-            plain, label = (old.site, "") if old.site in renamed else without_label(old.site)
-            site = renamed.get(plain)
-            return new if site is None else replace(new, name=f"{site.name}{label}", call=site.call)
+        def owner(old: Owner) -> Owner:
+            return self.site(old) if isinstance(old, Site) else old
 
-        return replace(
-            outputs,
-            packs=tuple(tuple(map(key, pack)) for pack in outputs.packs),
-            keys=tuple(map(key, outputs.keys)),
-            kept=tuple(map(self.site, outputs.kept)),
-            checks=tuple(replace(c, site=self.site(c.site), key=key(c.key)) for c in outputs.checks),
-            clips=tuple(map(clip, outputs.clips)),
-            bounds=tuple((key(old), bound) for old, bound in outputs.bounds),
-            counts=frozenset(map(key, outputs.counts)),
-            sampled=tuple((every, frozenset(map(key, keys))) for every, keys in outputs.sampled),
-            measured={key(old): one for old, one in outputs.measured.items()},
-            ops=tuple(map(op, outputs.ops)),
-        )
+        packs = tuple(replace(pack, keys=tuple(map(key, pack.keys))) for pack in outputs.packs)
+        placed = tuple(one.map(owner(one.owner), key) for one in outputs.placed)
+        return replace(outputs, packs=packs, placed=placed)
 
     def edit(self, edit: Edit, sites: Sequence[Site]) -> Edit:
         """Rename an edit of a graph with these sites."""

@@ -35,7 +35,7 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
     if not record.has_failed(modes):
         return None
     graphs = record.checked_graphs()
-    failed = tuple(tuple(check.key for check in graph.failed(modes)) for graph in graphs)
+    failed = tuple(tuple(check.report.count for check in graph.failed(modes)) for graph in graphs)
     if failed not in record.failures:
         is_backward = any(check.site.kind not in AT_GUARD for graph in graphs for check in graph.failed(modes))
         found = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.errors import NonFiniteError
+from gradrewrite.ir.outputs import BackwardOutputs, ClipRecords
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.monitoring.wholes import How, Summands
@@ -24,9 +24,9 @@ from gradrewrite.sites import Site
 def verdicts_of(outputs: BackwardOutputs, packs: Sequence[Tensor]) -> list[Tensor]:
     """Return the verdicts on checks that skip, one a pack with such: 0-d float32, 1 if one of them failed, else 0."""
     return [
-        (pack[-1] if has_verdict else pack[:count].amax().clamp(max=1.0)).to(torch.float32)
-        for pack, count, has_verdict in zip(packs, outputs.num_skips, outputs.verdicts, strict=False)
-        if count
+        (pack[-1] if own.has_verdict else pack[: own.num_skips].amax().clamp(max=1.0)).to(torch.float32)
+        for pack, own in zip(packs, outputs.packs, strict=False)
+        if own.num_skips
     ]
 
 
@@ -49,7 +49,7 @@ class GraphRecord:
         """All records; the packs are on the host."""
         pairs = zip(self.outputs.packs, self.packs, strict=True)
         # A verdict may follow the records.
-        return {key: value for keys, pack in pairs for key, value in zip(keys, floats_of(pack), strict=False)}
+        return {key: value for own, pack in pairs for key, value in zip(own.keys, floats_of(pack), strict=False)}
 
     def records(self) -> dict[RecordKey, float]:
         """All records and the factors of clips; the packs are on the host."""
@@ -64,13 +64,11 @@ class GraphRecord:
 
     def has_failed(self, mode: OnFailure) -> bool:
         """Whether a check of this kind failed; the packs are on the host."""
-        outputs = self.outputs
-        for pack, positions, has_verdict in zip(
-            self.packs, outputs.checked.get(mode, ()), outputs.verdicts, strict=False
-        ):
+        of_packs = zip(self.packs, self.outputs.checked.get(mode, ()), self.outputs.packs, strict=False)
+        for pack, positions, layout in of_packs:
             if not positions:
                 continue
-            if mode == "skip" and has_verdict:
+            if mode == "skip" and layout.has_verdict:
                 if last_float_of(pack) > 0:  # the verdict on them
                     return True
             elif max(itemgetter(*positions, positions[0])(floats_of(pack))) > 0:

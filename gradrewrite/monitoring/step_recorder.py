@@ -19,8 +19,8 @@ from gradrewrite._compat import autograd
 from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite._version import __version__
 from gradrewrite.diagnostics.run_log import Origin
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.monitoring.kept_step import KeptStep
 from gradrewrite.monitoring.messages import StepMessages, raise_failed
 from gradrewrite.monitoring.step_record import StepRecord, verdicts_of
@@ -89,7 +89,7 @@ class StepRecorder:
         # Numbers of updates that guards which are gone have skipped, on their devices.
         self.num_skipped: list[Tensor] = []
         self.closed = -1  # number of the last step that belongs to guards which were removed; -1 if there is none
-        self.last_skip: FiniteCheck | None = None  # check that skips of the last graph that has one
+        self.last_skip: Site | None = None  # of the check that skips of the last graph that has one
         # Site of a check that skips and may fail on one rank of several with equal parameters; None without one.
         self.lone_skip: Site | None = None
         self.sampling = SamplingSettings()
@@ -113,9 +113,9 @@ class StepRecorder:
         self._open: dict[int, StepRecord] = {}  # by backward: one may run inside another, or on another thread
         _to_flush.add(self)
 
-    def note_last_skip(self, check: FiniteCheck | None) -> None:
-        """Take note of a check that skips, unless there is one."""
-        self.last_skip = self.last_skip or check
+    def note_last_skip(self, site: Site | None) -> None:
+        """Take note of the site of a check that skips, unless there is one."""
+        self.last_skip = self.last_skip or site
 
     def note_lone_skip(self, site: Site) -> None:
         """Take note of a check that skips and may fail on one rank alone."""
@@ -280,7 +280,7 @@ class StepRecorder:
             again = [group for group in outputs.groups if group in record.groups]
             record.groups += outputs.groups
             record.add(outputs, tensors, snapshot, is_due)
-            if any(outputs.num_skips):
+            if "skip" in outputs.checked:
                 self._note_verdicts(outputs, tensors, parameters)
             return again
 
@@ -303,7 +303,7 @@ class StepRecorder:
     def _note_verdicts(
         self, outputs: BackwardOutputs, packs: Sequence[Tensor], parameters: Sequence[weakref.ref[Tensor]]
     ) -> None:
-        self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
+        self.last_skip = next(c.site for c in outputs.checks if c.report.on_failure == "skip")
         guards = self.live_guards if self.guards else ()
         if not guards:
             return
@@ -341,8 +341,8 @@ class StepRecorder:
             update.update = record.update
             record.kept |= update.kept
             update.kept = {}
-            if any(outputs.num_skips):
-                self.last_skip = next(c for c in outputs.checks if c.on_failure == "skip")
+            if "skip" in outputs.checked:
+                self.last_skip = next(c.site for c in outputs.checks if c.report.on_failure == "skip")
             self.messages.on_step(update)
         raise_failed(update)
         return update.step

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from gradrewrite.ir.moments import MOMENTS
+from gradrewrite.ir.outputs import MeasuredTensor
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import MeasuredTensor
 from gradrewrite.ir.statistics import STATISTICS
 
 How: TypeAlias = Literal["mean", "max", "sum"]
@@ -60,15 +60,15 @@ class Summands:
         """Add a part; without ``how`` each measurement follows its statistic."""
         known = measured if how is None else {}
         together: dict[object, list[RecordKey]] = {}
-        for key in (key for key in records if key in known and known[key].statistic in MOMENTS):
+        for key in (key for key in records if key in known and _statistic(known, key) in MOMENTS):
             together.setdefault((key.site, known[key].number), []).append(key)
         for found in together.values():
-            keys = tuple(sorted(found, key=lambda key: MOMENTS.index(known[key].statistic)))
+            keys = tuple(sorted(found, key=lambda key: MOMENTS.index(_statistic(known, key))))
             part = CentralMoments.of(_weight(known[keys[0]], keys[0], records), [records[key] for key in keys])
             self.moments[keys] = self.moments.get(keys, CentralMoments()).with_part(part)
         for key, value in records.items():
             one = known.get(key)
-            rule = Rule("" if one is None else one.statistic, how or "mean")
+            rule = Rule(_statistic(known, key), how or "mean")
             self.rules[key] = rule
             if one is not None and one.replicas > 1:
                 self.replicas[key] = one.replicas
@@ -147,6 +147,11 @@ class CentralMoments:
 
 def _beside(key: RecordKey, record: str) -> RecordKey:
     return RecordKey(record, key.occurrence, key.site)
+
+
+def _statistic(measured: Mapping[RecordKey, MeasuredTensor], key: RecordKey) -> str:
+    """Return the statistic of a record; ``""`` for what measures no tensor."""
+    return measured[key].statistics[key.record] if key in measured else ""
 
 
 def _weight(measured: MeasuredTensor, key: RecordKey, records: Mapping[RecordKey, float]) -> float:

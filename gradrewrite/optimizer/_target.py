@@ -9,10 +9,16 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from gradrewrite._compat import fake_tensors
+from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.backends.engines import Engine
 from gradrewrite.backends.session import Session, attached_state
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.monitoring.step_recorder import Seat, StepRecorder
+from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.scope import Context, refuse
+from gradrewrite.rewriting.action_tracing import check_dense
+from gradrewrite.sites import Site
 
 
 class Target:
@@ -51,6 +57,23 @@ class Target:
         if self._model is not None:
             return {} if state is None else dict(state.original.named_parameters())
         return {} if isinstance(state, Monitor) else state.session.names.known_parameters()
+
+    def ask(self, number: int, site: Site, tensor: Tensor) -> tuple[Answered, ...]:
+        """Return the policy's answers at the site of a tensor; ``number`` is that of the target.
+
+        PolicyError for an answer that is not allowed, UnsupportedGradientError for an action at a sparse tensor.
+        """
+        session = self.session
+        if session is None:
+            return ()
+        answers = ask_in_order(session.config.policy, site, (number,))
+        is_subclass = fake_tensors.is_wrapper(tensor) and not is_dtensor(tensor)
+        for answered in answers:
+            check_dense(answered.action, site, tensor)
+            if is_subclass:
+                refuse(answered.insertion, Context(site, tensor_type=type(tensor).__name__))
+        session.note_step_answers(answers)
+        return answers
 
 
 @dataclass(slots=True)

@@ -18,15 +18,13 @@ from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.distributed.shards import local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.ir.ops import measure_all
+from gradrewrite.ir.outputs import BackwardOutputs, Pack
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.optimizer._target import Target
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, Slot, SpreadSite, exchange_figures, slots_of
 from gradrewrite.policy.insertions import KeepTensor, MeasureTensor, Omitted
-from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, rules_at, state_site
-from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.rewriting.action_tracing import check_dense
-from gradrewrite.rewriting.record_nodes import RecordNumbering
+from gradrewrite.policy.rules import Answered, parameter_site, rules_at, state_site
+from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Pattern, Site
 
 _PATIENCE = 3  # steps without any state, until a rule for it is said to do nothing
@@ -54,30 +52,12 @@ class _Reading:
     """The measurements of these members; positions are theirs."""
 
     members: Sequence[_Member]
-    keys: dict[torch.device | None, list[RecordKey]] = field(default_factory=lambda: defaultdict(list))  # None: spread
     plain: dict[torch.device, list[tuple[int, list[str]]]] = field(default_factory=lambda: defaultdict(list))
     spread: dict[int, SpreadSite] = field(default_factory=dict)
     settings: ExchangeSettings | None = None  # for the spread ones
     slots: Sequence[Slot] = ()
-    checks: list[FiniteCheck] = field(default_factory=list)
-    kept: list[tuple[int, str]] = field(default_factory=list)
-    counts: frozenset[RecordKey] = frozenset()
-
-    @property
-    def outputs(self) -> BackwardOutputs:
-        """The layout of the packs, those of devices first, and of the kept tensors."""
-        packs = [*(self.keys[device] for device in self.plain), *([self.keys[None]] if self.keys[None] else [])]
-        return BackwardOutputs(
-            packs=tuple(map(tuple, packs)),
-            keys=tuple(key for keys in packs for key in keys),
-            num_skips=(0,) * len(packs),
-            verdicts=(False,) * len(packs),
-            kept=tuple(self.members[n].site for n, _ in self.kept),
-            kept_as=tuple(what for _, what in self.kept),
-            kept_every=(1,) * len(self.kept),
-            checks=tuple(self.checks),
-            counts=self.counts,
-        )
+    kept: list[int] = field(default_factory=list)
+    outputs: BackwardOutputs = field(default_factory=BackwardOutputs)  # packs of devices, that of spread ones, kept
 
 
 class ObservedState:
@@ -94,7 +74,7 @@ class ObservedState:
         self._key: object = None  # of the tensors and policies then
         self._members: tuple[_Member, ...] = ()
         self._due: frozenset[_Interval] = frozenset()  # all that members have
-        self._readings: dict[frozenset[_Interval], tuple[_Reading, BackwardOutputs]] = {}  # by what is due
+        self._readings: dict[frozenset[_Interval], _Reading] = {}  # by what is due
         self._has_state = False
         self._num_empty = 0  # steps without any state
         for target in targets:
@@ -135,10 +115,9 @@ class ObservedState:
         tensors = [own[m.parameter] if m.key is None else states[m.parameter][m.key] for m in members]
         with torch.no_grad():
             if due not in self._readings:
-                reading = self._read(members, tensors, due)
-                self._readings[due] = reading, reading.outputs
-            reading, outputs = self._readings[due]
-            return outputs, self._measure(reading, tensors)
+                self._readings[due] = self._read(members, tensors, due)
+            reading = self._readings[due]
+            return reading.outputs, self._measure(reading, tensors)
 
     def _ask(
         self, own: Sequence[Tensor], states: Sequence[Mapping[Any, Any]], names: Names, guard: int, num_guards: int
@@ -163,19 +142,10 @@ class ObservedState:
         return tuple(members)
 
     def _answers(self, number: int, site: Site, tensor: Tensor) -> tuple[Answered, ...]:
-        session = self._targets[number].session
-        if session is None:
-            return ()
-        answers = ask_in_order(session.config.policy, site, (number,))
-        for answered in answers:
-            check_dense(answered.action, site, tensor)
-            if fake_tensors.is_wrapper(tensor) and not is_dtensor(tensor):
-                refuse(answered.insertion, Context(site, tensor_type=type(tensor).__name__))
-            if tensor.is_complex():
-                effect = answered.insertion.effect
-                assert isinstance(effect, MeasureTensor | KeepTensor)
-                effect.run(local_of(tensor))  # which refuses what needs an order
-        session.rules.note_step_answers(answered.position[1:] for answered in answers)
+        answers = self._targets[number].ask(number, site, tensor)
+        for effect in (answered.insertion.effect for answered in answers if tensor.is_complex()):
+            assert isinstance(effect, MeasureTensor | KeepTensor)
+            effect.run(local_of(tensor))  # which refuses what needs an order
         return answers
 
     def _is_due(self, number: int, every: int | None) -> bool:
@@ -186,34 +156,33 @@ class ObservedState:
         return session.sampling.is_due(every)
 
     def _read(self, members: Sequence[_Member], tensors: Sequence[Tensor], due: frozenset[_Interval]) -> _Reading:
-        numbering, found = RecordNumbering(), _Reading(members)
+        packing, found = RecordPacking(), _Reading(members)
+        keys: dict[torch.device | None, list[RecordKey]] = defaultdict(list)  # None: of spread tensors
         for n, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
             site, layout = member.site, spread_of(tensor)
             is_spread = layout is not None and len(layout.ranks) > 1 and layout.size > 0
             is_due = ((member.target, a.insertion.every) in due for a in member.answers)
             answers = tuple(a if d else a.omitted() for a, d in zip(member.answers, is_due, strict=True))
-            for effect in (answered.insertion.effect for answered in answers):
-                if isinstance(effect, Omitted):
-                    numbering.new(effect.names, str(site))
-                    continue
-                if isinstance(effect, KeepTensor):
-                    found.kept.append((n, "tensor"))
-                    continue
-                assert isinstance(effect, MeasureTensor)  # no other action may stand here
-                keys = numbering.new(effect.statistics, str(site))
-                found.keys[None if is_spread else tensor.device] += keys
-                if keys and not is_spread:
-                    found.plain[tensor.device].append((n, list(effect.statistics.values())))
-                if effect.fails is not None:
-                    found.checks.append(FiniteCheck(site, effect.fails, keys[-1], len(found.checks), ""))
+            for insertion in (answered.insertion for answered in answers):
+                match insertion.effect:
+                    case Omitted(names):
+                        packing.numbering.new(names, str(site))
+                    case KeepTensor():
+                        found.kept.append(n)
+                        packing.keep(insertion, site)
+                    case MeasureTensor(statistics) if statistics:
+                        keys[None if is_spread else tensor.device] += packing.measure(insertion, site)
+                        if not is_spread:
+                            found.plain[tensor.device].append((n, list(statistics.values())))
             if is_spread and layout is not None:
                 self._note_mesh(tensor)
                 found.spread[n] = SpreadSite(site, layout, answers, None)
-        found.counts = frozenset(numbering.counts)
-        if found.keys[None]:
+        if keys[None]:
             spread = tuple(found.spread.values())
             groups = {ranks: self._groups.of_ranks(ranks) for ranks in sorted({one.spread.ranks for one in spread})}
             found.settings, found.slots = ExchangeSettings(spread, groups), slots_of(spread)
+        packs = [Pack(tuple(keys[device])) for device in (*found.plain, None) if keys[device]]
+        found.outputs = packing.outputs(packs, (key for pack in packs for key in pack.keys))
         return found
 
     def _measure(self, reading: _Reading, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -225,7 +194,7 @@ class ObservedState:
             figures = exchange_figures(reading.settings, reading.slots, own)
             widest = torch.float64 if any(figure.dtype == torch.float64 for figure in figures) else torch.float32
             found.append(torch.stack([figure.to(widest) for figure in figures]))
-        return found + [tensors[n].detach().clone() for n, _ in reading.kept]
+        return found + [tensors[n].detach().clone() for n in reading.kept]
 
     def _note_mesh(self, tensor: Tensor) -> None:
         if is_dtensor(tensor):

@@ -19,9 +19,9 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import measure_all
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.statistics import norm_of, total_norm_of
 from gradrewrite.optimizer.spikes import Judge
 from gradrewrite.optimizer.step_exchange import (
@@ -261,7 +261,7 @@ class _Builder:
             graph = make_fx.trace(factor, [value_of(node) for node in inputs])
         traced = TracedAction.of(graph, reported)
         (result, *extras), new = editing.splice(graph, self.graph, inputs, points[0].before, "is_backward")
-        keys, _ = canvas.packing.add(insertion, where, points[0].site, traced.reports, extras, members)
+        keys = canvas.packing.add(insertion, where, points[0].site, traced.reports, extras, members)
         canvas.packing.groups.append(str(effect.group))
         names = tuple(node.name for node in (*measured, *new))
         for n, point in enumerate(points):
@@ -383,7 +383,7 @@ class _Builder:
         labels += ["grad_scale" if is_divided else "factor"] * len(self.factors)
         labels += ["total norm"] * len(totals)
         labels += ["votes"] * (self.votes is not None)
-        labels += ["records"] * len(outputs.packs) + [f"kept {site}" for site in outputs.kept]
+        labels += ["records"] * len(outputs.packs) + [f"kept {site}" for _, site, _ in outputs.kept]
         labels += [f"state {key}" for key, _ in outputs.states]
         before = JointGraph(
             editing.graph_of([(node.name, value_of(node)) for node in self.nodes], len(self.nodes)),

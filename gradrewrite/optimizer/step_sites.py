@@ -25,7 +25,8 @@ from gradrewrite.distributed.shards import Spread, like_of, local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.record_layout import BackwardOutputs
+from gradrewrite.ir.outputs import BackwardOutputs, Pack, Placed
+from gradrewrite.ir.reports import Scalars
 from gradrewrite.ir.statistics import total_norm_of
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.step_record import verdicts_of
@@ -34,11 +35,9 @@ from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement,
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.insertions import Insertion, JudgeUpdate, ScaleParameter
-from gradrewrite.policy.rules import Answered, Rule, ask_in_order, rules_at, step_site
+from gradrewrite.policy.rules import Answered, Rule, rules_at, step_site
 from gradrewrite.policy.sampling import Measured, sampled
-from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.policy.state_store import StateStore, write_states
-from gradrewrite.rewriting.action_tracing import check_dense
 from gradrewrite.sites import Pattern, Site
 
 # By position of a parameter: its site, None without a name, and the answers of its model's policy there.
@@ -68,14 +67,12 @@ class StepOutcome:
         if not judgements:
             return self
         own, number = self.outputs, len(self.outputs.packs)
-        keys = tuple(key for judgement in judgements for key in judgement.judge.recorded)
-        outputs = replace(
-            own,
-            packs=(*own.packs, keys),
-            keys=(*own.keys, *keys),
-            num_skips=(*own.num_skips, 0),
-            verdicts=(*own.verdicts, False),
-        )
+        placed = [
+            Placed(Scalars(tuple(key.record for key in judge.recorded), judge.recorded), judge.where)
+            for judge in (judgement.judge for judgement in judgements)
+        ]
+        keys = tuple(key for one in placed for key in one.keys)
+        outputs = replace(own, packs=(*own.packs, Pack(keys)), placed=(*own.placed, *placed))
         pack = torch.cat([judgement.recorded for judgement in judgements])
         return replace(self, outputs=outputs, tensors=[*self.tensors[:number], pack, *self.tensors[number:]])
 
@@ -187,7 +184,7 @@ class StepSites:
             ballot.send(losses.sums(parameters[0].device))
         if work.plan is not None:
             rewrite = work.plan.rewrite
-            if ballot is not None and not (rewrite.takes_votes or any(rewrite.outputs.num_skips) or rewrite.judged):
+            if ballot is not None and not (rewrite.takes_votes or "skip" in rewrite.outputs.checked or rewrite.judged):
                 ballot.start()  # nothing is added to it: the ranks exchange verdicts while the actions run
             return self._run(work.plan, parameters, gradients, scale, ballot, figures)
         if work.exchange is not None:  # other ranks may have gradients
@@ -259,13 +256,8 @@ class StepSites:
                 asked[n] = (None, ())
                 continue
             site = step_site(own[1], parameter)
-            answers = ask_in_order(session.config.policy, site, (own[0],))
+            answers = self._targets[own[0]].ask(own[0], site, gradient)
             site = replace(site, call=counts[own[1]] - 1)
-            for answered in answers:
-                check_dense(answered.action, site, gradient)
-            if answers and fake_tensors.is_wrapper(gradient) and not is_dtensor(gradient):
-                refuse(answers[0].insertion, Context(site, tensor_type=type(gradient).__name__))
-            session.note_step_answers(answers)
             session.sampling.note([answers], at_steps=True)
             self._measures |= any(answered.insertion.every for answered in answers)
             answers = sampled(answers, self._measured[own[0]]) if self._measured else answers
@@ -336,13 +328,12 @@ class StepSites:
             totals = [tensors.pop(0) for _ in rewrite.judged]
             if ballot is not None and rewrite.takes_votes:
                 ballot.decide(tensors.pop(0))
-            if rewrite.outputs.states:
-                first_state = len(tensors) - len(rewrite.outputs.states)
-                write_states([tensor for _, tensor in rewrite.outputs.states], tensors[first_state:])
-                del tensors[first_state:]
-            number = len(rewrite.outputs.packs)
-            tensors[number:] = [
-                like_of(t, gradients[plan.gradients[n]]) for t, n in zip(tensors[number:], plan.kept, strict=True)
+            packs, kept, states = rewrite.outputs.split(tensors)
+            if states:
+                write_states([tensor for _, tensor in rewrite.outputs.states], states)
+            tensors = [
+                *packs,
+                *(like_of(t, gradients[plan.gradients[n]]) for t, n in zip(kept, plan.kept, strict=True)),
             ]
             idle = [factor.device.type == "cpu" and number_of(factor) == 1.0 for factor in factors]  # nothing waits
             for members, factor, is_idle in zip(rewrite.scaled, factors, idle, strict=True):
@@ -449,7 +440,7 @@ class StepSites:
             forms = [form_of(t) for t in live]
             run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
-        kept = tuple(known[site] for site in rewrite.outputs.kept)
+        kept = tuple(known[site] for _, site, _ in rewrite.outputs.kept)
         return _Work(_Plan(rewrite, run, live, forms, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
 
     def _note_values(self, asked: _Asked) -> None:

@@ -254,7 +254,7 @@ def _skip_error(recorder: StepRecorder, reason: str, *, is_agreed: bool) -> NonF
                 "rank, whose error says more"
             )
         assert is_agreed or recorder.last_skip is not None
-        site = Site("step", "") if recorder.last_skip is None else recorder.last_skip.site
+        site = recorder.last_skip or Site("step", "")
         error = NonFiniteError(site, step=recorder.num_steps - 1, note=f"{reason}; {note}", rank=this_rank())
         error.update = recorder.last_update
         return error

@@ -182,8 +182,8 @@ def record_value_clip(before: Tensor, after: Tensor, limit: float | Tensor | Non
     recording = _recording.get()
     if recording is None:
         return
-    bound = None if limit is None else _bound(recording, limit, before.device)
     (norm_before, norm_after, share), figures = _clip_figures(recording, before, after, with_strength=True)
+    bound = None if limit is None else _bound(recording, limit, before.device)
     recording.reports.append(ValueClip(norm_before, norm_after, share, figures, bound))
 
 

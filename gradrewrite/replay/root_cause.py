@@ -9,6 +9,7 @@ from typing import get_args
 from gradrewrite._compat import collectives
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError, PrecedingSite
+from gradrewrite.ir.outputs import PlacedCheck
 from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.replay.interpreter import ReplayResult, RootCause, SiteObservation, replay
@@ -40,7 +41,7 @@ def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[
     return NonFiniteError(
         check.site,
         step=step,
-        percent=100.0 * graph.values[check.key] / size,
+        percent=100.0 * graph.values[check.report.count] / size,
         op=f"{check.site.module}/{check.site.op}" if is_activation else "",
         source=check.site.source if is_activation else "",
         others=[c.site for _, c in rest],
@@ -52,11 +53,16 @@ def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[
 def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -> NonFiniteError:
     """Return the error of a step by a replay; by the checks alone, with a note why, if it cannot be replayed."""
     try:
-        results = [_replay(graph, {c.node: c.site for c in graph.failed(modes)}) for graph in graphs]
+        results = [_replay(graph, _nodes_of(graph.failed(modes))) for graph in graphs]
         return _from_replays(step, graphs, modes, results)
     except Exception as err:  # whatever stops a replay, the failed check has to be reported
         reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
         return analyse_checks(step, graphs, modes, f"the step could not be replayed: {reason}")
+
+
+def _nodes_of(checks: Sequence[PlacedCheck]) -> dict[str, Site]:
+    """Return the sites of checks by the nodes that they look at."""
+    return {check.seen.node: check.site for check in checks if check.seen is not None}
 
 
 def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> NonFiniteError | None:

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradrewrite._compat.autograd import keeps_graph
+from gradrewrite.ir.outputs import BackwardOutputs, PlacedCheck
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import BackwardOutputs, FiniteCheck
 from gradrewrite.ir.replay_graph import ReplayGraph
 
 _KEYS = 4
@@ -260,9 +260,9 @@ class CheckedGraph:
     values: Mapping[RecordKey, float]
     snapshot: StepSnapshot | None  # inputs of a replay; None where nothing is checked, or they were let go
 
-    def failed(self, modes: Collection[str]) -> list[FiniteCheck]:
+    def failed(self, modes: Collection[str]) -> list[PlacedCheck]:
         """The checks of these kinds that failed, in the order of execution."""
-        return [c for c in self.outputs.checks if c.on_failure in modes and self.values[c.key] > 0]
+        return [c for c in self.outputs.checks if c.report.on_failure in modes and self.values[c.report.count] > 0]
 
 
 def names_of_outputs(gm: fx.GraphModule) -> list[str]:

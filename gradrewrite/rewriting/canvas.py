@@ -11,8 +11,6 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import FiniteCheck
-from gradrewrite.ir.reports import Check
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.insertions import Insertion, MeasureTensor
 from gradrewrite.policy.state_store import StateScope, StateStore
@@ -22,7 +20,6 @@ from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loss_gradients import LossGradients, Rows
 from gradrewrite.rewriting.loss_scale import LossScale
-from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import IN_FORWARD, Site
 
@@ -45,7 +42,7 @@ class Canvas:
     ) -> None:
         self.graph = graph
         self.forward = ForwardValues(graph)
-        self.packing = RecordPacking(numbering=RecordNumbering(label))
+        self.packing = RecordPacking(label)
         self.tracer = ActionTracer()
         self.edits: list[Edit] = []
         self.is_whole = marked is None or marked.is_whole
@@ -92,10 +89,6 @@ class Canvas:
     ) -> None:
         """List an edit."""
         self.edits.append(Edit(site, insertion.action, nodes, keys, insertion))
-
-    def check(self, point: InsertionPoint, check: Check[RecordKey], seen: fx.Node) -> None:
-        """Let the count of a check decide whether the value of a node is finite at a site."""
-        self.packing.checks.append(FiniteCheck(point.site, check.on_failure, check.count, point.order, seen.name))
 
     def take_new(self) -> list[fx.Node]:
         """Return the nodes with figures of single examples and losses that were inserted since the last call."""

@@ -15,8 +15,8 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
@@ -169,7 +169,7 @@ def _insert_at_saved(rewrite: _Rewrite) -> None:
 
 def _copy_for_replay(rewrite: _Rewrite) -> None:
     canvas = rewrite.canvas
-    if canvas.packing.checks or rewrite.is_replayed:
+    if canvas.packing.has_checks or rewrite.is_replayed:
         points = rewrite.separated.points_of(rewrite.points)
         found = make_replay_graph(canvas, points, rewrite.marked, rewrite.plain)
         rewrite.replay_graph, rewrite.counters = found
@@ -225,7 +225,7 @@ def rewrite_joint_graph(
 def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
     canvas, kept, losses = rewrite.canvas, rewrite.kept, rewrite.canvas.losses
     live = editing.live_tensors(canvas.graph)
-    if live or (canvas.packing.checks and rewrite.replay_graph is not None):
+    if live or (canvas.packing.has_checks and rewrite.replay_graph is not None):
         inductor.stop_folding()
     lost = [(site, rewrite.ask(site)) for site in rewrite.found.outside]
     subclasses = rewrite.of_subclasses

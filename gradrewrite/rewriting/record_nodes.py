@@ -11,7 +11,6 @@ from typing_extensions import assert_never
 
 from gradrewrite.ir.record_key import RecordKey, with_label
 from gradrewrite.ir.reports import BOUNDS, SHARE_OF_MEMBER, Check, Figures, Leaf, NormClip, Scalars, ValueClip
-from gradrewrite.ir.statistics import COUNTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class RecordNumbering:
         self.label = label  # behind each site; see ``RewriteConfig.label``
         self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
         self._losses: dict[tuple[str, str], int] = {}  # how many losses have numbers, by name and place
-        self.counts: set[RecordKey] = set()  # of elements
 
     def new(
         self, names: Iterable[str], where: str, *, occurrence: int = 1, loss: LossOf | None = None
@@ -63,8 +61,6 @@ class RecordNumbering:
             key, number = next((k, n) for k, n in wanted if k not in self._number)
             self._number[key] = number
             found.append(key)
-            if name in COUNTS:
-                self.counts.add(key)
         return found
 
     def of_action(

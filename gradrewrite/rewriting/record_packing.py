@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -17,11 +17,11 @@ from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.ops import OP_MEASURE, OP_PACK, pack, text_of
-from gradrewrite.ir.record_key import RecordKey, with_label
-from gradrewrite.ir.record_layout import BackwardOutputs, ClipRecords, FiniteCheck, MeasuredTensor, SiteOp
+from gradrewrite.ir.outputs import BackwardOutputs, MeasuredTensor, Owner, Pack, Placed, PlacedReport, in_order
+from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import (
     Check,
-    Clip,
     Figures,
     HostBound,
     Kept,
@@ -44,51 +44,46 @@ from gradrewrite.sites import IN_FORWARD, Site
 BATCH = 1 << 20
 
 
-@dataclass
 class RecordPacking:
-    """The nodes for the auxiliary outputs of the backward."""
+    """Reports of the inserted actions, and the nodes of their outputs."""
 
-    records: list[RecordNode] = field(default_factory=list)
-    checks: list[FiniteCheck] = field(default_factory=list)
-    kept: list[tuple[Site, fx.Node]] = field(default_factory=list)  # what ``Keep`` keeps
-    kept_as: list[str] = field(default_factory=list)  # what each of them is
-    kept_every: list[int] = field(default_factory=list)  # after how many steps it is kept again
-    # keys of measurements, by the number of steps from one to the next
-    measured: dict[RecordKey, MeasuredTensor] = field(default_factory=dict)
-    sampled: dict[int, set[RecordKey]] = field(default_factory=lambda: defaultdict(set))
-    groups: list[str] = field(default_factory=list)  # that are clipped together
-    noisy: set[str] = field(default_factory=set)
-    clips: list[ClipRecords] = field(default_factory=list)  # of which a factor is known
-    # keys that readers see in the place of a key: a factor behind a norm, and in the place of the norms around a clip
-    shown: dict[RecordKey, tuple[RecordKey, ...]] = field(default_factory=dict)
-    bounds: list[tuple[RecordKey, float | Tensor]] = field(default_factory=list)  # that the host has
-    states: dict[str, tuple[Tensor, fx.Node]] = field(default_factory=dict)  # with new values
-    ops: dict[SiteOp, None] = field(default_factory=dict)  # of the recorded activations and errors, in order
-    numbering: RecordNumbering = field(default_factory=RecordNumbering)
+    def __init__(self, label: str = "") -> None:
+        self.numbering = RecordNumbering(label)
+        self.records: list[RecordNode] = []
+        self.placed: list[Placed[PlacedReport]] = []
+        self.kept: list[fx.Node] = []  # of the placed reports of kept tensors
+        self.groups: list[str] = []  # that are clipped together, or whose noise is drawn together
+        self.noisy: set[str] = set()
+        self.states: dict[str, tuple[Tensor, fx.Node]] = {}  # with new values
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether a finite check was placed."""
+        return any(isinstance(placed.report, Check) for placed in self.placed)
 
     def add(
         self,
         insertion: Insertion,
-        where: str,
+        owner: Owner,
         site: Site,
         reports: Sequence[Report[Leaf]],
         outputs: Sequence[fx.Node],
         members: Sequence[Site] = (),
         replicas: int = 1,
         loss: LossOf | None = None,
-    ) -> tuple[list[RecordKey], list[Check[RecordKey]]]:
-        """Take the reports of a traced action; return the keys of its records, at ``where``, and its finite checks.
+        seen: Anchor | None = None,
+    ) -> list[RecordKey]:
+        """Place the reports of a traced action; return the keys of its records.
 
         ``site`` is that of the insertion, or the first of a group, ``members`` are the sites of a group. ``loss`` is
-        that of the gradient, where it is not that of all.
+        that of the gradient, where it is not that of all. ``seen`` is the node that checks look at.
         """
         figures: list[Figures[Leaf]] = []
         for report in reports:
             match report:
-                case Kept(what, number):
-                    self.kept.append((site, outputs[number]))
-                    self.kept_as.append(what)
-                    self.kept_every.append(insertion.every or 1)
+                case Kept(_, number):
+                    self.kept.append(outputs[number])
+                    self._place(insertion, site, report)
                 case StateUpdate(key, state, number):
                     if key in self.states:
                         raise CallbackError(
@@ -99,133 +94,134 @@ class RecordPacking:
                     figures.append(report)
                 case _:
                     assert_never(report)
-        if figures and where == str(site):
-            self.note_op(site)
-        placed = self.numbering.of_action(figures, where, list(map(str, members)), loss)
-        keys = self._place(figures, [keyed for keyed, _ in placed])
-        checks = [keyed for keyed, _ in placed if isinstance(keyed, Check)]
-        for keyed, factor in placed:
-            if factor is not None:
-                assert isinstance(keyed, NormClip | ValueClip)
-                clip = _clip_records(insertion, where, site, keyed, factor)
-                self._add_clip(replace(clip, name=f"{clip.name}{self.numbering.label}"))
-        skipping = {check.count for check in checks if check.on_failure == "skip"}
+        found = self.numbering.of_action(figures, str(owner), list(map(str, members)), loss)
+        tensor, keys, skipping = self._tensor_of(insertion, site, replicas), {}, set()
+        for report, (keyed, factor) in zip(figures, found, strict=True):
+            bounds = []
+            for leaf, own in zip(leaves(report), leaves(keyed), strict=True):
+                if isinstance(leaf, HostBound):
+                    bounds.append((own, leaf.value))
+                else:
+                    keys[leaf.number, leaf.element] = own
+            is_check = isinstance(keyed, Check)
+            skipping |= {keyed.count} if isinstance(keyed, Check) and keyed.on_failure == "skip" else set()
+            self._place(insertion, owner, keyed, factor, tuple(bounds), tensor, seen if is_check else None)
         ordered = sorted(keys.items())
-        for number, flat in itertools.groupby(ordered, key=lambda item: item[0][0]):
-            found = tuple(key for _, key in flat)
-            is_forward, skips = site.kind in IN_FORWARD, not skipping.isdisjoint(found)
-            self.records.append(RecordNode(found, outputs[number], is_forward, skips))
-        self.note_measured(insertion, [key for _, key in ordered], site, replicas)
-        return [key for _, key in ordered], checks
+        for number, group in itertools.groupby(ordered, key=lambda item: item[0][0]):
+            own_keys = tuple(key for _, key in group)
+            is_forward, skips = site.kind in IN_FORWARD, not skipping.isdisjoint(own_keys)
+            self.records.append(RecordNode(own_keys, outputs[number], is_forward, skips))
+        return [key for _, key in ordered]
 
-    def note_measured(self, insertion: Insertion, keys: Sequence[RecordKey], site: Site, replicas: int = 1) -> None:
-        """Note the records of a measurement; so many ranks have the same tensor."""
-        if insertion.every is not None:
-            self.sampled[insertion.every].update(keys)
+    def measure(
+        self,
+        insertion: Insertion,
+        site: Site,
+        *,
+        replicas: int = 1,
+        loss: LossOf | None = None,
+        seen: Anchor | None = None,
+    ) -> tuple[RecordKey, ...]:
+        """Place the statistics of a measurement that is made elsewhere; return the keys of its records."""
+        assert isinstance(insertion.effect, MeasureTensor)
+        names, fails = tuple(insertion.effect.statistics), insertion.effect.fails
+        keys = tuple(self.numbering.new(names, str(site), loss=loss))
+        tensor, number = self._tensor_of(insertion, site, replicas), len(keys) - (fails is not None)
+        if number:
+            self._place(insertion, site, Scalars(names[:number], keys[:number]), tensor=tensor)
+        if fails is not None:
+            self._place(insertion, site, Check(keys[-1].record, keys[-1], fails), tensor=tensor, seen=seen)
+        return keys
+
+    def keep(self, insertion: Insertion, site: Site) -> None:
+        """Place a tensor that is kept elsewhere."""
+        self._place(insertion, site, Kept("tensor", len(self.placed)))
+
+    def count(self, records: Iterable[RecordNode]) -> None:
+        """Place counts of elements that are not finite, at the boundary of a graph."""
+        for record in records:
+            self.records.append(record)
+            names = tuple(key.record for key in record.keys)
+            tensor = MeasuredTensor(dict.fromkeys(names, "nonfinite"), None)
+            self.placed.append(Placed(Scalars(names, record.keys), record.keys[0].site, tensor=tensor))
+
+    def _tensor_of(self, insertion: Insertion, site: Site, replicas: int) -> MeasuredTensor | None:
+        """Return the tensor that an action measures; so many ranks have the same one."""
         names: Mapping[str, str] = {}
         match insertion.effect:
             case MeasureTensor(statistics):
                 names = statistics
             case ReplaceTensor() as effect:
                 names = {name: effect.statistics[name] for name in effect.observed}
-        if site.kind != "step":  # whose gradient all ranks have
-            size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
-            number, own = len(self.measured), [key for key in keys if key.record in names]
-            self.measured |= {key: MeasuredTensor(names[key.record], size, replicas, number) for key in own}
-
-    def note_op(self, site: Site) -> None:
-        """List the op of a recorded site, if it has one."""
-        if site.op:
-            of_site = SiteOp.of(site)
-            self.ops[replace(of_site, name=with_label(of_site.name, self.numbering.label))] = None
+        if not names or site.kind == "step":  # whose gradient all ranks have
+            return None
+        size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
+        return MeasuredTensor(names, size, replicas, len(self.placed))
 
     def _place(
-        self, reports: Sequence[Figures[Leaf]], placed: Sequence[Figures[RecordKey]]
-    ) -> dict[tuple[int, int], RecordKey]:
-        """Return the keys of reports, by output and element; take bounds."""
-        keys: dict[tuple[int, int], RecordKey] = {}
-        for report, keyed in zip(reports, placed, strict=True):
-            for leaf, own in zip(leaves(report), leaves(keyed), strict=True):
-                if isinstance(leaf, HostBound):
-                    self.bounds.append((own, leaf.value))
-                else:
-                    keys[leaf.number, leaf.element] = own
-        return keys
-
-    def _add_clip(self, clip: ClipRecords) -> None:
-        self.clips.append(clip)
-        if isinstance(clip.report, NormClip):
-            self.shown[clip.report.norm] = (clip.report.norm, clip.factor)
-        else:
-            self.shown |= {clip.report.before: (clip.factor,), clip.report.after: ()}
+        self,
+        insertion: Insertion,
+        owner: Owner,
+        report: PlacedReport,
+        factor: RecordKey | None = None,
+        bounds: tuple[tuple[RecordKey, float | Tensor], ...] = (),
+        tensor: MeasuredTensor | None = None,
+        seen: Anchor | None = None,
+    ) -> None:
+        action = without_addresses(repr(insertion.action))
+        given = report, owner, action, insertion.rule, insertion.every, factor, bounds, tensor, seen
+        self.placed.append(Placed(*given))
 
     def follow(self, current: Callable[[fx.Node], fx.Node], graph: fx.Graph) -> None:
         """Replace each node by its current successor, before anything is packed."""
         nodes = {node.name: node for node in graph.nodes}
         self.records = [replace(record, node=current(record.node)) for record in self.records]
-        self.kept = [(site, current(node)) for site, node in self.kept]
+        self.kept = list(map(current, self.kept))
         self.states = {key: (tensor, current(node)) for key, (tensor, node) in self.states.items()}
-        self.checks = [replace(check, node=current(nodes[check.node]).name) for check in self.checks]
+        for number, placed in enumerate(self.placed):
+            if placed.seen is not None:
+                seen = replace(placed.seen, node=current(nodes[placed.seen.node]).name)
+                self.placed[number] = replace(placed, seen=seen)
 
     def pack_into(self, graph: fx.Graph, forward: ForwardValues) -> tuple[BackwardOutputs, list[fx.Node]]:
-        """Pack the records and hold the auxiliary outputs; return their layout and all new nodes."""
+        """Pack the records and hold the auxiliary outputs; return these, and all new nodes."""
         groups: dict[tuple[torch.device, bool], list[RecordNode]] = defaultdict(list)
-        order = [shown for record in self.records for key in record.keys for shown in self.shown.get(key, (key,))]
+        order = [key for record in self.records for key in record.keys]
         for record in sorted(self.records, key=_comes_later):
             # Those of the forward are packed in the forward: one tensor is carried into the backward.
             groups[value_of(record.node).device, record.is_forward].append(record)
         packs: list[fx.Node] = []
         new: list[fx.Node] = []
+        layouts: list[Pack] = []
         for (device, _), records in groups.items():
             if device.type == "cpu":
-                records[:], added = _measure_in_batches(graph, records)
+                records, added = _measure_in_batches(graph, records)
                 new += added
-            records[:] = sorted(_measured_once(records), key=_comes_later)
+            records = sorted(_measured_once(records), key=_comes_later)
             # On CUDA each value is written by the kernel that computes it, and a verdict would be one more kernel.
-            num_checks = 0 if device.type == "cuda" else _num_skips(records)
-            packed, added = _insert_pack(graph, records, range(num_checks), graph.output_node())
+            num_skips = _num_skips(records)
+            has_verdict = num_skips > 0 and device.type != "cuda"
+            packed, added = _insert_pack(graph, records, range(num_skips if has_verdict else 0), graph.output_node())
             packs.append(packed)
             new += added
-        kept = [node if site.kind != "activation" else forward.for_backward(node) for site, node in self.kept]
-        new += (node for node, (_, before) in zip(kept, self.kept, strict=True) if node is not before)
+            layouts.append(Pack(tuple(key for record in records for key in record.keys), num_skips, has_verdict))
+        of_kept = [placed.site for placed in self.placed if isinstance(placed.report, Kept)]
+        kept = [
+            node if site.kind != "activation" else forward.for_backward(node)
+            for site, node in zip(of_kept, self.kept, strict=True)
+        ]
+        new += (node for node, before in zip(kept, self.kept, strict=True) if node is not before)
         held = [*packs, *kept, *(node for _, node in self.states.values())]
         if held:
             early = [packed for packed, (_, is_forward) in zip(packs, groups, strict=True) if is_forward]
             new.append(editing.hold(graph, held, early))
-        return self._layout(list(groups.values()), order), new
+        return self.outputs(layouts, order), new
 
-    def _layout(self, packs: Sequence[Sequence[RecordNode]], order: Sequence[RecordKey]) -> BackwardOutputs:
-        return BackwardOutputs(
-            packs=tuple(tuple(key for record in records for key in record.keys) for records in packs),
-            keys=tuple(order),
-            num_skips=tuple(map(_num_skips, packs)),
-            verdicts=tuple(
-                _num_skips(records) > 0 and value_of(records[0].node).device.type != "cuda" for records in packs
-            ),
-            kept=tuple(replace(site, name=f"{site.name}{self.numbering.label}") for site, _ in self.kept),
-            kept_as=tuple(self.kept_as),
-            groups=tuple(self.groups),
-            checks=tuple(sorted(self.checks, key=lambda check: check.order)),
-            clips=tuple(self.clips),
-            bounds=tuple(self.bounds),
-            states=tuple((key, tensor) for key, (tensor, _) in self.states.items()),
-            counts=frozenset(self.numbering.counts),
-            noisy=frozenset(self.noisy),
-            sampled=tuple((every, frozenset(keys)) for every, keys in self.sampled.items()),
-            kept_every=tuple(self.kept_every),
-            measured=self.measured,
-            ops=tuple(self.ops),
-        )
-
-
-def _clip_records(
-    insertion: Insertion, where: str, site: Site, report: Clip[RecordKey], factor: RecordKey
-) -> ClipRecords:
-    action = without_addresses(repr(insertion.action))
-    if where == str(site):
-        return ClipRecords(site.kind, site.name, site.call, action, insertion.rule, report, factor)
-    before, kind, name = where.partition("group:")
-    return ClipRecords(f"{before}{kind[:-1]}", name, 0, action, insertion.rule, report, factor)
+    def outputs(self, packs: Iterable[Pack], order: Iterable[RecordKey]) -> BackwardOutputs:
+        """Return the auxiliary outputs with these packs; the records of a step are in this order."""
+        states = tuple((key, tensor) for key, (tensor, _) in self.states.items())
+        placed, label = in_order(self.placed, order), self.numbering.label
+        return BackwardOutputs(tuple(packs), placed, states, tuple(self.groups), frozenset(self.noisy), label)
 
 
 def _comes_later(record: RecordNode) -> bool:

@@ -11,7 +11,6 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.attribution import backward_names
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.ops import number_of
-from gradrewrite.ir.record_layout import MeasuredTensor
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.canvas import Canvas
@@ -35,13 +34,10 @@ def make_replay_graph(
     }
     tangents = aot_autograd.tangents(canvas.graph)
     counters: list[str] = []
-    if canvas.packing.checks:
+    if canvas.packing.has_checks:
         outside, numbering = tangents if marked.is_last else [], canvas.packing.numbering
         records, counters = insert_boundary_counters(canvas.graph, inputs, outside, numbering)
-        canvas.packing.records += records
-        canvas.packing.measured |= {
-            key: MeasuredTensor("nonfinite", None, 1) for record in records for key in record.keys
-        }
+        canvas.packing.count(records)
     if any(collectives.is_collective(node) and node.name not in canvas.averaged for node in canvas.graph.nodes):
         return None, counters  # the model computes with other processes, which may not replay this step
     made = ReplayGraph(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.record_layout import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.rules import Answered

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 
 from gradrewrite import Step
 from gradrewrite.diagnostics.run_file import clip_to_json
+from gradrewrite.ir.outputs import ClipRecords
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import ClipRecords
 from gradrewrite.ir.reports import LogFigures, NormClip, ValueClip
 
 

@@ -86,7 +86,7 @@ def test_every_record_comes_out_at_its_own_key(given_reports: list[Report]) -> N
     rest = iter(inputs)
     for report, own in zip(given_reports, placeholders, strict=True):
         insertion = insertion_at(torch.relu, report.site)
-        got, _ = found.add(insertion, str(report.site), report.site, reports_of(report), own)
+        got = found.add(insertion, report.site, report.site, reports_of(report), own)
         values = [float(v) for _ in report.names for v in next(rest).flatten()]
         kept += [(report.site, next(rest)) for _ in range(report.num_kept)]
         assert len(got) == len(values)
@@ -102,18 +102,16 @@ def test_every_record_comes_out_at_its_own_key(given_reports: list[Report]) -> N
     bounds = [key for key, _ in layout.bounds]
     assert len({*keys, *bounds}) == len(keys) + len(bounds)
     assert all(RecordKey.parse(str(key)) == key for key in [*keys, *bounds])
-    assert sorted(str(key) for names in layout.packs for key in names) == sorted(map(str, keys))
-    lengths = [len(names) + skips for names, skips in zip(layout.packs, layout.verdicts, strict=True)]
+    assert sorted(str(key) for pack in layout.packs for key in pack.keys) == sorted(map(str, keys))
+    lengths = [len(pack.keys) + pack.has_verdict for pack in layout.packs]
     assert [tensor.numel() for tensor in tensors] == lengths
     assert GraphRecord(layout, tensors).values() == expected
-    assert layout.kept == tuple(site for site, _ in kept)
+    assert [site for _, site, _ in layout.kept] == [site for site, _ in kept]
     assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(tensors) :], kept, strict=True))
     skipping = {key for report, own in zip(given_reports, keys_of_reports, strict=True) if report.skips for key in own}
-    for names, number, has_verdict, tensor in zip(
-        layout.packs, layout.num_skips, layout.verdicts, tensors, strict=True
-    ):
-        counts = [expected[key] for key in names[:number]]
-        assert {key for key in names if key in skipping} == set(names[:number])
-        assert has_verdict == bool(counts)
-        if has_verdict:
+    for pack, tensor in zip(layout.packs, tensors, strict=True):
+        counts = [expected[key] for key in pack.keys[: pack.num_skips]]
+        assert {key for key in pack.keys if key in skipping} == set(pack.keys[: pack.num_skips])
+        assert pack.has_verdict == bool(counts)
+        if pack.has_verdict:
             assert tensor[-1] == float(max(counts) > 0)

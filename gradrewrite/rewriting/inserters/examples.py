@@ -27,7 +27,7 @@ def insert_example_clip(
     squares = canvas.examples.total_square_norms(points, nodes, asked, scale)
     traced = trace_function(lambda s: effect.run([s]), [value_of(squares)], [site], insertion, mode)
     (weights, *extras), new = canvas.splice(traced, [squares], points[0])
-    keys, _ = canvas.packing.add(insertion, where, site, traced.reports, extras)
+    keys = canvas.packing.add(insertion, where, site, traced.reports, extras)
     shared = (*canvas.examples.take_new(), *new)
     for point, node in zip(points, nodes, strict=True):
         with recording(point.site.device, states=mode.states):

@@ -76,7 +76,7 @@ def _finish_group(
 ) -> None:
     insertion, points, sites = group.insertion, group.points, [point.site for point in group.points]
     refuse(insertion, Context(sites[0], is_part=not canvas.is_whole, has_states=traced.has_states))
-    keys, _ = canvas.packing.add(insertion, where, sites[0], traced.reports, extras, sites)
+    keys = canvas.packing.add(insertion, where, sites[0], traced.reports, extras, sites)
     for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
         own = tuple(key for key in keys if key.site in (where, str(point.site)))
         canvas.note(point.site, insertion, names, own)

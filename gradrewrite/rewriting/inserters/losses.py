@@ -36,7 +36,7 @@ def weigh_losses(canvas: Canvas, weighing: Weighing) -> dict[int, fx.Node]:
     mode = canvas.mode(first.site, where)
     gramian = canvas.losses.gramian(rows, mode.scale, first.before, is_opaque=mode.is_opaque)
     weights, traced, extras, new = _weights(canvas, weighing, first, gramian, replace(mode, scale=None))
-    keys, _ = canvas.packing.add(insertion, where, first.site, traced.reports, extras)
+    keys = canvas.packing.add(insertion, where, first.site, traced.reports, extras)
     canvas.packing.groups.append(str(effect.group))
     made, sums = [*canvas.losses.take_new(), *new], {}
     single: dict[torch.dtype, list[fx.Node]] = {}  # each weight

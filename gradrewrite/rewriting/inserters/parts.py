@@ -9,7 +9,8 @@ import torch
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir.elementwise import constants_of, reason_not_elementwise
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.reports import Check, Kept, StateUpdate
+from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.reports import Kept, StateUpdate
 from gradrewrite.policy.insertions import Insertion, KeepTensor, MeasureTensor, ReplaceTensor
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode
@@ -35,11 +36,8 @@ def insert_at_part(canvas: Canvas, point: InsertionPoint, insertion: Insertion, 
 
 def _measure(canvas: Canvas, point: InsertionPoint, insertion: Insertion, measure: MeasureTensor) -> list[RecordNode]:
     node = canvas.current(point.node)
-    keys = tuple(canvas.packing.numbering.new(measure.statistics, str(point.site)))
-    canvas.packing.note_measured(insertion, keys, point.site)
+    keys = canvas.packing.measure(insertion, point.site, seen=Anchor(node.name, point.order))
     canvas.note(point.site, insertion, (), keys)
-    if measure.fails is not None:
-        canvas.check(point, Check(keys[-1].record, keys[-1], measure.fails), node)
     return [RecordNode((key,), node, is_forward=False, skips=measure.fails == "skip") for key in keys]
 
 

@@ -220,7 +220,7 @@ class SavedInsertion:
             insertion, insertion.effect.run, site, value_of(base), self._canvas.mode(site), [value_of(decoded)]
         )
         (_, *extras), new = editing.splice(traced.graph, self._graph, [base, decoded], decoded.next, "is_forward")
-        keys, _ = self._canvas.packing.add(insertion, str(site), site, traced.reports, extras)
+        keys = self._canvas.packing.add(insertion, site, site, traced.reports, extras)
         self._canvas.note(site, insertion, tuple(node.name for node in new), tuple(keys))
 
     def _behind_first_reader(self, base: fx.Node) -> fx.Node:

@@ -12,7 +12,8 @@ from gradrewrite.distributed.layouts import Layout
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir.bases import base_of
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.reports import Check, Kept
+from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.reports import Kept
 from gradrewrite.ir.statistics import IN_UNITS
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
@@ -46,7 +47,7 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
     current = point.node = canvas.current(point.node)
     now, later = _split(canvas, point, insertions)
     for insertion in now:
-        seen = current
+        before = current
         match insertion.effect:
             case MeasureTensor() as effect if _is_on_cuda(current) and point.layout is None:
                 base = base_of(current, canvas.changed)  # equal measurements are one in the compiled graph
@@ -80,12 +81,10 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
             case _:
                 assert_never(insertion.effect)
         _check_kept(point, insertion, traced)
-        given = insertion, str(point.site), point.site, traced.reports, extras
-        keys, checks = canvas.packing.add(*given, replicas=point.replicas, loss=point.records_of)
+        given, seen = (insertion, point.site, point.site, traced.reports, extras), Anchor(before.name, point.order)
+        keys = canvas.packing.add(*given, replicas=point.replicas, loss=point.records_of, seen=seen)
         made = tuple(node.name for node in (*canvas.take_new(), *new))
         canvas.note(point.site, insertion, made, tuple(keys))
-        for check in checks:
-            canvas.check(point, check, seen)
     if current is not point.node:
         canvas.replace(point, current)
     for insertion, measure in later:
@@ -140,14 +139,11 @@ def _is_put_off(canvas: Canvas, point: InsertionPoint, measure: MeasureTensor) -
 def _measure(canvas: Canvas, point: InsertionPoint, insertion: Insertion, measure: MeasureTensor) -> None:
     if not measure.statistics:
         return
-    keys = tuple(canvas.packing.numbering.new(measure.statistics, str(point.site), loss=point.records_of))
-    canvas.packing.note_measured(insertion, keys, point.site, point.replicas)
+    seen = Anchor(point.node.name, point.order)
+    keys = canvas.packing.measure(insertion, point.site, replicas=point.replicas, loss=point.records_of, seen=seen)
     statistics, is_forward = tuple(measure.statistics.values()), point.site.kind in IN_FORWARD
     skips = measure.fails == "skip"
     canvas.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
-    canvas.packing.note_op(point.site)
-    if measure.fails is not None:
-        canvas.check(point, Check(keys[-1].record, keys[-1], measure.fails), point.node)
 
 
 def _check_kept(point: InsertionPoint, insertion: Insertion, traced: TracedAction) -> None:

@@ -13,7 +13,7 @@ from gradrewrite import Step
 from gradrewrite._utils.fingerprints import with_whole_fingerprints
 from gradrewrite.cli import main
 from gradrewrite.diagnostics.first_difference import compare_logs, merged_order, relative_difference
-from gradrewrite.ir.record_layout import SiteOp
+from gradrewrite.ir.outputs import SiteOp
 from gradrewrite.monitoring.writers import JsonLines
 
 pytestmark = pytest.mark.pure

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradrewrite.ir import ops
+from gradrewrite.ir.outputs import MeasuredTensor
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.record_layout import MeasuredTensor
 from gradrewrite.ir.statistics import STATISTICS
 from gradrewrite.monitoring.wholes import Summands
 
@@ -27,7 +27,7 @@ def figures(x: Tensor) -> dict[RecordKey, float]:
 
 
 def measured(size: int | None) -> dict[RecordKey, MeasuredTensor]:
-    return {key: MeasuredTensor(name, size, 1) for name, key in KEYS.items()}
+    return {key: MeasuredTensor({name: name}, size, 1) for name, key in KEYS.items()}
 
 
 @given(
@@ -62,8 +62,8 @@ def test_two_measurements_of_one_site() -> None:
     first = {RecordKey.of(name, "error:a"): name for name in ("mean", "std")}
     names = ("mean.2", "std.2", "skewness", "kurtosis")
     second = {RecordKey.of(name, "error:a"): name.removesuffix(".2") for name in names}
-    known = {key: MeasuredTensor(name, 50, 1, 0) for key, name in first.items()}
-    known |= {key: MeasuredTensor(name, 50, 1, 7) for key, name in second.items()}
+    known = {key: MeasuredTensor({name: name}, 50, 1, 0) for key, name in first.items()}
+    known |= {key: MeasuredTensor({name: name}, 50, 1, 7) for key, name in second.items()}
     x, summands = torch.randn(100, dtype=torch.float64), Summands()
     for part in x.split(50):
         own, clipped = figures(part), figures(part.clamp(-1, 1))
@@ -90,7 +90,7 @@ def test_norms_neither_overflow_nor_vanish(size: float) -> None:
 def test_norms_of_unlike_sizes(parts: tuple[float, float], wanted: float) -> None:
     summands, key = Summands(), KEYS["norm"]
     for part in parts:
-        summands.add({key: part}, {key: MeasuredTensor("norm", 1, 1)}, None)
+        summands.add({key: part}, {key: MeasuredTensor({"norm": "norm"}, 1, 1)}, None)
 
     assert summands.figures()[key] == pytest.approx(wanted, rel=1e-14)
 
@@ -114,7 +114,7 @@ def test_other_ways(how: str, wanted: float) -> None:
 
 
 def test_norms_of_tiny_parts_beside_others() -> None:
-    norm, known = KEYS["norm"], {KEYS["norm"]: MeasuredTensor("norm", 1, 1)}
+    norm, known = KEYS["norm"], {KEYS["norm"]: MeasuredTensor({"norm": "norm"}, 1, 1)}
     for sizes in ([1.0, 2.0**-510], [2.0**-510, 2.0**-510], [2.0**510, 1.0]):
         summands = Summands()
         for size in sizes:

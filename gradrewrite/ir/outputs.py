@@ -1,0 +1,242 @@
+"""Auxiliary outputs of a rewritten backward: packed records, placed reports, states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, TypeAlias, TypeVar, cast
+
+from torch import Tensor
+
+from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.record_key import RecordKey, with_label
+from gradrewrite.ir.reports import Check, Clip, Figures, Kept, NormClip, OnFailure, ValueClip, leaves
+from gradrewrite.ir.statistics import COUNTS
+from gradrewrite.sites import Site
+
+Owner: TypeAlias = Site | str  # a site, or the text of what is none: ``group:default``, ``data:x``
+PlacedReport: TypeAlias = Figures[RecordKey] | Kept
+_Placed = TypeVar("_Placed", bound=PlacedReport, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRecords:
+    """The records of one clip."""
+
+    kind: str  # of its site; of a group what stands before the name (``group``, ``step:group``)
+    name: str  # of its site, or of its group
+    call: int  # of its site
+    action: str  # as text
+    rule: str  # pattern of the rule that answered with it; of another callback its name
+    report: Clip[RecordKey]  # the keys
+    factor: RecordKey  # the host computes it
+
+    @property
+    def site(self) -> str:
+        """The site of its records."""
+        return self.factor.site
+
+    def on_host(self, known: Mapping[RecordKey, float]) -> Clip[float]:
+        """Return the figures of the clip at one step; KeyError if one is not known."""
+        return self.report.map(lambda _, key: known[key])
+
+
+@dataclass(frozen=True, slots=True)
+class SiteOp:
+    """The op of an activation and of its error, in the forward."""
+
+    name: str  # of the site, with ``#call``, without a kind
+    op: str  # ``module/op``
+    source: str  # ``file:line "code"``; ``""`` where there is none
+
+    @classmethod
+    def of(cls, site: Site) -> SiteOp:
+        """Return the op of a site."""
+        return cls(str(site).partition(":")[2], f"{site.module}/{site.op}", site.source)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTensor:
+    """The tensor behind the records of one action, for the figures of a whole."""
+
+    statistics: Mapping[str, str]  # keys of ``statistics.STATISTICS``, by the names of the records
+    size: int | None  # number of elements; None where it is symbolic
+    replicas: int = 1  # how many ranks have the same tensor: that of a DTensor is the whole one
+    number: int = 0  # among the measurements of a graph
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Generic[_Placed]):
+    """A report with its place among the outputs."""
+
+    report: _Placed
+    owner: Owner
+    action: str = ""  # as text; ``""`` for counts at the boundary of a graph
+    rule: str = ""  # pattern of the rule that answered with it; of another callback its name
+    every: int | None = None  # the number of steps from one measurement to the next, if they are counted
+    factor: RecordKey | None = None  # of a clip; the host computes it
+    bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()  # those that the host has; see ``BackwardOutputs.bounds``
+    tensor: MeasuredTensor | None = None
+    seen: Anchor | None = None  # of a check: the node that it looks at
+
+    @property
+    def site(self) -> Site:
+        """The site, where it is owned by one."""
+        assert isinstance(self.owner, Site)
+        return self.owner
+
+    @property
+    def keys(self) -> tuple[RecordKey, ...]:
+        """The keys of its records in packed tensors, in their order."""
+        if isinstance(self.report, Kept):
+            return ()
+        on_host = {key for key, _ in self.bounds}
+        return tuple(key for key in leaves(self.report) if key not in on_host)
+
+    @property
+    def shown(self) -> tuple[RecordKey, ...]:
+        """The keys of a step: a factor stands behind its norm, and in the place of the norms around a clip."""
+        if self.factor is None:
+            return self.keys
+        if isinstance(self.report, ValueClip):
+            hidden = {self.report.before: (self.factor,), self.report.after: ()}
+        else:
+            assert isinstance(self.report, NormClip)
+            hidden = {self.report.norm: (self.report.norm, self.factor)}
+        return tuple(shown for key in self.keys for shown in hidden.get(key, (key,)))
+
+    def map(self: Placed[PlacedReport], owner: Owner, key: Callable[[RecordKey], RecordKey]) -> Placed[PlacedReport]:
+        """Return it with another owner and other keys."""
+        report = self.report if isinstance(self.report, Kept) else self.report.map(lambda _, leaf: key(leaf))
+        factor = None if self.factor is None else key(self.factor)
+        bounds = tuple((key(old), bound) for old, bound in self.bounds)
+        return replace(self, report=report, owner=owner, factor=factor, bounds=bounds)
+
+
+PlacedCheck: TypeAlias = Placed[Check[RecordKey]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The layout of a packed tensor."""
+
+    keys: tuple[RecordKey, ...]
+    num_skips: int = 0  # how many counts of checks that skip it begins with
+    # Whether it has one element more, behind the records: 1 if one of these counts is not 0, else 0. Elsewhere the
+    # counts are looked at where somebody wants to know.
+    has_verdict: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardOutputs:
+    """The auxiliary outputs of a rewritten backward graph: packs, kept tensors, new values of states."""
+
+    packs: tuple[Pack, ...] = ()
+    placed: tuple[Placed[PlacedReport], ...] = ()  # in the order of the sites
+    # What actions remember, by key, in the order of the new values, which are the last outputs.
+    states: tuple[tuple[str, Tensor], ...] = ()
+    groups: tuple[str, ...] = ()  # that are clipped together, or whose noise is drawn together
+    noisy: frozenset[str] = frozenset()  # groups with noise
+    label: str = ""  # of the model, behind its sites; see ``RewriteConfig.label``
+
+    @cached_property
+    def keys(self) -> tuple[RecordKey, ...]:
+        """The records of a step, factors of clips included."""
+        return tuple(key for placed in self.placed for key in placed.shown)
+
+    @cached_property
+    def checks(self) -> tuple[PlacedCheck, ...]:
+        """The finite checks, in the order of execution: forward first, then backward."""
+        found = [p for p in self.placed if isinstance(p.report, Check)]
+        checks = cast(list[PlacedCheck], found)
+        return tuple(sorted(checks, key=lambda check: 0 if check.seen is None else check.seen.order))
+
+    @cached_property
+    def clips(self) -> tuple[ClipRecords, ...]:
+        """The clips whose factors are known."""
+        return tuple(
+            ClipRecords(*_named(p.owner, self.label), p.action, p.rule, p.report, p.factor)
+            for p in self.placed
+            if isinstance(p.report, NormClip | ValueClip) and p.factor is not None
+        )
+
+    @cached_property
+    def kept(self) -> tuple[tuple[str, Site, int | None], ...]:
+        """What is kept (``Keep.what``), its site and its interval."""
+        kept = ((p.report.what, p.site, p.every) for p in self.placed if isinstance(p.report, Kept))
+        return tuple((what, replace(site, name=f"{site.name}{self.label}"), every) for what, site, every in kept)
+
+    @cached_property
+    def ops(self) -> tuple[SiteOp, ...]:
+        """The ops of the recorded activations and errors."""
+        owners = (p.owner for p in self.placed if not isinstance(p.report, Kept))
+        found = dict.fromkeys(SiteOp.of(site) for site in owners if isinstance(site, Site) and site.op)
+        return tuple(replace(one, name=with_label(one.name, self.label)) for one in found)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[RecordKey, float | Tensor], ...]:
+        """Bounds of clips that the host has (numbers, tensors in host memory).
+
+        ``bound@site`` by norm, ``limit@site`` by value, which counts by its size.
+        """
+        return tuple(bound for p in self.placed for bound in p.bounds)
+
+    @cached_property
+    def measured(self) -> Mapping[RecordKey, MeasuredTensor]:
+        """The tensors behind the statistics among the records."""
+        found = ((key, p.tensor) for p in self.placed for key in p.keys)
+        return {key: tensor for key, tensor in found if tensor is not None and key.record in tensor.statistics}
+
+    @cached_property
+    def counts(self) -> frozenset[RecordKey]:
+        """Counts of elements: they add up over several graphs of one backward."""
+        return frozenset(key for pack in self.packs for key in pack.keys if key.record in COUNTS)
+
+    @cached_property
+    def logs(self) -> bool:
+        """Whether a clip logs."""
+        return any(clip.report.logs for clip in self.clips)
+
+    @cached_property
+    def checked(self) -> Mapping[OnFailure, tuple[tuple[int, ...], ...]]:
+        """The positions of the counts in each packed tensor, for each consequence of a failed check."""
+        modes: dict[OnFailure, set[RecordKey]] = {}
+        for check in self.checks:
+            modes.setdefault(check.report.on_failure, set()).add(check.report.count)
+        return {
+            mode: tuple(tuple(n for n, key in enumerate(pack.keys) if key in keys) for pack in self.packs)
+            for mode, keys in modes.items()
+        }
+
+    @cached_property
+    def _sampled(self) -> tuple[tuple[int, tuple[RecordKey, ...]], ...]:
+        return tuple((p.every, p.keys) for p in self.placed if p.every is not None and p.keys)
+
+    def undue(self, is_due: Callable[[int], bool]) -> frozenset[RecordKey]:
+        """Return the keys of measurements with intervals not due."""
+        due = {every: is_due(every) for every, _ in self._sampled}
+        return frozenset(key for every, keys in self._sampled if not due[every] for key in keys)
+
+    def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site] | None]:
+        """Return kinds and sites of kept tensors; None if not due."""
+        return [(what, site) if is_due(every or 1) else None for what, site, every in self.kept]
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Split the tensors of a backward: packs, kept tensors, new values of states."""
+        packs, kept = len(self.packs), len(self.packs) + len(self.kept)
+        return tensors[:packs], tensors[packs:kept], tensors[kept:]
+
+
+def in_order(placed: Iterable[Placed[PlacedReport]], keys: Iterable[RecordKey]) -> tuple[Placed[PlacedReport], ...]:
+    """Return reports in the order of their first records; those without records come last."""
+    position = {key: number for number, key in enumerate(keys)}
+    return tuple(sorted(placed, key=lambda p: min((position[key] for key in p.keys), default=len(position))))
+
+
+def _named(owner: Owner, label: str) -> tuple[str, str, int]:
+    """Return kind, name and call of the owner of a clip."""
+    if isinstance(owner, Site):
+        return owner.kind, f"{owner.name}{label}", owner.call
+    before, kind, name = owner.partition("group:")
+    return f"{before}{kind[:-1]}", f"{name}{label}", 0
