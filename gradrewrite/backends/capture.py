@@ -98,9 +98,9 @@ class _CaptureHooks:
         try:
             marked = self.compilation.marked(graph)
             result_of = self.look(marked)
-            joint, result = rewrite_and_compare(marked, session.config)
-            for site, insertions in result.out_of_reach:
-                session.graphs.note_out_of_reach(site, insertions)
+            joint, result, _ = rewrite_and_compare(marked, session.config)
+            for site in result.out_of_reach:
+                session.graphs.note_out_of_reach(site, result.answers[site])
             if len(session.config.methods) == 1:  # otherwise the graph of another method may have the site
                 session.rules.note_forms(result.saved)
                 session.rules.check_forms()

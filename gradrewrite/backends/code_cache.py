@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
-from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import Answered, ask_in_order, callbacks_of, rules_at
 from gradrewrite.policy.scope import averages
+from gradrewrite.rewriting.result import RewriteResult
 from gradrewrite.sites import Site
 
 logger = logging.getLogger("gradrewrite.cache")
@@ -44,19 +43,11 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 class CachedRewrite:
     """A rewrite, as an entry of the cache holds it."""
 
-    sites: tuple[Site, ...]
+    rewrite: RewriteResult  # its sites without answers
     answers: str  # hash of the policy's answers at the sites
-    edits: tuple[Edit, ...]
-    record_nodes: tuple[str, ...]
-    outputs: BackwardOutputs
-    out_of_reach: tuple[Site, ...]  # sites out of reach at which the policy answered
     replay_graph: ReplayGraph | None  # without its graph; None where nothing is checked, or it cannot be replayed
     replay_code: bytes  # that graph
     names: tuple[str, ...]  # of the outputs of the forward
-    copies_of_losses: Mapping[str, tuple[str, int | None]]  # see ``RewriteResult``, as the next ones
-    refused_outputs: frozenset[int]
-    notes: tuple[str, ...]
-    candidates: tuple[Site, ...]
     written_at: tuple[int, ...]  # positions of buffers that the forward writes, among its inputs
 
 
@@ -67,7 +58,7 @@ class CacheKey:
         self._path = path  # the file that the first level of the key leads to
         self._identities: dict[str, str] = {}
         self.sites: tuple[Site, ...] = ()  # empty where there is no file yet
-        self._candidates: tuple[Site, ...] = ()  # see ``RewriteResult``
+        self._candidates: tuple[Site, ...] = ()  # see ``SavedRewrite``
         self.identity = secrets.token_hex(16)  # becomes a part of AOTAutograd's key
         if path.exists():
             try:

@@ -39,7 +39,6 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.values import Value
-from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
@@ -88,7 +87,7 @@ def compile_graph(
                 run = engine.compile_rewritten(gm, inputs, compilation)
             stored = compilation.store.stored if compilation.store is not None else None
             if key is not None and stored is not None:
-                key.save(stored.sites, stored.candidates, stored.answers)
+                key.save(stored.rewrite.sites, stored.rewrite.saved.candidates, stored.answers)
         if compilation.is_whole and session.has_model and compilation.region is None:
             session.check_rules()  # before anything runs, so that the model stays as it was
         elif not session.has_model:
@@ -212,12 +211,12 @@ class GraphCompilation:
         assert graph.owning_module is not None
         config, graphs, num_nodes = self.session.config, self.session.graphs, len(graph.nodes)
         if graphs.wants(num_nodes):
-            shown, result = rewrite_and_compare(
+            shown, result, replay_graph = rewrite_and_compare(
                 self.marked(graph), config, self.asked, self.measured, is_replayed=self.is_replayed
             )
             graphs.keep(shown, num_nodes)
         else:
-            result = rewrite_joint_graph(
+            result, replay_graph = rewrite_joint_graph(
                 self.marked(graph), config, self.asked, self.measured, is_replayed=self.is_replayed
             )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
@@ -228,11 +227,10 @@ class GraphCompilation:
         self.live_forms = {name: form_of(t) for name, t in result.live.items()}
         self.session.live_forms.note(result.live.values())
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
-        if result.replay_graph is not None:
-            if self.engine.draws_from_seeds and result.replay_graph.is_random:
-                inductor.replace_random(result.replay_graph.graph)
-            self.forwards = PendingForwards(result.replay_graph)
-            self.result = replace(result, replay_graph=None)  # it lives as long as it can be used
+        if replay_graph is not None:
+            if self.engine.draws_from_seeds and replay_graph.is_random:
+                inductor.replace_random(replay_graph.graph)
+            self.forwards = PendingForwards(replay_graph)
         self.report()
 
     def _live_tensors(self, result: RewriteResult) -> LiveTensors | None:
@@ -254,7 +252,7 @@ class GraphCompilation:
     def to_cache(self, names: tuple[str, ...]) -> CachedRewrite | None:
         """Return the disk cache's entry of the rewrite; None if it depends on this process."""
         result, replay_graph = self.result, self.forwards.replay_graph if self.forwards is not None else None
-        answers = hash_of_answers(result.answers) if result is not None else None
+        answers = hash_of_answers(list(result.answers.values())) if result is not None else None
         if result is None or answers is None or result.live or result.outputs.states or result.assumes:
             return None
         if any(site.kind == "saved" for site in result.sites):
@@ -272,23 +270,9 @@ class GraphCompilation:
                 return None
             inputs = {name: replace(given, parameter=None) for name, given in replay_graph.inputs.items()}
             replay_graph = replace(replay_graph, graph=fx.GraphModule({}, fx.Graph()), inputs=inputs)
-        lost = {site for site, _ in result.out_of_reach}
-        return CachedRewrite(
-            sites=result.sites,
-            answers=answers,
-            edits=result.edits,
-            record_nodes=result.record_nodes,
-            outputs=result.outputs,
-            out_of_reach=tuple(site for site in result.sites if site in lost),
-            replay_graph=replay_graph,
-            replay_code=code,
-            names=names,
-            copies_of_losses=result.copies_of_losses,
-            refused_outputs=result.refused_outputs,
-            notes=result.notes,
-            candidates=result.candidates,
-            written_at=self.written_at,
-        )
+        # What belongs to this process, or to the text of the graph, is left out.
+        rewrite = replace(result, answers=dict.fromkeys(result.answers, ()), anchors={})
+        return CachedRewrite(rewrite, answers, replay_graph, code, names, self.written_at)
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:
         """Restore the rewrite from the cache, with the policy's actions of now."""
@@ -299,22 +283,7 @@ class GraphCompilation:
             insertion = own.pop(next(n for n, insertion in enumerate(own) if insertion.action == edit.action))
             return replace(edit, action=insertion.action, insertion=insertion)
 
-        self.result = RewriteResult(
-            sites=cached.sites,
-            answers=tuple(answers[site] for site in cached.sites),
-            edits=tuple(map(answered, cached.edits)),
-            record_nodes=cached.record_nodes,
-            anchors={},
-            outputs=cached.outputs,
-            live={},
-            out_of_reach=tuple((site, tuple(a.insertion for a in answers[site])) for site in cached.out_of_reach),
-            replay_graph=None,
-            assumes=False,
-            copies_of_losses=cached.copies_of_losses,
-            refused_outputs=cached.refused_outputs,
-            notes=cached.notes,
-            candidates=cached.candidates,
-        )
+        self.result = replace(cached.rewrite, answers=answers, edits=tuple(map(answered, cached.rewrite.edits)))
         self.written_at = cached.written_at
         if cached.replay_graph is not None:
             from gradrewrite._compat import autograd_cache
@@ -325,8 +294,8 @@ class GraphCompilation:
     def report(self) -> None:
         """Add the graph to the session's list, and note its warnings."""
         assert self.result is not None
-        self.session.sampling.note(self.result.answers)
-        self.values_read = self.session.values.note(dict(zip(self.result.sites, self.result.answers, strict=True)))
+        self.session.sampling.note(self.result.answers.values())
+        self.values_read = self.session.values.note(self.result.answers)
         self.session.note_skips(edit.insertion for edit in self.result.edits)
         self.session.has_checks |= bool(self.result.outputs.checks)
         if not self.is_whole and self.region is None:
@@ -340,14 +309,13 @@ class GraphCompilation:
     def uses(self) -> GraphUses:
         """The uses of the rewritten graph, by the model or by each region that shares it."""
         assert self.result is not None
-        answers, outputs = self.result.answers, self.result.outputs
+        answers, outputs = list(self.result.answers.values()), self.result.outputs
         return GraphUses(self.session, self.region, self._graph_report(), answers, outputs, self.inputs, self.forwards)
 
     def _graph_report(self) -> GraphReport:
         assert self.result is not None
-        lost = tuple(site for site, _ in self.result.out_of_reach)
-        answered = frozenset(found.position for answers in self.result.answers for found in answers)
-        named = self.result.sites, self.result.edits, lost, str(self.region or ""), answered
+        answered = frozenset(found.position for answers in self.result.answers.values() for found in answers)
+        named = self.result.sites, self.result.edits, self.result.out_of_reach, str(self.region or ""), answered
         count = Counter(loss for _, loss in self.result.copies_of_losses.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
         not_saved = tuple(self.result.saved.not_saved.items())
@@ -357,10 +325,8 @@ class GraphCompilation:
         warnings = self.session.warnings
         for note in result.notes:
             warnings.warn_once(note, note)
-        for site, insertions in result.out_of_reach:
-            self.session.graphs.note_out_of_reach(site, insertions)
-        for edit in result.of_parts:
-            warnings.warn_once(f"part {edit.site}", _PART.format(edit.site, describe(edit.action)))
+        for site in result.out_of_reach:
+            self.session.graphs.note_out_of_reach(site, result.answers[site])
         returned = {self.inputs[n].name for n in self.returned if n in self.inputs and self.inputs[n].has_site}
         for edit in result.edits:
             if edit.site.kind in ("gradient", "input") and edit.site.name in returned:
@@ -517,7 +483,7 @@ class _StoredCompilation:
         return self.backward_interface if self.stored is not None else None
 
     def restore_forward(self, compiled: Runnable, payload: CachedRewrite) -> Runnable:
-        if (payload.sites, payload.answers) != (self.key.sites, self.key.hash):
+        if (payload.rewrite.sites, payload.answers) != (self.key.sites, self.key.hash):
             raise LookupError("the entry was made for another policy")
         self.compilation.restore(payload, self.key.answers)
         return self.compilation.wrap_forward(compiled, payload.names)
@@ -607,11 +573,6 @@ def refuse_compiled_autograd() -> fx.GraphModule:
 _RETURNED = (
     "{}: the model returns this tensor, itself or as a view; what the caller's use of it adds to the gradient comes "
     "after the actions. Return a copy (.clone()) to have all of it in the graph"
-)
-_PART = (
-    "{}: {} acts on the part of each process by itself, because the value is a plain tensor that was taken out of a "
-    "sharded DTensor. To have it act on the global tensor, keep the DTensor: ColwiseParallel(use_local_output=False), "
-    "or the same option of what returns it"
 )
 _STILL_SAVED = (
     "{}: the backward reads this tensor all the same, so that it takes memory as before: a random op that an "

@@ -15,8 +15,7 @@ from gradrewrite.backends.explanation import Explanation, GraphReport
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import describe
-from gradrewrite.policy.insertions import Insertion
-from gradrewrite.policy.rules import ask_in_order, step_site
+from gradrewrite.policy.rules import Answered, ask_in_order, step_site
 from gradrewrite.policy.scope import (
     OUTSIDE_OF_REGIONS,
     Context,
@@ -131,9 +130,9 @@ class CompiledGraphs:
         self._averaging = None
         self._recorder.forget_lone_skip()
 
-    def note_out_of_reach(self, site: Site, insertions: Sequence[Insertion]) -> None:
+    def note_out_of_reach(self, site: Site, answers: Sequence[Answered]) -> None:
         """Warn once of actions that were not inserted at a site."""
-        actions = [insertion.action for insertion in insertions]
+        actions = [answered.action for answered in answers]
         self._warnings.warn_once(
             f"view {site}",
             f"{site}: {', '.join(map(describe, actions))} cannot act, and nothing was inserted, because a part of this "

@@ -9,6 +9,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.rewriting.config import RewriteConfig
@@ -24,7 +25,7 @@ def rewrite_and_compare(
     measured: Measured = "all",
     *,
     is_replayed: bool = False,
-) -> tuple[JointGraph, RewriteResult]:
+) -> tuple[JointGraph, RewriteResult, ReplayGraph | None]:
     """Rewrite a joint graph, and return it beside a copy of the graph as it was; see ``rewrite_joint_graph``."""
     gm = marked.graph.owning_module
     assert gm is not None
@@ -32,7 +33,7 @@ def rewrite_and_compare(
     before = editing.copy_of(gm)
     editing.erase_markers(before.graph)
     before.recompile()  # the copy had the markers
-    result = rewrite_joint_graph(marked, config, asked, measured, is_replayed=is_replayed)
+    result, replay_graph = rewrite_joint_graph(marked, config, asked, measured, is_replayed=is_replayed)
     gm.graph.lint()
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
@@ -40,4 +41,5 @@ def rewrite_and_compare(
         provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses, result.saved.restoring
     )
     plain = JointGraph(before, result.sites, provenance=provenance)
-    return JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance), result
+    joint = JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance)
+    return joint, result, replay_graph

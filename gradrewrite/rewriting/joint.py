@@ -12,12 +12,12 @@ from torch import fx
 from gradrewrite._compat import fake_tensors, inductor
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.ir import editing
-from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.replay_graph import ReplayGraph
+from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
     Insertion,
@@ -62,11 +62,12 @@ class _Rewrite:
     # find
     found: FoundPoints = field(init=False)
     # ask
-    answers: list[tuple[InsertionPoint, tuple[Answered, ...]]] = field(init=False)
-    of_subclasses: dict[Site, tuple[Answered, ...]] = field(init=False)
+    at_points: list[tuple[InsertionPoint, tuple[Answered, ...]]] = field(init=False)
+    answers: dict[Site, tuple[Answered, ...]] = field(init=False)
+    out_of_reach: tuple[Site, ...] = field(init=False)
     notes: list[str] = field(init=False)
     saved: SavedTensors | None = field(init=False)  # None where nothing asks for them
-    candidates: tuple[Site, ...] = field(init=False)
+    kept: SavedRewrite = field(init=False)
     # separate
     separated: SeparatedPlan = field(init=False)
     anchors: dict[Site, Anchor] = field(init=False)
@@ -75,10 +76,8 @@ class _Rewrite:
     averaged: dict[InsertionPoint, Sequence[Insertion]] = field(init=False)
     early: list[Group] = field(init=False)  # groups that act before gradients are averaged
     # saved, replay, pack
-    kept: SavedRewrite = field(default_factory=SavedRewrite)
     replay_graph: ReplayGraph | None = None
     counters: list[str] = field(default_factory=list)  # names of the nodes of boundary counters
-    of_parts: tuple[Edit, ...] = ()
     outputs: BackwardOutputs = field(default_factory=BackwardOutputs)
     record_nodes: list[fx.Node] = field(default_factory=list)
 
@@ -103,22 +102,28 @@ def _find(rewrite: _Rewrite) -> None:
 
 def _ask(rewrite: _Rewrite) -> None:
     found, ask = rewrite.found, rewrite.ask
-    rewrite.answers = [(point, possible(ask(point.site), value_of(point.node).layout)) for point in found.points]
-    rewrite.of_subclasses = {site: possible(ask(site)) for site in found.subclasses}
-    rewrite.notes = list(check_subclasses(rewrite.of_subclasses, found.subclasses))
-    rewrite.saved, rewrite.candidates = find_saved(rewrite.marked, rewrite.config.policy, ask)
+    at_points = [(point, possible(ask(point.site), value_of(point.node).layout)) for point in found.points]
+    outside = {site: ask(site) for site in found.outside}
+    of_subclasses = {site: possible(ask(site)) for site in found.subclasses}
+    rewrite.at_points = at_points
+    rewrite.answers = {point.site: answers for point, answers in at_points} | outside | of_subclasses
+    rewrite.out_of_reach = tuple(site for site, answers in outside.items() if answers)
+    rewrite.notes = list(check_subclasses(of_subclasses, found.subclasses))
+    rewrite.saved, candidates = find_saved(rewrite.marked, rewrite.config.policy, ask)
+    rewrite.kept = SavedRewrite(candidates)
 
 
 def _separate(rewrite: _Rewrite) -> None:
     """Plan the insertions, and separate the gradients of several losses."""
     canvas = rewrite.canvas
-    plan = lower((point, sampled(found, rewrite.measured)) for point, found in rewrite.answers)
+    plan = lower((point, sampled(found, rewrite.measured)) for point, found in rewrite.at_points)
     separated = rewrite.separated = take_apart(canvas, rewrite.marked, plan)
     canvas.num_measured = sum(point.output is None for point in separated.plan.measured())
     changed = separated.plan.changed().union(*(weighing.members for weighing in separated.weighings))
     canvas.changed = {point.marker for point in changed if point.marker is not None}
     rewrite.plain = {point.output: point.node for point in rewrite.points if point.output is not None}
     rewrite.anchors = anchors_of(separated.first_points(rewrite.points))
+    rewrite.notes[:0] = separated.notes
 
 
 def _insert_singles(rewrite: _Rewrite) -> None:
@@ -164,7 +169,10 @@ def _insert_at_saved(rewrite: _Rewrite) -> None:
     insertion = SavedInsertion(rewrite.canvas, rewrite.saved)
     insertion.ask(rewrite.ask, rewrite.measured)
     insertion.insert()
-    rewrite.kept = insertion.result()
+    rewrite.kept = insertion.result(rewrite.kept.candidates)
+    rewrite.answers |= insertion.answers
+    rewrite.anchors |= insertion.anchors
+    rewrite.notes += insertion.notes
 
 
 def _copy_for_replay(rewrite: _Rewrite) -> None:
@@ -173,7 +181,9 @@ def _copy_for_replay(rewrite: _Rewrite) -> None:
         points = rewrite.separated.points_of(rewrite.points)
         found = make_replay_graph(canvas, points, rewrite.marked, rewrite.plain)
         rewrite.replay_graph, rewrite.counters = found
-    rewrite.of_parts = canvas.reducing_edits({point.site for point in rewrite.points if point.is_part})
+    of_parts = canvas.reducing_edits({point.site for point in rewrite.points if point.is_part})
+    texts = {edit.site: _PART.format(edit.site, describe(edit.action)) for edit in reversed(of_parts)}
+    rewrite.notes += reversed(texts.values())
 
 
 def _pack(rewrite: _Rewrite) -> None:
@@ -204,12 +214,13 @@ def rewrite_joint_graph(
     measured: Measured = "all",
     *,
     is_replayed: bool = False,
-) -> RewriteResult:
+) -> tuple[RewriteResult, ReplayGraph | None]:
     """Ask the policy at every site of a joint graph and insert its answers; all markers go.
 
     The graph is changed in place. Where the policy was asked already, its answers are in ``asked``. Of actions that
-    only measure, those of ``measured`` are inserted. ``is_replayed``: a replay graph is made where nothing is checked
-    too. The logger of this module has the text of the graph after each stage, at level DEBUG.
+    only measure, those of ``measured`` are inserted. The replay graph is None where nothing is checked, unless
+    ``is_replayed``, and where the step cannot be replayed. The logger of this module has the text of the graph after
+    each stage, at level DEBUG.
     """
     graph = marked.graph
     canvas = Canvas(graph, config.loss_scale, config.states, marked, config.label())
@@ -219,36 +230,32 @@ def rewrite_joint_graph(
         stage(rewrite)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("after %s:\n%s", name, str(graph))  # a graph that changes later
-    return _result(rewrite, assumes=fake_tensors.assumptions(graph) != assumed)
+    return _result(rewrite, assumes=fake_tensors.assumptions(graph) != assumed), rewrite.replay_graph
 
 
 def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
-    canvas, kept, losses = rewrite.canvas, rewrite.kept, rewrite.canvas.losses
+    canvas, losses = rewrite.canvas, rewrite.canvas.losses
     live = editing.live_tensors(canvas.graph)
     if live or (canvas.packing.has_checks and rewrite.replay_graph is not None):
         inductor.stop_folding()
-    lost = [(site, rewrite.ask(site)) for site in rewrite.found.outside]
-    subclasses = rewrite.of_subclasses
     return RewriteResult(
-        sites=(*(point.site for point in rewrite.points), *rewrite.found.outside, *subclasses, *kept.answers),
-        answers=(
-            *(found for _, found in rewrite.answers),
-            *(found for _, found in lost),
-            *subclasses.values(),
-            *kept.answers.values(),
-        ),
+        answers=rewrite.answers,
         edits=tuple(canvas.edits),
         record_nodes=(*rewrite.counters, *(node.name for node in rewrite.record_nodes)),
-        anchors={**rewrite.anchors, **kept.anchors},
+        anchors=rewrite.anchors,
         outputs=rewrite.outputs,
         live=live,
-        out_of_reach=tuple((site, tuple(a.insertion for a in found)) for site, found in lost if found),
-        replay_graph=rewrite.replay_graph,
+        out_of_reach=rewrite.out_of_reach,
         assumes=assumes,
-        of_parts=rewrite.of_parts,
         copies_of_losses={} if losses is None else losses.copies,
         refused_outputs=losses.losses.others if losses is not None and rewrite.separated.weighings else frozenset(),
-        notes=(*rewrite.separated.notes, *kept.notes, *rewrite.notes),
-        saved=kept,
-        candidates=rewrite.candidates,
+        notes=tuple(rewrite.notes),
+        saved=rewrite.kept,
     )
+
+
+_PART = (
+    "{}: {} acts on the part of each process by itself, because the value is a plain tensor that was taken out of a "
+    "sharded DTensor. To have it act on the global tensor, keep the DTensor: ColwiseParallel(use_local_output=False), "
+    "or the same option of what returns it"
+)

@@ -82,7 +82,7 @@ class KeptMemory:
         on_host = [node for node in kept if value_of(node).device.type == "cpu" != site.device.type]
         edits = [edit for edit in result.edits if edit.site == site and isinstance(edit.insertion.effect, SavedEffect)]
         if base.name in self._sites:
-            answers = dict(zip(result.sites, result.answers, strict=True)).get(site, ())
+            answers = () if site is None else result.answers.get(site, ())
             forms = [(a.action, a.insertion.effect) for a in answers if base in kept]
             refused = [(action, form) for action, form in forms if isinstance(form, StoreSaved)]
             reason = "".join(f"{describe(action)}: {form.refusal(value_of(base))}" for action, form in refused[:1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import gradrewrite
 from gradrewrite import passes
 from gradrewrite._compat import versions
+from gradrewrite.rewriting.result import RewriteResult
 
 from helpers import ROOT
 
@@ -151,6 +154,27 @@ def test_modules_of_the_rewrite_import_25_others_at_most() -> None:
     numbers = {path.name: len(imported(path)) for path in (ROOT / "gradrewrite" / "rewriting").rglob("*.py")}
     assert 20 < numbers["joint.py"]
     assert max(numbers.values()) <= 25
+
+
+@pytest.mark.pure
+def test_the_result_of_a_rewrite_has_40_fields_at_most() -> None:
+    found: dict[type, int] = {}
+
+    def visit(annotation: object) -> None:
+        kind = typing.get_origin(annotation) or annotation
+        for part in typing.get_args(annotation):
+            visit(part)
+        is_own = getattr(kind, "__module__", "").startswith(("gradrewrite.rewriting.", "gradrewrite.ir.outputs"))
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and is_own and kind not in found:
+            hints = typing.get_type_hints(kind)
+            found[kind] = len(dataclasses.fields(kind))
+            for own in dataclasses.fields(kind):
+                visit(hints[own.name])
+
+    visit(RewriteResult)
+
+    assert {kind.__name__ for kind in found} >= {"RewriteResult", "BackwardOutputs", "Placed", "Pack", "SavedRewrite"}
+    assert sum(found.values()) <= 40
 
 
 @pytest.mark.pure

@@ -50,14 +50,12 @@ def find_saved(
 class SavedRewrite:
     """The result of a rewrite at saved tensors."""
 
-    answers: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # in the order of the forward
-    anchors: Mapping[Site, Anchor] = field(default_factory=dict)
+    candidates: tuple[Site, ...] = ()  # sites at which callbacks were asked, before it was known what is saved
     stored: Mapping[str, Site] = field(default_factory=dict)  # tensors that are not to be kept any more, by node
     not_saved: Mapping[Site, str] = field(default_factory=dict)  # values that are no saved tensors, and why
     followed: frozenset[Hashable] = frozenset()  # keys of the answers with forms that act at a site
     refused: Mapping[Hashable, str] = field(default_factory=dict)  # messages on answers that were refused at a site
     restoring: frozenset[str] = frozenset()  # names of nodes that restore values, in the backward
-    notes: tuple[str, ...] = ()  # for warnings
 
 
 class SavedInsertion:
@@ -118,7 +116,19 @@ class SavedInsertion:
             reason = "draws random numbers, and would draw others" if is_random else "waits for other processes"
             refuse(recomputation, Context(site, not_repeatable=reason))
 
-    def result(self) -> SavedRewrite:
+    @property
+    def anchors(self) -> dict[Site, Anchor]:
+        """The nodes of the saved tensors."""
+        return {site: Anchor(base.name, self._saved.number_of(base) or 0) for site, base in self.bases.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings of rules that measure forms where none acts."""
+        idle = [found for rule, found in self._unmeasured.items() if rule not in self._measuring]
+        text = "{}: {} records nothing, for no Store acts at a site that it matches"
+        return [text.format(site, describe(action)) for site, action in idle]
+
+    def result(self, candidates: tuple[Site, ...]) -> SavedRewrite:
         """Return the result at the saved tensors."""
         followed = (
             _key(answered)
@@ -131,17 +141,13 @@ class SavedInsertion:
             answered, site, reason = answers[0]
             others = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
             refused[key] = f"{site}{others}: {describe(answered.action)} leaves them as they are: {reason}"
-        idle = [found for rule, found in self._unmeasured.items() if rule not in self._measuring]
-        text = "{}: {} records nothing, for no Store acts at a site that it matches"
         return SavedRewrite(
-            answers=self.answers,
-            anchors={site: Anchor(base.name, self._saved.number_of(base) or 0) for site, base in self.bases.items()},
+            candidates=candidates,
             stored={base.name: site for site, base in self.bases.items() if self._plans[site].is_acting},
             not_saved=self.not_saved,
             followed=frozenset(followed),
             refused=refused,
             restoring=frozenset(self.restoring),
-            notes=tuple(text.format(site, describe(action)) for site, action in idle),
         )
 
     def insert(self) -> None:
