@@ -16,7 +16,7 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.diagnostics.first_difference import Difference, DifferenceKind, SiteDifference, merged_order
 from gradrewrite.diagnostics.run_log import as_executed
 from gradrewrite.ir.outputs import SiteOp
-from gradrewrite.ir.statistics import words_of
+from gradrewrite.numerics.statistics import words_of
 from gradrewrite.policy.rules import leave_out_unsupported
 from gradrewrite.sites import AT_GUARD, Site
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradrewrite.ir.statistics import norm_of, total_norm_of
+from gradrewrite.numerics.statistics import norm_of, total_norm_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.insertions import Insertion, JudgeUpdate, MeasureTensor, ScaleParameter, group_effect
 from gradrewrite.policy.recording import Recording, recording

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.statistics import largest_of, norms_of_units, share_of
+from gradrewrite.numerics.statistics import largest_of, norms_of_units, share_of
 from gradrewrite.passes._settings import (
     bound_of,
     check_not_negative,

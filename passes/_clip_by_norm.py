@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.scaling import scale_where
-from gradrewrite.ir.statistics import norm_of, norms_of, total_norm_of
+from gradrewrite.numerics.scaling import scale_where
+from gradrewrite.numerics.statistics import norm_of, norms_of, total_norm_of
 from gradrewrite.passes._settings import (
     LOGGED,
     Bound,

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.noise import NoiseSource, draw_seed
-from gradrewrite.ir.statistics import largest_of, share_of
+from gradrewrite.numerics.noise import NoiseSource, draw_seed
+from gradrewrite.numerics.statistics import largest_of, share_of
 from gradrewrite.passes._settings import (
     bound_of,
     check_examples,

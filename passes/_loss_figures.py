@@ -6,7 +6,7 @@ import itertools
 
 from torch import Tensor
 
-from gradrewrite.ir.gramian import cosines, diagonal_of
+from gradrewrite.numerics.gramian import cosines, diagonal_of
 from gradrewrite.policy.recording import current_recording, record_all
 
 

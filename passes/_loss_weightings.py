@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import PolicyError
-from gradrewrite.ir import loss_weights
+from gradrewrite.numerics import loss_weights
 from gradrewrite.passes._settings import short_repr, store_python_numbers
 from gradrewrite.policy.state import State
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.statistics import PARTS, STATISTICS, largest_of, norm_of
+from gradrewrite.numerics.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.insertions import (
@@ -48,9 +48,9 @@ class Observe:
     counts, shares and norm are 0, the others NaN. Complex tensors count by modulus; ``min`` and ``max`` need real ones.
 
     ``fingerprint``: a sum of the bits of all elements modulo 2^48, for ``gradrewrite diff``; tensors with the same
-    elements have the same one in any order, and one flipped bit changes it (``ir.statistics.fingerprint_of`` has the
-    formula). It is of the tensor as it is, scaled by the loss scale. Three records of 16 bits, exact in float32:
-    ``fingerprint_0`` has the low ones; tables show ``fingerprint@site`` as one number.
+    elements have the same one in any order, and one flipped bit changes it (the formula: ``fingerprint_of`` in
+    ``numerics.statistics``). It is of the tensor as it is, scaled by the loss scale. Three records of 16 bits, exact in
+    float32: ``fingerprint_0`` has the low ones; tables show ``fingerprint@site`` as one number.
 
     ``std``: standard deviation over all elements, and ``mean`` beside it; ``kurtosis``: these two, ``skewness`` and
     ``kurtosis`` (3 of a normal distribution). NaN if an element is not finite; no complex tensors. ``exponents``: 64

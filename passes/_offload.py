@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradrewrite.ir.offloading import fetch, offload
+from gradrewrite.numerics.offloading import fetch, offload
 from gradrewrite.policy.insertions import SAVED, Insertion, StoreSaved
 from gradrewrite.sites import Kind, Site
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.ir.stored_forms import FORMS, decode, encode
+from gradrewrite.numerics.stored_forms import FORMS, decode, encode
 from gradrewrite.passes._settings import short_repr
 from gradrewrite.policy.insertions import SAVED, Insertion, StoreSaved
 from gradrewrite.sites import Kind, Site

@@ -14,10 +14,10 @@ from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.run_log import Run, last_run
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.graph_view import GraphView, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._curves import is_monitor, steps_of
 from gradrewrite.viz._dot import scene_dot
+from gradrewrite.viz._graph_view import GraphView, read_graph
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, site_metrics

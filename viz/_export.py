@@ -9,9 +9,9 @@ from typing import Literal, get_args
 import networkx as nx
 
 from gradrewrite._utils.files import written_whole
-from gradrewrite.ir.graph_view import GraphView, Node, call_name, read_graph
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._fonts import xml_safe
+from gradrewrite.viz._graph_view import GraphView, Node, call_name, read_graph
 
 SCHEMA, VERSION = "gradrewrite/graph", 1
 ExportFormat = Literal["json", "graphml"]

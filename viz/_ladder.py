@@ -15,7 +15,7 @@ from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.diagnostics.site_health import percent
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.graph_view import (
+from gradrewrite.viz._graph_view import (
     GraphView,
     Node,
     action_name,

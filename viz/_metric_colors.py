@@ -12,8 +12,8 @@ from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_by_edit
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import COUNTS, Run
-from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.sites import Site
+from gradrewrite.viz._graph_view import GraphView
 from gradrewrite.viz._ladder import Ladder
 from gradrewrite.viz._norms import values_by_site
 from gradrewrite.viz._scale import NARROWEST, LogScale

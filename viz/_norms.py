@@ -13,8 +13,8 @@ from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import Run, is_group
-from gradrewrite.ir.graph_view import GraphView
 from gradrewrite.viz import _theme as theme
+from gradrewrite.viz._graph_view import GraphView
 from gradrewrite.viz._ladder import Ladder
 from gradrewrite.viz._scale import LogScale
 from gradrewrite.viz._scene import PAD, LegendEntry, Mark

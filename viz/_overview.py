@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.run_log import Run
-from gradrewrite.ir.graph_view import (
+from gradrewrite.viz._graph_view import (
     GraphView,
     Node,
     action_text,

@@ -33,7 +33,7 @@ from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
 from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
-from gradrewrite.ir import editing, partitioning, stored_forms
+from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
@@ -353,8 +353,8 @@ class GraphCompilation:
         forward, backward = partitioning.partition(gm, joint_inputs, inner=inner, **kwargs)
         self._note_still_saved(backward)
         if self.engine.name == "inductor":
-            stored_forms.expand(forward.graph)
-            stored_forms.expand(backward.graph)
+            encoded_nodes.expand(forward.graph)
+            encoded_nodes.expand(backward.graph)
             forward.recompile()  # the backward is, when it is compiled
         aot_autograd.refuse_compiled_autograd(backward, refuse_compiled_autograd)
         if self.store is not None:

@@ -13,12 +13,12 @@ from gradrewrite._compat import autograd, data_parallel
 from gradrewrite.backends.explanation import GraphReport
 from gradrewrite.backends.parameter_watch import GraphCoverage
 from gradrewrite.backends.region_calls import NotShared, RegionCall, current_region, region_of_backward
+from gradrewrite.backends.renaming import Renaming, calls_by_name
 from gradrewrite.backends.session import Session
 from gradrewrite.errors import NotRewrittenError
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.outputs import BackwardOutputs
-from gradrewrite.ir.renaming import Renaming, calls_by_name
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.scope import bounds_one_gradient
 from gradrewrite.replay.step_snapshot import PendingForwards

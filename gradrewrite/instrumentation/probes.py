@@ -29,7 +29,7 @@ from gradrewrite.instrumentation.dynamo_nodes import (
 )
 from gradrewrite.instrumentation.module_names import ModuleNames
 from gradrewrite.instrumentation.source_locations import source_of
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.ir.mask_infinities import propagates_infinity
 from gradrewrite.ir.values import ModuleCall, Value
 
@@ -107,7 +107,7 @@ def _probe(x: Tensor, number: int) -> None:
         return
     value.layout = Layout.of(x)
     with torch.no_grad():
-        ops.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
+        markers.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
     if x.requires_grad:
 
         def mark(g: Tensor | None) -> Tensor | None:
@@ -120,9 +120,9 @@ def _probe(x: Tensor, number: int) -> None:
                 return None
             layout = value.error_layout = Layout.of(g)
             if layout is None or not dtensors.is_dtensor(g):
-                marked: Tensor = ops.mark_error(g, number)
+                marked: Tensor = markers.mark_error(g, number)
                 return marked
-            return layout.wrap(ops.mark_error(dtensors.local_of(g), number))
+            return layout.wrap(markers.mark_error(dtensors.local_of(g), number))
 
         x.register_hook(mark)
 

@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 from gradrewrite._compat import aot_autograd
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.ops import number_of
+from gradrewrite.ir.markers import number_of
 from gradrewrite.ir.provenance import Anchor, Lane, Origin, Provenance
 from gradrewrite.ir.values import Value
 from gradrewrite.sites import IN_FORWARD, Site
 
-_MARKERS = (ops.mark_activation, ops.mark_error)
+_MARKERS = (markers.mark_activation, markers.mark_error)
 
 
 def attribute_nodes(
@@ -33,12 +33,12 @@ def attribute_nodes(
     """
     nodes = list(graph.nodes)
     numbers = dict(inserted or {})
-    numbers |= {node.name: number_of(node) for node in nodes if node.target is ops.mark_error}
+    numbers |= {node.name: number_of(node) for node in nodes if node.target is markers.mark_error}
     nearest = _nearest_errors(nodes, backward, numbers)
     found = {node: numbers[nodes[at].name] for node, at in nearest.items()}
     waiting: list[fx.Node] = []
     for node in nodes:
-        if node.target is ops.mark_activation:
+        if node.target is markers.mark_activation:
             found.update(dict.fromkeys(waiting, number_of(node)))
             waiting = []
         elif node.op == "call_function" and node.name not in backward:

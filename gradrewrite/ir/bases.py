@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.ir.markers import value_of
 
 _aten = torch.ops.aten
@@ -26,7 +26,7 @@ _SAME_ELEMENTS = frozenset(
         _aten.transpose.int,
         _aten.unsqueeze.default,
         _aten.view.default,
-        ops.mark_error,
+        markers.mark_error,
     )
 )
 

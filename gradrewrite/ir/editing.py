@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, combined_kernels, fake_tensors, make_fx, operators
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 
 LIVE = "_live_tensor_"
 _STORED = "gradrewrite_stored"  # in the metadata of nodes
@@ -46,10 +46,10 @@ def erase_markers(graph: fx.Graph) -> None:
     """Erase all markers; the graph is then equal to one without probes."""
     # In this order, so that a chain of markers hands each user on once.
     for node in list(graph.nodes):
-        if node.target is ops.mark_error:
+        if node.target is markers.mark_error:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
-        elif node.target is ops.mark_activation:
+        elif node.target is markers.mark_activation:
             graph.erase_node(node)
 
 
@@ -237,17 +237,17 @@ def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.No
     """Keep nodes alive through partitioning, without outputs; the forward has to compute those of ``of_forward``."""
     positions = [number for number, node in enumerate(nodes) if node in of_forward]
     with graph.inserting_before(graph.output_node()):
-        holder = graph.call_function(ops.hold, (list(nodes), positions) if positions else (list(nodes),))
+        holder = graph.call_function(markers.hold, (list(nodes), positions) if positions else (list(nodes),))
     holder.meta = {"val": None, "partitioner_tag": "is_backward"}
     return holder
 
 
 def nodes_for_forward(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that the forward is to compute and to save, although no output of the model needs them."""
-    holders = graph.find_nodes(op="call_function", target=ops.hold)
+    holders = graph.find_nodes(op="call_function", target=markers.hold)
     held = [holder.args[0][number] for holder in holders for numbers in holder.args[1:] for number in numbers]
     stored = [node for node in graph.nodes if _STORED in node.meta]
-    return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=ops.copy), *stored])]
+    return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=markers.copy), *stored])]
 
 
 def store(nodes: Sequence[fx.Node]) -> None:
@@ -270,7 +270,7 @@ def drop_outputs(graph: fx.Graph, position: int, count: int) -> None:
 def insert_saved_copy(node: fx.Node) -> fx.Node:
     """Insert a copy of a forward value, saved for the backward; see ``nodes_for_forward``."""
     with node.graph.inserting_after(node):
-        copied = node.graph.call_function(ops.copy, (node,))
+        copied = node.graph.call_function(markers.copy, (node,))
     _describe(copied, "is_forward")
     return copied
 
@@ -299,7 +299,7 @@ def read_directly(graph: fx.Graph, names: Collection[str]) -> None:
 
 def release(graph: fx.Graph) -> int:
     """Turn held nodes into the last outputs, and return their number."""
-    holders = graph.find_nodes(op="call_function", target=ops.hold)
+    holders = graph.find_nodes(op="call_function", target=markers.hold)
     if not holders:
         return 0
     (holder,) = holders
@@ -398,7 +398,7 @@ def return_instead(graph: fx.Graph, nodes: Sequence[Any]) -> None:
     """
     graph.output_node().args = (tuple(nodes),)
     for node in reversed(list(graph.nodes)):
-        is_needed = node.op in ("placeholder", "output") or node.target is ops.mark_activation
+        is_needed = node.op in ("placeholder", "output") or node.target is markers.mark_activation
         if not node.users and not is_needed and not operators.is_random(node):
             graph.erase_node(node)
 

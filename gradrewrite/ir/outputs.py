@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey, with_label
 from gradrewrite.ir.reports import Check, Clip, Figures, Kept, NormClip, OnFailure, ValueClip, leaves
-from gradrewrite.ir.statistics import COUNTS
+from gradrewrite.numerics.statistics import COUNTS
 from gradrewrite.sites import Site
 
 Owner: TypeAlias = Site | str  # a site, or the text of what is none: ``group:default``, ``data:x``

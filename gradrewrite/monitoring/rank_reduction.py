@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 
 from gradrewrite.distributed.groups import device_for, resolve_group, this_rank
-from gradrewrite.ir.moments import MOMENTS
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.wholes import CentralMoments, How, Rule, Summands
+from gradrewrite.numerics.moments import MOMENTS
 
 
 @dataclass(frozen=True, slots=True)

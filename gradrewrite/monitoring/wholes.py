@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from gradrewrite.ir.moments import MOMENTS
 from gradrewrite.ir.outputs import MeasuredTensor
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.statistics import STATISTICS
+from gradrewrite.numerics.moments import MOMENTS
+from gradrewrite.numerics.statistics import STATISTICS
 
 How: TypeAlias = Literal["mean", "max", "sum"]
 

@@ -17,9 +17,9 @@ from gradrewrite._utils.formatting import nearest
 from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.distributed.shards import local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError
-from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.outputs import BackwardOutputs, Pack
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.numerics.measuring import measure_all
 from gradrewrite.optimizer._target import Target
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, Slot, SpreadSite, exchange_figures, slots_of
 from gradrewrite.policy.insertions import KeepTensor, MeasureTensor, Omitted

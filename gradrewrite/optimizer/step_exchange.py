@@ -22,8 +22,8 @@ from gradrewrite.distributed.figures import (
 from gradrewrite.distributed.groups import device_for
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir import editing
-from gradrewrite.ir.ops import measure, measure_all
-from gradrewrite.ir.statistics import STATISTICS, from_sums, norm_of, to_summands
+from gradrewrite.numerics.measuring import measure, measure_all
+from gradrewrite.numerics.statistics import STATISTICS, from_sums, norm_of, to_summands
 from gradrewrite.policy.insertions import Effect, JudgeUpdate, MeasureTensor, ScaleGroup
 from gradrewrite.policy.rules import Answered
 from gradrewrite.sites import Site

@@ -18,11 +18,11 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.ops import measure_all
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor, Origin, Provenance
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.statistics import norm_of, total_norm_of
+from gradrewrite.numerics.measuring import measure_all
+from gradrewrite.numerics.statistics import norm_of, total_norm_of
 from gradrewrite.optimizer.spikes import Judge
 from gradrewrite.optimizer.step_exchange import (
     ExchangeSettings,

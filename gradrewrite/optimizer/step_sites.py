@@ -27,9 +27,9 @@ from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs, Pack, Placed
 from gradrewrite.ir.reports import Scalars
-from gradrewrite.ir.statistics import total_norm_of
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.step_record import verdicts_of
+from gradrewrite.numerics.statistics import total_norm_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, operators
-from gradrewrite.ir import ops
-from gradrewrite.ir.ops import number_of
+from gradrewrite.ir import markers
+from gradrewrite.ir.markers import number_of
 from gradrewrite.per_example.layouts import Batch, Const, Layout, Mixed, MixesExamplesError, Size, Sum
 from gradrewrite.per_example.linear_rules import is_linear
 from gradrewrite.per_example.op_calls import Layouts, OpCall, values_of
@@ -55,7 +55,7 @@ class ExampleAnalysis:
             assert isinstance(whole, fx.Node)
             found = self.layouts[whole]
             return found[index] if isinstance(found, tuple) and isinstance(index, int) else found
-        if node.target is ops.mark_activation:
+        if node.target is markers.mark_activation:
             (value, *_) = node.all_input_nodes
             self._values[number_of(node)] = self._known(value)
             return Const()
@@ -66,7 +66,7 @@ class ExampleAnalysis:
         mixed = [layout for layout in itertools.chain.from_iterable(flat) if isinstance(layout, Mixed)]
         if mixed:
             return _everywhere(node, min(mixed, key=lambda m: m.order))
-        if node.target is ops.mark_error:
+        if node.target is markers.mark_error:
             return self._of_error(node, layouts)
         try:
             return self._infer(OpCall(node, layouts, self._num_examples))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from gradrewrite._compat.operators import overloads
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.per_example.op_calls import OpCall, is_zero
 
 Sums = list[fx.Node]
@@ -79,7 +79,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[OpCall, Sums], bool]]] = [
 _LINEAR: dict[Any, Callable[[OpCall, Sums], bool]] = {op: rule for names, rule in _RULES for op in overloads(names)}
 _LINEAR |= dict.fromkeys(overloads(("convert_element_type", "device_put", "rev"), "prims"), lambda call, sums: True)
 _LINEAR |= dict.fromkeys(overloads(("fma",), "prims"), _multiplies_and_adds)
-_LINEAR[ops.mark_error] = lambda call, sums: True
+_LINEAR[markers.mark_error] = lambda call, sums: True
 
 
 def is_linear(call: OpCall, sums: Sums) -> bool:

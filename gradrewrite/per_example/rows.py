@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors, operators
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.per_example.layouts import Batch, Size, unflatten
 from gradrewrite.per_example.op_calls import PUTS, size_of
 from gradrewrite.per_example.tails import FunctionOfNodes, Tail
@@ -103,7 +103,7 @@ _TURNS = frozenset(operators.overloads(("t", "permute", "transpose")))
 _KEEPS = {
     *operators.overloads(("view", "_unsafe_view", "clone", "alias", "detach", "_to_copy")),
     torch.ops.prims.convert_element_type.default,
-    ops.mark_error,
+    markers.mark_error,
 }
 
 

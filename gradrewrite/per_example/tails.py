@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors, operators
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.per_example.layouts import Batch, MixesExamplesError, Size, Sum, unflatten
 from gradrewrite.per_example.op_calls import PUTS, Layouts, is_selection, kept_dims, size_of
 
@@ -309,7 +309,7 @@ _EMBEDDINGS = frozenset(operators.overloads(("embedding_dense_backward",)))
 # is needed, or vmap does not know them.
 _ON_ALL: dict[Any, Callable[[Mapping[str, Any], fx.Node], Any]] = {
     operator.getitem: _select,
-    ops.mark_error: _first,
+    markers.mark_error: _first,
     _prims.convert_element_type.default: _cast,
     _aten.convolution_backward.default: _convolution,
     _aten.native_layer_norm_backward.default: _layer_norm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from gradrewrite.ir.statistics import PARTS, STATISTICS
+from gradrewrite.numerics.statistics import PARTS, STATISTICS
 from gradrewrite.policy.insertions import GroupEffect, Insertion, MeasureTensor, ReplaceTensor, WeighLossGradients
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradrewrite._compat import dtensors
 from gradrewrite.errors import CallbackError, UnsupportedGradientError
-from gradrewrite.ir.ops import measure
 from gradrewrite.ir.reports import (
     Check,
     HostBound,
@@ -30,8 +29,9 @@ from gradrewrite.ir.reports import (
     StateUpdate,
     ValueClip,
 )
-from gradrewrite.ir.stages import reduce_all
-from gradrewrite.ir.statistics import (
+from gradrewrite.numerics.measuring import measure
+from gradrewrite.numerics.stages import reduce_all
+from gradrewrite.numerics.statistics import (
     IN_UNITS,
     STATISTICS,
     UNSCALED,

@@ -16,7 +16,7 @@ from gradrewrite._compat import fake_tensors, make_fx
 from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import warn
 from gradrewrite.errors import PolicyError
-from gradrewrite.ir.noise import NoiseSource
+from gradrewrite.numerics.noise import NoiseSource
 from gradrewrite.policy.schedules import Schedule
 
 _VERSION = 1

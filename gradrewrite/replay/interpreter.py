@@ -13,11 +13,12 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
 from gradrewrite._utils.tensors import computable, tensors_in
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.inputs import GraphInput
+from gradrewrite.ir.markers import number_of
 from gradrewrite.ir.mask_infinities import has_infinite_literal, is_added, propagates
-from gradrewrite.ir.ops import OPAQUE, number_of
+from gradrewrite.numerics.measuring import OPAQUE
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
@@ -108,12 +109,15 @@ class _Replay(fx.Interpreter):
         """Positions of the sites in the order of execution."""
         positions = {site: self._order[node] for site, node in self._gradients.items()}
         for node in self._nodes:
-            if node.target in (ops.mark_activation, ops.mark_error) and (site := self._marked_site(node)) is not None:
+            if (
+                node.target in (markers.mark_activation, markers.mark_error)
+                and (site := self._marked_site(node)) is not None
+            ):
                 positions[site] = self._order[node]
         return positions
 
     def _marked_site(self, marker: fx.Node) -> Site | None:
-        is_forward = marker.target is ops.mark_activation
+        is_forward = marker.target is markers.mark_activation
         return (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(number_of(marker))
 
     def _given_values(self) -> dict[fx.Node, tuple[Any, str]]:
@@ -144,11 +148,11 @@ class _Replay(fx.Interpreter):
             self._states[node] = _State()
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if node.target in (ops.mark_activation, ops.mark_error):
+        if node.target in (markers.mark_activation, markers.mark_error):
             result = values[node.all_input_nodes[0]]
             self._states[node] = self._states[node.all_input_nodes[0]]
             self._look_at_marker(node, result)
-            return result if node.target is ops.mark_error else None
+            return result if node.target is markers.mark_error else None
         if collectives.is_collective(node):  # an average: other processes may not replay this step
             self._states[node] = self._states[node.all_input_nodes[0]]
             return values[node.all_input_nodes[0]]

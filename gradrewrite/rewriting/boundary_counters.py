@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import aot_autograd
 from gradrewrite.ir import editing
 from gradrewrite.ir.inputs import GraphInput
-from gradrewrite.ir.ops import measure
+from gradrewrite.numerics.measuring import measure
 from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 
 

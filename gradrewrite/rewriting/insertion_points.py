@@ -10,11 +10,10 @@ from torch import fx
 from gradrewrite._compat import aot_autograd
 from gradrewrite.distributed.layouts import Layout
 from gradrewrite.instrumentation.naming import name_values
-from gradrewrite.ir import editing, ops
+from gradrewrite.ir import editing, markers
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.markers import read_markers, value_of
-from gradrewrite.ir.ops import number_of
+from gradrewrite.ir.markers import number_of, read_markers, value_of
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.values import shape_of
 from gradrewrite.rewriting.record_nodes import LossOf
@@ -136,13 +135,13 @@ def anchors_of(points: Sequence[InsertionPoint]) -> dict[Site, Anchor]:
     anchors = {}
     for point in points:
         node, chain = point.node, []
-        while node.target is ops.mark_error and node not in made_by:
+        while node.target is markers.mark_error and node not in made_by:
             chain.append(node)
             node = node.all_input_nodes[0]
         node = made_by.get(node, node)
         made_by.update(dict.fromkeys(chain, node))
         marker = point.marker or (
-            point.before if point.before.target in (ops.mark_activation, ops.mark_error) else None
+            point.before if point.before.target in (markers.mark_activation, markers.mark_error) else None
         )
         anchors[point.site] = Anchor(node.name, -1 if marker is None else number_of(marker))
     return anchors

@@ -19,8 +19,8 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.memory import Forms, KeptTensor, Memory
 from gradrewrite.ir.partitioning import saved_names
-from gradrewrite.ir.statistics import norm_of
-from gradrewrite.ir.stored_forms import FORMS, decode, encode
+from gradrewrite.numerics.statistics import norm_of
+from gradrewrite.numerics.stored_forms import FORMS, decode, encode
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import SavedEffect, StoreSaved
 from gradrewrite.rewriting.result import RewriteResult

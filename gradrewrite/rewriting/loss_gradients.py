@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors, operators
 from gradrewrite.instrumentation.source_locations import line_in
-from gradrewrite.ir import editing, ops
-from gradrewrite.ir.gramian import gramian
+from gradrewrite.ir import editing, markers
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
+from gradrewrite.numerics.gramian import gramian
 from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.forward_values import ForwardValues
@@ -27,7 +27,7 @@ Rows: TypeAlias = Mapping[int, fx.Node]  # gradients of one tensor, by the numbe
 Copies: TypeAlias = dict[int, dict[fx.Node, fx.Node]]  # of nodes, by loss
 
 # Each element of the result is one of the arguments, at the same place.
-_KEEPING = frozenset((ops.mark_error, _aten.copy.default, _aten.slice_scatter.default))
+_KEEPING = frozenset((markers.mark_error, _aten.copy.default, _aten.slice_scatter.default))
 # Results that depend on the shape of a tensor alone.
 _SHAPED = frozenset(
     operators.overloads(
@@ -150,7 +150,7 @@ class LossGradients:
         wanted = sorted(set(found))  # nodes compare by their position
         copies = self._copy(wanted, marked=True)
         rows: list[Rows] = [self._of_each(node, copies) for node in targets]
-        markers = {node: self._of_each(node, copies) for node in wanted if node.target is ops.mark_error}
+        markers = {node: self._of_each(node, copies) for node in wanted if node.target is markers.mark_error}
         self._add_up(wanted, copies)
         editing.erase_unused(self._graph, wanted)
         return rows, markers
@@ -232,7 +232,7 @@ class LossGradients:
         """Insert the copy of a node for a loss; of a sum with one term that is not 0 this term is taken."""
         missing = [n for n in node.all_input_nodes if n in self._depends and k not in self._depends[n]]
         inputs = {n: self._of_loss(n, k, copies) for n in node.all_input_nodes if n not in missing}
-        if node.target is ops.mark_error and not marked:
+        if node.target is markers.mark_error and not marked:
             return inputs[node.all_input_nodes[0]]
         term = _only_term(node, missing)
         if term is not None and _has_same_layout(inputs[term], node):
@@ -349,7 +349,7 @@ def unbound_as(dtype: torch.dtype, weights: Tensor) -> list[Tensor]:
 
 
 def _unmarked(node: fx.Node) -> fx.Node:
-    while node.target is ops.mark_error:
+    while node.target is markers.mark_error:
         (node,) = node.all_input_nodes
     return node
 

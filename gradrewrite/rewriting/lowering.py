@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradrewrite.errors import PolicyError
-from gradrewrite.ir.statistics import IN_UNITS
+from gradrewrite.numerics.statistics import IN_UNITS
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     GroupEffect,

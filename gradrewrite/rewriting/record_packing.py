@@ -16,7 +16,6 @@ from gradrewrite._utils.formatting import without_addresses
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.ops import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.ir.outputs import BackwardOutputs, MeasuredTensor, Owner, Pack, Placed, PlacedReport, in_order
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey
@@ -34,6 +33,7 @@ from gradrewrite.ir.reports import (
     leaves,
 )
 from gradrewrite.ir.values import num_bytes
+from gradrewrite.numerics.measuring import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.policy.insertions import Insertion, MeasureTensor, ReplaceTensor
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.record_nodes import LossOf, RecordNode, RecordNumbering

@@ -10,7 +10,7 @@ from gradrewrite._compat import aot_autograd, collectives, operators
 from gradrewrite.ir import editing
 from gradrewrite.ir.attribution import backward_names
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.ops import number_of
+from gradrewrite.ir.markers import number_of
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.canvas import Canvas

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradrewrite.ir import ops
+from gradrewrite.numerics import measuring
 
 from gpu.log import SimulatedGpu, Upload, caller
 
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)  # the host gets a value
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _UNCOUNTED = ("prim",)  # properties of tensors
-_OPAQUE = dict.fromkeys(ops.OPAQUE, ops.pack_eagerly)  # what the opaque operators run
+_OPAQUE = dict.fromkeys(measuring.OPAQUE, measuring.pack_eagerly)  # what the opaque operators run
 
 
 class Watch(TorchDispatchMode):

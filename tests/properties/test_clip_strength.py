@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradrewrite.ir.reports import Figures, HostBound, Leaf, NormClip, ValueClip
-from gradrewrite.ir.statistics import shares_of
+from gradrewrite.numerics.statistics import shares_of
 from gradrewrite.passes import ClipByNorm, ClipByValue
 from gradrewrite.policy.recording import recording
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from gradrewrite._compat import make_fx
-from gradrewrite.ir import editing, ops
+from gradrewrite.ir import editing, markers
 
 from models.random_graphs import SIZE, Chain, chains, inputs_of
 
@@ -138,7 +138,7 @@ def test_erasing_markers_leaves_the_graph_as_it_was(chain: Chain, seed: int, mar
         node = nodes[at % chain.num_values]
         last_input = nodes[chain.num_inputs - 1]
         with gm.graph.inserting_after(node if node.op != "placeholder" else last_input):
-            marker = gm.graph.call_function(ops.mark_error if is_error else ops.mark_activation, (node, number))
+            marker = gm.graph.call_function(markers.mark_error if is_error else markers.mark_activation, (node, number))
         if is_error:
             node.replace_all_uses_with(marker, delete_user_cb=lambda user, m=marker: user is not m)
     gm.graph.lint()

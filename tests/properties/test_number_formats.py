@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradrewrite._utils.exponent_counts import EXPONENTS, FIRST, NUMBER, ExponentCounts
 from gradrewrite.diagnostics.number_formats import FORMATS, Format, best_scale, lost_in
-from gradrewrite.ir.exponents import exponents_of
+from gradrewrite.numerics.exponents import exponents_of
 
 pytestmark = pytest.mark.pure
 

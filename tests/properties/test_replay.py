@@ -8,7 +8,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.replay.interpreter import replay
 from gradrewrite.replay.step_snapshot import StepSnapshot
@@ -27,7 +27,7 @@ def marked(chain: Chain) -> tuple[ReplayGraph, list[fx.Node]]:
         op = chain.ops[number - chain.num_inputs]
         sites[number] = Site("activation", f"/{op.name}", op=op.name, source=str(number))
         with gm.graph.inserting_after(nodes[number]):
-            gm.graph.call_function(ops.mark_activation, (nodes[number], number))
+            gm.graph.call_function(markers.mark_activation, (nodes[number], number))
     gm.recompile()
     return ReplayGraph(gm, sites, {}, {}, {}, {}, (), frozenset(), is_random=False), nodes
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradrewrite._utils.exponent_counts import EXPONENTS, FIRST, NUMBER
-from gradrewrite.ir import native_statistics, ops
-from gradrewrite.ir.moments import MOMENTS, from_raw, to_raw
-from gradrewrite.ir.statistics import COUNTS, FINGERPRINT, STATISTICS, combine_fingerprints, fingerprint_of
+from gradrewrite.numerics import measuring, native_statistics
+from gradrewrite.numerics.moments import MOMENTS, from_raw, to_raw
+from gradrewrite.numerics.statistics import COUNTS, FINGERPRINT, STATISTICS, combine_fingerprints, fingerprint_of
 
 NAMES = tuple(name for name, statistic in STATISTICS.items() if statistic.is_native)
 ALL = ",".join(NAMES)
@@ -32,9 +32,9 @@ def measured(x: Tensor) -> list[tuple[str, Tensor]]:
     native = native_statistics.figures_of([x], ALL)
     assert native is not None, "tests need a C++ compiler"
     return [
-        ("traced", ops.measure(x, NAMES, is_opaque=False)),
+        ("traced", measuring.measure(x, NAMES, is_opaque=False)),
         ("compiled", native),
-        ("op by op", ops.pack_eagerly([x], ALL)),
+        ("op by op", measuring.pack_eagerly([x], ALL)),
     ]
 
 
@@ -187,7 +187,9 @@ def test_many_tensors_in_one_call(drawn: list[tuple[torch.dtype, int, int]]) -> 
     """Each tensor has statistics of its own, or is taken as it is; checks look at the figures."""
     xs = [torch.arange(n, dtype=dtype) - 1 for dtype, n, _ in drawn]
     entries = tuple(NAMES[start : start + 2] for _, _, start in drawn)
-    alone = [float(v) for x, names in zip(xs, entries, strict=True) for v in ops.pack_eagerly([x], ",".join(names))]
+    alone = [
+        float(v) for x, names in zip(xs, entries, strict=True) for v in measuring.pack_eagerly([x], ",".join(names))
+    ]
     xs += [torch.tensor(7.5), torch.tensor([1.0, -2.0], dtype=torch.float64)]
     statistics = "; ".join(",".join(names) for names in (*entries, (), ()))
     for checked, failed in ((len(alone), 1.0), (len(alone) + 2, 0.0)):
@@ -195,7 +197,7 @@ def test_many_tensors_in_one_call(drawn: list[tuple[torch.dtype, int, int]]) -> 
         assert got is not None
         assert got.dtype == torch.float64
         assert got.tolist() == pytest.approx([*alone, 7.5, 1.0, -2.0, failed], rel=1e-6, nan_ok=True)
-        eager = ops.pack_eagerly(xs, statistics, (checked,))
+        eager = measuring.pack_eagerly(xs, statistics, (checked,))
         assert eager.dtype == torch.float64
         assert eager.tolist() == pytest.approx(got.tolist(), rel=1e-6, nan_ok=True)
 
@@ -237,7 +239,7 @@ def test_changes_by_one_unit_that_cancel_in_a_plain_sum_do_not_here() -> None:
 def test_a_compiled_fingerprint_is_that_of_the_result(dtype: torch.dtype) -> None:
     def halved(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 0.7
-        return y, ops.measure(y, FINGERPRINT, is_opaque=False)
+        return y, measuring.measure(y, FINGERPRINT, is_opaque=False)
 
     x = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)[:, ::3]
     y, got = torch.compile(halved, fullgraph=True)(x)
@@ -275,7 +277,7 @@ def test_moments_are_the_exact_ones(dtype: torch.dtype, values: list[float], siz
     x = (torch.tensor(values, dtype=torch.float64) * size).to(dtype)
     wanted = exact_moments(x.double().tolist())
     spread = (max(x.double().tolist()) - min(x.double().tolist())) / max(x.double().abs().max().item(), 1e-300)
-    for got in (ops.measure(x, MOMENTS, is_opaque=False), ops.pack_eagerly([x], ",".join(MOMENTS))):
+    for got in (measuring.measure(x, MOMENTS, is_opaque=False), measuring.pack_eagerly([x], ",".join(MOMENTS))):
         eps = torch.finfo(got.dtype).eps
         largest = x.double().abs().max().item()
         mean, std, *shape = got.tolist()
@@ -292,7 +294,7 @@ def test_moments_are_the_exact_ones(dtype: torch.dtype, values: list[float], siz
 )
 def test_moments_of_parts_combine(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
-    raw = torch.stack([to_raw(ops.measure(x, MOMENTS, is_opaque=False)) for x in tensors])
+    raw = torch.stack([to_raw(measuring.measure(x, MOMENTS, is_opaque=False)) for x in tensors])
     weights = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     got = from_raw((raw * weights[:, None]).sum(0) / weights.sum())
     wanted = exact_moments([v for part in parts for v in part])
@@ -315,5 +317,5 @@ def test_exponents_are_the_exact_ones(dtype: torch.dtype, values: list[float]) -
             wanted[NUMBER + (value == math.inf)] += 1
         else:
             wanted[min(max(math.frexp(value)[1] - 1 - FIRST, 0), NUMBER - 1)] += 1
-    for got in (ops.measure(x, EXPONENTS, is_opaque=False), ops.pack_eagerly([x], ",".join(EXPONENTS))):
+    for got in (measuring.measure(x, EXPONENTS, is_opaque=False), measuring.pack_eagerly([x], ",".join(EXPONENTS))):
         assert got.tolist() == wanted

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from gradrewrite._compat import aot_autograd, autograd, dynamo, dynamo_cache, dynamo_returns, inductor, make_fx
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 
 from models.buffers import Net as BufferNet
 from models.buffers import RunningMean
@@ -81,7 +81,7 @@ def test_1_checkpoint_is_a_named_op_with_a_body() -> None:
 def test_2_side_effect_ops_survive_dead_code_removal() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.call_function(ops.hold, ([x],))
+    graph.call_function(markers.hold, ([x],))
     graph.output(x)
 
     assert not graph.eliminate_dead_code()

@@ -18,11 +18,11 @@ from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_file import plain_number
 from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.diagnostics.site_health import backward_order
-from gradrewrite.ir.graph_view import GraphView, action_text, read_graph, visible_outputs
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _layout
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._fonts import xml_safe
+from gradrewrite.viz._graph_view import GraphView, action_text, read_graph, visible_outputs
 from gradrewrite.viz._ladder import Ladder, Part, only_measures, template
 from gradrewrite.viz._layout import LadderLayout, boxes_of, draw_ladder, inset
 from gradrewrite.viz._metric_colors import SiteMetric, sites_of

@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from typing_extensions import assert_never
 
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.scaling import scale_where
-from gradrewrite.ir.statistics import norm_of
+from gradrewrite.numerics.scaling import scale_where
+from gradrewrite.numerics.statistics import norm_of
 from gradrewrite.policy.insertions import (
     JudgeUpdate,
     ReplaceGroup,

@@ -10,11 +10,11 @@ from typing import Any
 from torch import fx
 
 from gradrewrite._compat import aot_autograd, operators
-from gradrewrite.ir import editing, ops
+from gradrewrite.ir import editing, markers
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.offloading import fetch
 from gradrewrite.ir.provenance import Anchor
+from gradrewrite.numerics.offloading import fetch
 from gradrewrite.policy.actions import Policy, describe
 from gradrewrite.policy.insertions import Insertion, KeepTensor, Omitted, ReplaceTensor, StoreSaved
 from gradrewrite.policy.rules import Answered, callbacks_of, rules_at
@@ -292,7 +292,7 @@ def _key(answered: Answered) -> Hashable:
 
 
 def _is_marker(node: fx.Node) -> bool:
-    return node.target is ops.mark_activation
+    return node.target is markers.mark_activation
 
 
 def _next(site: Site) -> Site:

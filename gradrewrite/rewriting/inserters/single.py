@@ -14,7 +14,7 @@ from gradrewrite.ir.bases import base_of
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.reports import Kept
-from gradrewrite.ir.statistics import IN_UNITS
+from gradrewrite.numerics.statistics import IN_UNITS
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     AverageOverRanks,

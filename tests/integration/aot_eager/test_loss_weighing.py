@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.ir.graph_view import read_graph
 from gradrewrite.passes import (
     MGDA,
     CheckFinite,
@@ -27,6 +26,7 @@ from gradrewrite.passes import (
 )
 from gradrewrite.rewriting.loss_gradients import weighted_sum
 from gradrewrite.testing import assert_matches_eager
+from gradrewrite.viz._graph_view import read_graph
 from gradrewrite.viz._ladder import build_ladder
 from gradrewrite.viz._overview import build_overview
 

@@ -33,7 +33,7 @@ WEIGHTINGS: dict[str, tuple[Any, Any, float]] = {
 @contextlib.contextmanager
 def order_of(seed: int, number: int) -> Iterator[None]:
     """Let TorchJD's PCGrad take our order of the first backward."""
-    from gradrewrite.ir.loss_weights import order_of_projections
+    from gradrewrite.numerics.loss_weights import order_of_projections
 
     rows = iter(order_of_projections(torch.tensor(0), seed, number).unbind())
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.ir.statistics import FINGERPRINT, fingerprint_of
+from gradrewrite.numerics.statistics import FINGERPRINT, fingerprint_of
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, Observe
 
 from helpers import assert_same_gradients, gradients_of

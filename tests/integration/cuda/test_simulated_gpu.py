@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradrewrite.ir.ops import measure
+from gradrewrite.numerics.measuring import measure
 
 from gpu import twins
 from gpu.log import SimulatedGpu

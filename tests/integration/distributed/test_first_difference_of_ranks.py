@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gradrewrite as gr
 from gradrewrite.cli import main
-from gradrewrite.ir.statistics import FINGERPRINT, fingerprint_of
+from gradrewrite.numerics.statistics import FINGERPRINT, fingerprint_of
 from gradrewrite.passes import AllReduce, Observe
 
 from models.planted import flip

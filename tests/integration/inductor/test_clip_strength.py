@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import gradrewrite as gr
-from gradrewrite.ir.stages import reduce_all
-from gradrewrite.ir.statistics import largest_of, mean_of, norm_of, size_of
+from gradrewrite.numerics.stages import reduce_all
+from gradrewrite.numerics.statistics import largest_of, mean_of, norm_of, size_of
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 from models.small import SquaredTwoLayers

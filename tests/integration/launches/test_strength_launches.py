@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import gradrewrite as gr
-from gradrewrite.ir.stages import reduce_all
-from gradrewrite.ir.statistics import largest_of, mean_of, size_of
+from gradrewrite.numerics.stages import reduce_all
+from gradrewrite.numerics.statistics import largest_of, mean_of, size_of
 from gradrewrite.passes import ClipByGlobalNorm, ClipByValue
 
 from gpu.launch_counts import MODELS

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradrewrite.ir import ops
+from gradrewrite.ir import markers
 from gradrewrite.ir.bases import base_of
 
 pytestmark = pytest.mark.pure
@@ -29,7 +29,7 @@ def chain(*calls: tuple[object, ...]) -> list[fx.Node]:
 def test_views_have_the_elements_of_their_base() -> None:
     x, *_, last = chain(
         (aten.view.default, [6, 4]),
-        (ops.mark_error, 0),
+        (markers.mark_error, 0),
         (aten.t.default,),
         (aten.unsqueeze.default, 0),
         (aten.permute.default, [2, 0, 1]),
@@ -54,7 +54,7 @@ def test_others_do_not(call: tuple[object, ...]) -> None:
 
 
 def test_an_error_that_is_going_to_be_changed_is_a_base() -> None:
-    x, view, marker, last = chain((aten.view.default, [6, 4]), (ops.mark_error, 0), (aten.t.default,))
+    x, view, marker, last = chain((aten.view.default, [6, 4]), (markers.mark_error, 0), (aten.t.default,))
     assert base_of(last, stop={marker}) is marker
     assert base_of(last, stop={view}) is view
     assert base_of(last, stop=()) is x

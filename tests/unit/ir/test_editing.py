@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradrewrite._compat import fake_tensors, make_fx
 from gradrewrite.ir import editing
-from gradrewrite.ir.statistics import norm_of
+from gradrewrite.numerics.statistics import norm_of
 
 pytestmark = [pytest.mark.pure, pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")]
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradrewrite.ir import ops
 from gradrewrite.ir.outputs import MeasuredTensor
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.statistics import STATISTICS
 from gradrewrite.monitoring.wholes import Summands
+from gradrewrite.numerics import measuring
+from gradrewrite.numerics.statistics import STATISTICS
 
 NAMES = tuple(STATISTICS)
 KEYS = {name: RecordKey.of(name, "error:a") for name in NAMES}
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.pure
 
 
 def figures(x: Tensor) -> dict[RecordKey, float]:
-    return dict(zip(KEYS.values(), ops.pack_eagerly([x], ",".join(NAMES)).tolist(), strict=True))
+    return dict(zip(KEYS.values(), measuring.pack_eagerly([x], ",".join(NAMES)).tolist(), strict=True))
 
 
 def measured(size: int | None) -> dict[RecordKey, MeasuredTensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.errors import PolicyError
-from gradrewrite.ir import loss_weights
+from gradrewrite.numerics import loss_weights
 from gradrewrite.passes import MGDA, AlignedMTL, CAGrad, PCGrad, UPGrad
 
 WEIGHTINGS = (PCGrad(), UPGrad(), MGDA(), CAGrad(), AlignedMTL())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.ir import ops
+from gradrewrite.numerics import measuring
 from gradrewrite.passes import CheckFinite, Observe
 from gradrewrite.rewriting import canvas
 
@@ -64,7 +64,7 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_statistics_are_those_of_torch(name: str, dtype: torch.dtype, is_opaque: bool) -> None:
     x = torch.tensor(VALUES[name], dtype=dtype)
-    got = ops.measure(x, KNOWN, is_opaque=is_opaque)
+    got = measuring.measure(x, KNOWN, is_opaque=is_opaque)
 
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert got.tolist() == pytest.approx(list(reference(x).values()), rel=1e-6, nan_ok=True)
@@ -72,9 +72,9 @@ def test_statistics_are_those_of_torch(name: str, dtype: torch.dtype, is_opaque:
 
 def test_norm_does_not_overflow() -> None:
     x = torch.full((4,), 2e38)
-    assert ops.measure(x, ["norm"], is_opaque=True).item() == math.inf  # 4e38 is none of float32
-    assert ops.measure(x / 2, ["norm"], is_opaque=True).item() == pytest.approx(2e38)
-    assert ops.measure(torch.full((4,), 3e4, dtype=torch.float16), ["norm"], is_opaque=False).item() == 6e4
+    assert measuring.measure(x, ["norm"], is_opaque=True).item() == math.inf  # 4e38 is none of float32
+    assert measuring.measure(x / 2, ["norm"], is_opaque=True).item() == pytest.approx(2e38)
+    assert measuring.measure(torch.full((4,), 3e4, dtype=torch.float16), ["norm"], is_opaque=False).item() == 6e4
 
 
 @pytest.mark.parametrize("kind", ["error", "activation"])

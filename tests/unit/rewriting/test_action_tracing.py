@@ -16,7 +16,7 @@ from torch import fx
 
 import gradrewrite as gr
 from gradrewrite._compat import dynamo_cache
-from gradrewrite.ir import editing, ops
+from gradrewrite.ir import editing, markers
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByValue
 
 from helpers import mostly_slow
@@ -88,7 +88,7 @@ def test_users_behind_a_chain_of_markers_are_moved_once(length: int, monkeypatch
     node = graph.placeholder("x")
     users = []
     for number in range(length):
-        node = graph.call_function(ops.mark_error, (node, number))
+        node = graph.call_function(markers.mark_error, (node, number))
         users.append(graph.call_function(torch.relu, (node,)))
     graph.output(tuple(users))
     moved = 0

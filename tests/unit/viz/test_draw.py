@@ -14,9 +14,8 @@ import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.diagnostics.clipping import clips_by_edit
 from gradrewrite.diagnostics.run_log import Step, last_run
-from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.passes import L2, CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Observe
-from gradrewrite.viz import _metric_colors, _theme
+from gradrewrite.viz import _graph_view, _metric_colors, _theme
 
 from helpers import mostly_slow
 from models.graphs import Three, three_layers

@@ -14,9 +14,8 @@ import pytest
 from drawing import assert_readable, read_by_graphviz
 
 from gradrewrite import viz
-from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _dot, _fonts, _ladder, _layout, _scene
+from gradrewrite.viz import _dot, _fonts, _graph_view, _ladder, _layout, _scene
 
 from helpers import mostly_slow
 from models.graphs import EACH, ODD_NAMES, live_thresholds, odd_names, recurrent, three_layers, transformer

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite import viz
 from gradrewrite.diagnostics.run_log import last_run
-from gradrewrite.ir.graph_view import read_graph
 from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
 from gradrewrite.viz import _norms, _overview, _theme
+from gradrewrite.viz._graph_view import read_graph
 from gradrewrite.viz._loops import Loop, find_loops
 from gradrewrite.viz._norms import Cell, differing
 

@@ -9,9 +9,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.viz import _ladder, _overview
+from gradrewrite.viz import _graph_view, _ladder, _overview
 
 from models.clips import step_of
 from models.graphs import EACH, recurrent, three_layers, transformer

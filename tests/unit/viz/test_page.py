@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gradrewrite import viz
-from gradrewrite.ir import graph_view as _graph_view
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.viz import _graph_view
 from gradrewrite.viz.page import _html
 
 from models.clips import step_of

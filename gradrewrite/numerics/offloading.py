@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.ir.ops import LIBRARY
+from gradrewrite.numerics.library import LIBRARY
 
 LIBRARY.define("offload(Tensor x) -> Tensor")
 LIBRARY.define("fetch(Tensor copied, Device device, Tensor[] upcoming) -> Tensor")

@@ -1,4 +1,4 @@
-"""Custom operators of the ``gradrewrite`` namespace: markers, holding, opaque statistics."""
+"""Operators that measure tensors and pack the figures."""
 
 from __future__ import annotations
 
@@ -7,57 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from gradrewrite._compat import dtensors
 from gradrewrite._utils.tensors import computable
-from gradrewrite.ir.native_statistics import figures_of, names_of
-from gradrewrite.ir.statistics import STATISTICS, _dtype, measure_shards
+from gradrewrite.numerics.library import LIBRARY
+from gradrewrite.numerics.native_statistics import figures_of, names_of
+from gradrewrite.numerics.statistics import STATISTICS, _dtype, measure_shards
 
-LIBRARY = torch.library.Library("gradrewrite", "DEF")
-LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
-LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
-LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
-LIBRARY.define("copy(Tensor x) -> Tensor")
 LIBRARY.define("measure(Tensor[] xs, str statistics) -> Tensor")
 LIBRARY.define("pack(Tensor[] xs, str statistics, int[] checks) -> Tensor")
-
-
-def _no_result(*_: Any) -> None:
-    return None
-
-
-def _like(g: Tensor, _: int) -> Tensor:
-    # Same strides, so that what is traced behind a marker is what is traced without it.
-    return torch.empty_strided(g.size(), g.stride(), dtype=g.dtype, device=g.device)
-
-
-for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _like), ("hold", _no_result)):
-    LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=LIBRARY)
-
-# A forward may differentiate inside itself, and then once more through that: the marker is an identity.
-torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=LIBRARY)
-
-# The compiler drops a clone of an output of its graph, but not an operation that it does not know.
-LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("gradrewrite::copy", torch.empty_like, lib=LIBRARY)
-torch.library.register_autograd("gradrewrite::copy", lambda _, g: g, lib=LIBRARY)
-
-mark_activation = torch.ops.gradrewrite.mark_activation.default
-mark_error = torch.ops.gradrewrite.mark_error.default
-hold = torch.ops.gradrewrite.hold.default
-copy = torch.ops.gradrewrite.copy.default
-fx.node.has_side_effect(mark_activation)
-fx.node.has_side_effect(hold)
-
-
-def number_of(marker: fx.Node) -> int:
-    """Return the number of the value of a marker."""
-    number = marker.args[1]
-    assert isinstance(number, int)
-    return number
-
 
 _names_of = functools.lru_cache(maxsize=4096)(names_of)
 

@@ -19,8 +19,8 @@ import gradrewrite as gr
 from gradrewrite._compat import cpp_library
 from gradrewrite.distributed.figures import Combination
 from gradrewrite.errors import RewriteWarning
-from gradrewrite.ir import native_statistics, ops
-from gradrewrite.ir.statistics import STATISTICS, Statistic, share_of
+from gradrewrite.numerics import measuring, native_statistics
+from gradrewrite.numerics.statistics import STATISTICS, Statistic, share_of
 from gradrewrite.passes import CheckFinite, Observe
 
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -108,7 +108,7 @@ def test_a_build_that_fails_warns_once(
     source.write_text("this is no C++")
     monkeypatch.setattr(native_statistics, "_SOURCE", source)
     for _ in range(2):
-        assert ops.measure(torch.tensor([3.0, 4.0]), ["norm"], is_opaque=True).tolist() == [5.0]
+        assert measuring.measure(torch.tensor([3.0, 4.0]), ["norm"], is_opaque=True).tolist() == [5.0]
     (warning,) = recwarn
     assert issubclass(warning.category, RewriteWarning)
     assert "could not be built" in str(warning.message)
@@ -138,5 +138,5 @@ def test_a_statistic_without_a_native_form_is_measured_by_torch(monkeypatch: pyt
     x = torch.tensor([-1.0, 2.0, 0.0, -3.0])
     assert native_statistics.figures_of([x], "negative,norm") is None
     negative = Statistic(lambda x: share_of(x < 0), Combination("mean"), "share", is_native=False)
-    monkeypatch.setattr(ops, "STATISTICS", {**STATISTICS, "negative": negative})
-    assert ops.measure(x, ["negative", "max_abs"], is_opaque=True).tolist() == [0.5, 3.0]
+    monkeypatch.setattr(measuring, "STATISTICS", {**STATISTICS, "negative": negative})
+    assert measuring.measure(x, ["negative", "max_abs"], is_opaque=True).tolist() == [0.5, 3.0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import dynamo, fake_tensors
-from gradrewrite.ir.ops import LIBRARY
+from gradrewrite.numerics.library import LIBRARY
 
 LIBRARY.define("normal_like(Tensor like, Tensor source) -> Tensor")
 _in_compilations = itertools.count(1)

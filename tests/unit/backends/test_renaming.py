@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradrewrite.ir.renaming import Renaming, calls_by_name
+from gradrewrite.backends.renaming import Renaming, calls_by_name
 from gradrewrite.sites import Kind, Site
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.ops import LIBRARY
+from gradrewrite.numerics.library import LIBRARY
 
 CHUNK = 1 << 20  # elements; the rows of all losses stay in a cache between their products
 

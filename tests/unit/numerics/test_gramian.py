@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradrewrite.ir import gramian as module
-from gradrewrite.ir.gramian import cosines, gramian
+from gradrewrite.numerics import gramian as module
+from gradrewrite.numerics.gramian import cosines, gramian
 
 pytestmark = pytest.mark.pure
 

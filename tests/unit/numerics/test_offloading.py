@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradrewrite.ir import offloading
+from gradrewrite.numerics import offloading
 
 
 class Log:

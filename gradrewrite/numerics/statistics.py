@@ -22,9 +22,9 @@ from gradrewrite._compat import collectives, dtensors, fake_tensors
 from gradrewrite._utils.exponent_counts import EXPONENTS
 from gradrewrite.distributed.figures import Combination, Kind
 from gradrewrite.distributed.layouts import added_up
-from gradrewrite.ir.exponents import exponents_of
-from gradrewrite.ir.moments import MOMENTS, from_raw, moments_of, to_raw
-from gradrewrite.ir.stages import reduce_all
+from gradrewrite.numerics.exponents import exponents_of
+from gradrewrite.numerics.moments import MOMENTS, from_raw, moments_of, to_raw
+from gradrewrite.numerics.stages import reduce_all
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from gradrewrite.ir.ops import LIBRARY
+from gradrewrite.numerics.library import LIBRARY
 
 ScaleMode = Literal["min", "median", "rmse"]
 SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)

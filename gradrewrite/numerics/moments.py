@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.ir.stages import reduce_all
+from gradrewrite.numerics.stages import reduce_all
 
 MOMENTS = ("mean", "std", "skewness", "kurtosis")
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from gradrewrite.ir import editing
-from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.ops import LIBRARY
+from gradrewrite.numerics.library import LIBRARY
 
 # From here on rounding to float8_e4m3fn goes beyond its largest number, 448.
 _TOO_LARGE = 464.0
@@ -89,41 +86,22 @@ FORMS = {
 }
 
 
-def _encode(x: Tensor, form: str) -> list[Tensor]:
+def encode_with(x: Tensor, form: str) -> list[Tensor]:
+    """Return the parts of a tensor, by operations of torch."""
     return list(FORMS[form].encode(x))
 
 
-def _decode(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
+def decode_with(parts: Sequence[Tensor], form: str, dtype: torch.dtype) -> Tensor:
+    """Return a tensor from its parts, by operations of torch."""
     return FORMS[form].decode(parts, dtype)
 
 
 # In a joint graph each is one node, so that no pass of the compiler takes it apart before the graph is cut.
 LIBRARY.define("encode(Tensor x, str form) -> Tensor[]")
 LIBRARY.define("decode(Tensor[] parts, str form, ScalarType dtype) -> Tensor")
-for _name, _implementation in (("encode", _encode), ("decode", _decode)):
+for _name, _implementation in (("encode", encode_with), ("decode", decode_with)):
     LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=LIBRARY)
 
 encode = torch.ops.gradrewrite.encode.default
 decode = torch.ops.gradrewrite.decode.default
-
-
-def expand(graph: fx.Graph) -> None:
-    """Replace encoding and decoding by their operations in a graph of the forward or of the backward, to be fused."""
-    for node in graph.find_nodes(op="call_function", target=encode):
-        tensor, form = node.args
-        if not (FORMS[form].is_encoded_apart and value_of(tensor).device.type == "cpu"):
-            results, _ = editing.compute(graph, partial(_encode, form=form), [tensor], node, "is_forward")
-            for getitem in list(node.users):
-                editing.replace_node(getitem, results[getitem.args[1]])
-            editing.erase(node)
-    for node in graph.find_nodes(op="call_function", target=decode):
-        parts, form, dtype = node.args
-        if not (FORMS[form].is_decoded_apart and value_of(node).device.type == "cpu"):
-            run = partial(_decoded, form=form, dtype=dtype)
-            (result,), _ = editing.compute(graph, run, parts, node)
-            editing.replace_node(node, result)
-
-
-def _decoded(*parts: Tensor, form: str, dtype: torch.dtype) -> list[Tensor]:
-    return [_decode(parts, form, dtype)]

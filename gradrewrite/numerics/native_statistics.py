@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradrewrite._compat import cpp_library
 from gradrewrite.errors import RewriteWarning
-from gradrewrite.ir.statistics import STATISTICS
+from gradrewrite.numerics.statistics import STATISTICS
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _NUMBERS = {name: n for n, name in enumerate(name for name, one in STATISTICS.items() if one.is_native)}

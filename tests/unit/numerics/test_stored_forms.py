@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradrewrite.ir.stored_forms import FORMS, decode, encode
+from gradrewrite.numerics.stored_forms import FORMS, decode, encode
 
 pytestmark = pytest.mark.pure
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

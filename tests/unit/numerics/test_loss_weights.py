@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchjd.aggregation import MGDA, AlignedMTL, CAGrad, PCGrad, UPGrad
 
-from gradrewrite.ir import loss_weights
-from gradrewrite.ir.loss_weights import OP_ALIGNED_MTL, OP_CAGRAD, OP_MGDA, OP_PCGRAD, OP_UPGRAD
+from gradrewrite.numerics import loss_weights
+from gradrewrite.numerics.loss_weights import OP_ALIGNED_MTL, OP_CAGRAD, OP_MGDA, OP_PCGRAD, OP_UPGRAD
 
 NUMBERS = range(2, 9)
 SEEDS = range(3)

@@ -1,0 +1,1 @@
+"""What nodes compute: statistics, norms, weights, noise, stored forms."""
